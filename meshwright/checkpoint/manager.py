@@ -1,0 +1,89 @@
+"""When a job saves, and what it finds when it starts."""
+
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from meshwright.checkpoint import commit
+from meshwright.config.job_config import Checkpoint
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+
+
+class HasTensors(Protocol):
+    """What is saved and loaded: a flat dict of tensors, DTensors among them."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class CheckpointManager:
+    """Saves every so many steps, keeps the newest, loads on any number of ranks.
+
+    Every method is collective: all ranks of the job must call it.
+    """
+
+    def __init__(self, folder: Path, config: Checkpoint, steps: int) -> None:
+        self._folder, self._config, self._steps = folder, config, steps
+        self._is_first_rank = dist.get_rank() == 0
+
+    def load(self, state: HasTensors) -> dict[str, Any] | None:
+        """Restore `state` in place from the checkpoint to resume from.
+
+        Returns:
+            The manifest that was saved with it; None if there is nothing to resume from.
+
+        Raises:
+            ConfigError: if a tensor is missing or its shape differs; `state` is as it was.
+        """
+        if not self._config.enable:
+            return None
+        step = commit.choose_step(self._folder, self._config.load_step)
+        if step is None:
+            return None
+        folder = commit.step_folder(self._folder, step)
+        start = time.perf_counter()
+        wanted = state.state_dict()
+        reader = dcp.FileSystemReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
+        # a rank that was not there when the checkpoint was written keeps the RNG it has
+        wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
+        for name, tensor in wanted.items():
+            theirs = tuple(getattr(saved.get(name), "size", ()))
+            if name not in saved or theirs != tuple(tensor.shape):
+                found = f"has shape {theirs} there" if name in saved else "is not in it"
+                raise ConfigError(
+                    "checkpoint.folder",
+                    f"checkpoint {folder} is of another model: {name} has shape "
+                    f"{tuple(tensor.shape)} here and {found}"
+                    "\n  fix: use another job.dump_folder, or the model it was saved from",
+                )
+        dcp.load(wanted, storage_reader=reader)
+        state.load_state_dict(wanted)
+        logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
+        return commit.read_manifest(folder)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is one to save at."""
+        is_last = step == self._steps
+        return self._config.enable and (is_last or step % self._config.interval == 0)
+
+    def save(self, step: int, state: HasTensors, manifest: dict[str, Any]) -> None:
+        """Write a checkpoint that appears under its name only when it is complete."""
+        start = time.perf_counter()
+        unfinished = commit.unfinished_folder(self._folder, step)
+        if self._is_first_rank:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            commit.delete_unfinished(self._folder)
+        dist.barrier()
+        dcp.save(state.state_dict(), storage_writer=dcp.FileSystemWriter(unfinished))
+        if self._is_first_rank:
+            commit.publish(self._folder, step, manifest)
+            commit.keep_latest(self._folder, self._config.keep_latest_k)
+        dist.barrier()
+        folder = commit.step_folder(self._folder, step)
+        logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)

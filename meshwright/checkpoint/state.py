@@ -1,0 +1,57 @@
+"""The tensors of a checkpoint, by name: sharded as they are, keyed as in the plain model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+
+
+class TrainingTensors:
+    """Model, optimizer state and random number generators as one flat dict, and back.
+
+    Only tensors, so that loading never unpickles an object. The optimizer's hyperparameters are
+    not among them: they are the config's, and the learning rate is a function of the step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._model, self._optimizer, self._rank = model, optimizer, rank
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that share memory with the model and the optimizer; RNG states are copies."""
+        model_state: dict[str, Any] = get_model_state_dict(self._model)
+        state: dict[str, Tensor] = {MODEL + k: v for k, v in model_state.items()}
+        for key, value in self._optimizer_state().items():
+            if isinstance(value, Tensor):
+                state[OPTIMIZER + key] = value
+        state[f"{RNG}cpu.rank_{self._rank}"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state[f"{RNG}cuda.rank_{self._rank}"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, or another mesh's tensors resharded to ours."""
+        set_model_state_dict(self._model, _below(MODEL, state))
+        optimizer_state = self._optimizer_state() | _below(OPTIMIZER, state)
+        set_optimizer_state_dict(self._model, self._optimizer, optimizer_state, options=FLAT)
+        rng = _below(RNG, state)
+        if (cpu := rng.get(f"cpu.rank_{self._rank}")) is not None:
+            torch.set_rng_state(cpu)
+        if (cuda := rng.get(f"cuda.rank_{self._rank}")) is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self._model, self._optimizer, options=FLAT)
+
+
+def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

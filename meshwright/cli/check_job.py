@@ -1,0 +1,19 @@
+"""`meshwright check`: find what would keep a job from running, without starting it."""
+
+from collections.abc import Sequence
+
+from meshwright.config.loader import config_errors, load_config
+from meshwright.errors import ConfigError
+from meshwright.preflight import preflight
+
+USAGE = "check RANKS --job.config_file CONFIG [--section.key value ...]   silent if it can run"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` unless the job can run on the given number of ranks."""
+    ranks, *overrides = arguments or [""]
+    if not (ranks.isdecimal() and int(ranks) > 0):
+        raise ConfigError("", f"RANKS = {ranks!r}: must be a positive number\n  usage: {USAGE}")
+    config, provenance = load_config(overrides)
+    with config_errors(provenance):
+        preflight(config, int(ranks))

@@ -1,0 +1,101 @@
+"""Rules across sections, and the values that follow from the rest of the config."""
+
+import os
+from pathlib import Path
+
+from meshwright.config.job_config import JobConfig
+from meshwright.errors import check
+
+
+def fill_in(config: JobConfig, world_size: int) -> JobConfig:
+    """`config` with every -1 replaced by what it stands for on `world_size` ranks.
+
+    Raises:
+        ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
+    """
+    parallelism = config.parallelism
+    shard, replicate = (
+        parallelism.data_parallel_shard_degree,
+        parallelism.data_parallel_replicate_degree,
+    )
+    key = "parallelism.data_parallel_shard_degree"
+    if shard == -1:
+        check(
+            world_size % replicate == 0,
+            key,
+            shard,
+            f"cannot be filled in: the other degrees make {replicate}, which does not divide "
+            f"{world_size} ranks",
+            f"launch a multiple of {replicate} ranks, or lower a degree",
+        )
+        shard = world_size // replicate
+    check(
+        shard * replicate == world_size,
+        key,
+        shard,
+        f"the degrees multiply to {shard * replicate}, but there are {world_size} ranks",
+        f"launch {shard * replicate} ranks (NGPU), or set it to -1"
+        if shard
+        else "set it to -1 for all ranks that the other degrees leave over",
+    )
+    training = config.training
+    per_microbatch = shard * replicate * training.local_batch_size
+    global_batch_size = training.global_batch_size
+    if global_batch_size == -1:
+        global_batch_size = per_microbatch
+    nearest = max(1, round(global_batch_size / per_microbatch)) * per_microbatch
+    check(
+        global_batch_size > 0 and global_batch_size % per_microbatch == 0,
+        "training.global_batch_size",
+        global_batch_size,
+        f"must be a positive multiple of {per_microbatch} = {shard * replicate} data-parallel "
+        f"ranks x local_batch_size {training.local_batch_size}",
+        f"the nearest is {nearest}",
+    )
+    return config.model_copy(
+        update={
+            "parallelism": parallelism.model_copy(update={"data_parallel_shard_degree": shard}),
+            "training": training.model_copy(update={"global_batch_size": global_batch_size}),
+        }
+    )
+
+
+def check_sections(config: JobConfig) -> None:
+    """Rules that need nothing but the config.
+
+    Raises:
+        ConfigError: naming the first that is broken.
+    """
+    schedule, steps = config.lr_scheduler, config.training.steps
+    decay_steps = round(steps * (schedule.decay_ratio or 0))
+    check(
+        schedule.decay_ratio is None or schedule.warmup_steps + decay_steps <= steps,
+        "lr_scheduler.decay_ratio",
+        schedule.decay_ratio,
+        f"{decay_steps} steps of decay do not fit in {steps} after {schedule.warmup_steps} of "
+        "warm-up",
+        "lower it, or lr_scheduler.warmup_steps",
+    )
+    profiling = config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    check(
+        profiling.profile_freq >= needed,
+        "profiling.profile_freq",
+        profiling.profile_freq,
+        f"is less than profiler_warmup + profiler_active = {needed}",
+        f"raise it to {needed} or more",
+    )
+
+
+def check_writable(folder: str) -> None:
+    """Check that `job.dump_folder` is, or can be made, a folder to write to; write nothing."""
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    check(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        "job.dump_folder",
+        folder,
+        f"{existing} is not a folder that can be written to",
+        "name another folder",
+    )

@@ -1,0 +1,266 @@
+"""Every key of the TOML: its type, bounds, default and documentation. Nothing else lives here.
+
+Sections and keys have torchtitan 0.2's names wherever the meaning is the same.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+INPUT_PATH = "input path"
+InputPath = Annotated[str, INPUT_PATH]
+"""A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
+the working directory. The loader makes it absolute."""
+
+OrFilledIn = Annotated[int, Field(ge=-1)]
+"""A positive number, or -1 for the one that follows from the rest of the config (0 is refused
+where it is filled in)."""
+
+
+class Section(BaseModel):
+    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class Job(Section):
+    """[job] What this run is, and where its output goes."""
+
+    config_file: InputPath = ""
+    """TOML to read (command line only)."""
+
+    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
+    """Folder for checkpoints, logs, metrics and the resolved config; relative to the working
+    directory. Starting again in the same folder resumes."""
+
+    description: str = ""
+    """Free text, repeated in the log."""
+
+
+class Model(Section):
+    """[model] Which model, how large, and its tokenizer."""
+
+    name: str = "llama"
+    """Model family."""
+
+    flavor: str = "debugmodel"
+    """Size, from the family's table."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
+
+    tokenizer_path: InputPath = ""
+    """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one."""
+
+
+class Training(Section):
+    """[training] Data, batch, length and precision."""
+
+    dataset: str = "python_stdlib"
+    """Name in the dataset table: python_stdlib, c4; or json, parquet, text, arrow: local files."""
+
+    dataset_path: InputPath = ""
+    """File, folder or glob for local data; for a named dataset a local copy of it."""
+
+    dataset_column: str = "text"
+    """Column that holds the text."""
+
+    local_batch_size: PositiveInt = 8
+    """Sequences per data-parallel rank and microbatch."""
+
+    global_batch_size: OrFilledIn = -1
+    """Sequences per optimizer step over all ranks; above ranks x local_batch_size it is reached by
+    gradient accumulation. -1: data-parallel ranks x local_batch_size."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens per sequence."""
+
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    """Gradients are scaled down to this global norm; inf: never."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps of the whole job, those before a resume included."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of parameters and activations in forward and backward; the optimizer sees fp32."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks."""
+
+    gc_freq: PositiveInt = 50
+    """Steps between Python garbage collections, which happen at no other time."""
+
+    seed: NonNegativeInt = 0
+    """Fixes the initial weights and the order of the data."""
+
+    deterministic: bool = False
+    """Only algorithms that give equal bits in equal runs; slower on GPUs."""
+
+
+class Optimizer(Section):
+    """[optimizer] Fused AdamW or Adam over fp32 master weights."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Adam differs in adding weight decay to the gradient."""
+
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay per step of the gradient's running mean."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay per step of the squared gradient's running mean."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Applied to every parameter."""
+
+
+class LRScheduler(Section):
+    """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Optimizer steps from 0 to the peak."""
+
+    decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Part of all steps spent decaying; absent: decay begins when the warm-up ends."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the peak that the decay ends at."""
+
+
+class Parallelism(Section):
+    """[parallelism] Degrees of the mesh; their product is the number of ranks."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the sharded model (HSDP when above 1)."""
+
+    data_parallel_shard_degree: OrFilledIn = -1
+    """Ranks that share one copy's parameters (FSDP2). -1: every rank that the others leave over."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free a block's gathered parameters between forward and backward. default: all but the last
+    block, whose backward comes next."""
+
+
+class ActivationCheckpoint(Section):
+    """[activation_checkpoint] What backward recomputes instead of keeping in memory."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: every block."""
+
+    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
+    """With mode = selective: "op" keeps the outputs of matmuls and attention and recomputes the
+    rest; a number n recomputes every n-th block whole."""
+
+
+class Compile(Section):
+    """[compile] torch.compile, block by block."""
+
+    enable: bool = False
+    """Compile every block; one graph serves all of them."""
+
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of torch.compile; all but inductor are for finding faults."""
+
+
+class Checkpoint(Section):
+    """[checkpoint] Sharded checkpoints of everything that a resume needs."""
+
+    enable: bool = False
+    """Save, and resume from what the dump folder holds."""
+
+    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
+    """Folder inside `job.dump_folder`."""
+
+    interval: PositiveInt = 500
+    """Steps between saves; the last step is always saved."""
+
+    keep_latest_k: NonNegativeInt = 10
+    """Checkpoints to keep; older ones are deleted. 0: all."""
+
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    """Step to resume from. -1: the newest."""
+
+
+class Metrics(Section):
+    """[metrics] What is reported, and where to. {dump_folder}/metrics.jsonl is always written."""
+
+    log_freq: PositiveInt = 10
+    """Steps between reports; the device is waited for only then."""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard events."""
+
+    save_tb_folder: Annotated[str, Field(min_length=1)] = "tb"
+    """Folder for them inside `job.dump_folder`."""
+
+    enable_wandb: bool = False
+    """Report to Weights & Biases too (pip install 'meshwright[wandb]')."""
+
+
+class Profiling(Section):
+    """[profiling] Chrome traces of single steps by torch.profiler."""
+
+    enable_profiling: bool = False
+    """Write traces."""
+
+    save_traces_folder: Annotated[str, Field(min_length=1)] = "profile_traces"
+    """Folder for them inside `job.dump_folder`."""
+
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next."""
+
+    profiler_warmup: NonNegativeInt = 3
+    """Steps before each trace that the profiler runs without recording."""
+
+    profiler_active: PositiveInt = 1
+    """Steps that each trace holds."""
+
+
+class Comm(Section):
+    """[comm] Limits on collectives."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """For a collective up to the end of the first step, compilation included."""
+
+    train_timeout_seconds: PositiveInt = 100
+    """For a collective after that: a rank that is lost ends the job within this time."""
+
+
+class JobConfig(Section):
+    """All that a job is told. Read from a TOML, overridden by `--section.key value`."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()

@@ -1,0 +1,35 @@
+"""Errors that a user can act on."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run. Raised on every rank before the first collective.
+
+    Args:
+        key: dotted key of the config that is at fault ("" if there is none), from which whoever
+            reports the error finds the file and the line.
+        message: what is wrong, then optionally a line `  fix: what to do`.
+    """
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class TrainingError(RuntimeError):
+    """Training went wrong and cannot go on. Raised on every rank."""
+
+
+def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
+    """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
+    if not ok:
+        raise ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """What to write instead of the name `wrong`: the nearest of `valid`, or all of them."""
+    valid = sorted(valid)
+    near = get_close_matches(wrong, valid, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"

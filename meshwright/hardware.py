@@ -1,0 +1,97 @@
+"""What a rank runs on: its device, how fast that can be, and how much memory is in use."""
+
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+GIB = 1024**3
+
+# Name as the driver reports it (first match wins) -> dense bf16 FLOP/s, and the vendor's document.
+PEAKS: tuple[tuple[str, float, str], ...] = (
+    ("H100 NVL", 835e12, "NVIDIA H100 data sheet (1,671 with sparsity)"),
+    ("H100 PCIe", 756e12, "NVIDIA H100 data sheet (1,513 with sparsity)"),
+    ("H100", 989e12, "NVIDIA H100 data sheet, SXM (1,979 with sparsity)"),
+    ("H200 NVL", 835e12, "NVIDIA H200 data sheet (1,671 with sparsity)"),
+    ("H200", 989e12, "NVIDIA H200 data sheet, SXM (1,979 with sparsity)"),
+    ("GH200", 989e12, "NVIDIA GH200 data sheet (1,979 with sparsity)"),
+    ("B200", 2250e12, "NVIDIA HGX B200 data sheet (4,500 with sparsity)"),
+    ("A100", 312e12, "NVIDIA A100 data sheet"),
+    ("A10G", 70e12, "AWS EC2 G5 page (A10G, 70 bf16 TFLOP/s)"),
+    ("L40S", 362e12, "NVIDIA L40S data sheet (733 with sparsity)"),
+    ("MI300X", 1307.4e12, "AMD Instinct MI300X data sheet"),
+    ("MI250X", 191.5e12, "AMD Instinct MI250X data sheet: 383, two devices a card"),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Highest rate of matrix products on one device."""
+
+    flops_per_s: float
+    source: str
+    """The vendor's document, or "measured"."""
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """This rank's accelerator, made current; the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    device = torch.device(accelerator.type, local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The model name, e.g. "NVIDIA H100 80GB HBM3"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return device.type
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The published dense peak for bf16, or for what is not in the table a measured one."""
+    name = device_name(device)
+    for part, flops_per_s, source in PEAKS if dtype == torch.bfloat16 else ():
+        if part in name:
+            return Peak(flops_per_s, source)
+    return Peak(_measure_peak(device, dtype), "measured")
+
+
+def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product: the median of 10, with the threads that the rank has."""
+    n = 1024 if device.type == "cpu" else 8192
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.float32).to(dtype)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / median(seconds[2:])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank held: reserved on the device, or resident where that is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def make_deterministic() -> None:
+    """Allow only algorithms that give equal bits in equal runs; call it before CUDA is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads nothing else
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,26 @@
+"""The job's logger: the console, and one file a rank."""
+
+import logging
+import sys
+from pathlib import Path
+
+logger = logging.getLogger("meshwright")
+
+FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+def log_to_console() -> None:
+    """Send the log of this rank to stdout; the launcher shows those of LOG_RANK."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(FORMAT)
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def log_to_file(folder: Path, rank: int) -> None:
+    """Also append the log of this rank to `folder`/rank_N.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank_{rank}.log")
+    handler.setFormatter(FORMAT)
+    logger.addHandler(handler)

@@ -1,0 +1,110 @@
+"""Where reports go: one protocol, four destinations."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.log import logger
+
+Record = dict[str, float | int]
+
+
+class Sink(Protocol):
+    """Takes one record a logged step."""
+
+    def write(self, record: Record) -> None:
+        """`record["step"]` is the step; the rest are its figures."""
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+
+
+class Console:
+    """One line a record, with the time that is left."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def write(self, record: Record) -> None:
+        left_s = round((self._steps - record["step"]) * record["step_time_s"])
+        logger.info(
+            "step %*d/%d  loss %7.4f  grad_norm %7.4f  lr %.2e  wps %s  mfu %.1f%%  "
+            "memory %.2f GiB  eta %d:%02d:%02d",
+            len(str(self._steps)),
+            record["step"],
+            self._steps,
+            record["loss"],
+            record["grad_norm"],
+            record["lr"],
+            f"{record['wps']:,.0f}",
+            record["mfu_pct"],
+            record["memory_gib"],
+            left_s // 3600,
+            left_s // 60 % 60,
+            left_s % 60,
+        )
+
+    def close(self) -> None:
+        return
+
+
+class JsonLines:
+    """One JSON object a line. What an earlier run wrote after the step to resume from goes."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        kept = [
+            line
+            for line in (path.read_text("utf-8").splitlines() if path.exists() else [])
+            if _step_of(line) <= resumed_step
+        ]
+        shortened = path.with_suffix(".tmp")
+        shortened.write_text("".join(line + "\n" for line in kept), "utf-8")
+        os.replace(shortened, path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line at once
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that a kill cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+class TensorBoard:
+    """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it takes a second to import
+
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run; its own environment variables say which project and where."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        import wandb  # an extra
+
+        self._run = wandb.init(dir=str(folder), config=config)
+
+    def write(self, record: Record) -> None:
+        self._run.log({k: v for k, v in record.items() if k != "step"}, step=int(record["step"]))
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,120 @@
+"""Initial weights that depend on the seed, the parameter's name and the element's index alone.
+
+Not on the number of ranks, the mesh, the wrapping, the device, or the order of the parameters: a
+rank computes just the elements that it holds, and any two ranks agree on any element, to the bit.
+"""
+
+import hashlib
+import math
+from functools import cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# Private, and what torch's own checkpointing uses to the same end; no public name says where in
+# the whole tensor a shard lies. If it moves, import it from where dcp's planner does.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.models.decoder import Decoder
+
+TRUNCATION = 3.0  # standard deviations
+TABLE_BITS = 14
+FRACTION_BITS = 24  # what a float32 holds exactly
+BLOCK = 1 << 16  # elements at a time: temporaries stay in the cache
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Fill every parameter and buffer of `model` in place, sharded or not."""
+    for name, parameter in model.named_parameters():
+        local, offset = _local_box(parameter)
+        std = model.initial_std(name)
+        if std is None:
+            local.fill_(1.0)
+        else:
+            fill_normal(local, std, seed, name, tuple(parameter.shape), offset)
+    model.init_buffers()
+
+
+def _local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of `parameter`, and the offset of that box in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(offset)
+
+
+def fill_normal(
+    box: Tensor,
+    std: float,
+    seed: int,
+    name: str,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> None:
+    """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
+
+    Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
+    Temporaries are a few times `BLOCK` elements, or one row where that is longer.
+    """
+    if not box.numel():
+        return
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    strides = [math.prod(global_shape[dim + 1 :]) for dim in range(box.dim())]
+    row = torch.zeros((), dtype=torch.int64, device=box.device)  # indices of the box's first row
+    for dim in range(1, box.dim()):
+        along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=box.device)
+        row = row.unsqueeze(-1) + along * strides[dim]
+    rows_per_block = max(1, BLOCK // row.numel())
+    for start in range(0, box.shape[0], rows_per_block):
+        some = box[start : start + rows_per_block]
+        first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=box.device)
+        index = first.view(-1, *(1 for _ in row.shape)) * strides[0] + row
+        some.copy_(_normal(_splitmix64(index, key)) * std)
+
+
+def _splitmix64(index: Tensor, key: int) -> Tensor:
+    """The `index`-th outputs of the SplitMix64 generator seeded with `key`, as int64 bits.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 16:
+    its state after i steps is key + i * gamma, so any output can be had on its own.
+    """
+    x = (index + 1) * _signed(0x9E3779B97F4A7C15) + _signed(key)  # wraps modulo 2^64
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _signed(bits: int) -> int:
+    return (bits & (2**64 - 1)) - (2**64 if bits & 2**63 else 0)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical shift; torch's own, on int64, copies the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _normal(bits: Tensor) -> Tensor:
+    """Truncated standard normals from 64 random bits each: int64 -> fp32 of the same shape.
+
+    Inverse of the cumulative distribution, linear between 2^14 + 1 knots. Only steps that IEEE 754
+    rounds in one way (no log, no erfinv), so that every device and vector width gives equal bits.
+    """
+    knots = _quantiles().to(bits.device)
+    interval = _shift_right(bits, 64 - TABLE_BITS)
+    fraction = (bits & ((1 << FRACTION_BITS) - 1)).float() * 2.0**-FRACTION_BITS
+    low = knots[interval]
+    return low + (knots[interval + 1] - low) * fraction
+
+
+@cache
+def _quantiles() -> Tensor:
+    """Quantiles of the normal distribution within +-3 deviations: (2^14 + 1,) fp32."""
+    normal, n = NormalDist(), 1 << TABLE_BITS
+    lowest = normal.cdf(-TRUNCATION)
+    left = [normal.inv_cdf(lowest + (1 - 2 * lowest) * i / n) for i in range(n // 2)]
+    return torch.tensor([*left, 0.0, *(-x for x in reversed(left))], dtype=torch.float32)

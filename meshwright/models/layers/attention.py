@@ -1,0 +1,41 @@
+"""Causal self-attention with grouped key and value heads."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models.layers.rope import apply_rope
+
+
+class Attention(nn.Module):
+    """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names follow Llama checkpoints.
+
+    Args:
+        dim: model width D.
+        n_heads: N.
+        n_kv_heads: K, a divisor of N.
+    """
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // n_heads
+        self.enable_gqa = n_kv_heads < n_heads
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
+        # the number of heads is what the weights give, so that each rank may hold some of them
+        q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, N, H)
+        k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, K, H)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.enable_gqa,
+        )  # (B, N, S, H)
+        return self.wo(out.transpose(1, 2).flatten(-2))

@@ -1,0 +1,24 @@
+"""The gated feed-forward block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
+
+    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Weight names follow Llama checkpoints.
+
+    Args:
+        dim: model width D.
+        hidden_dim: inner width F.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -1,0 +1,96 @@
+"""Llama's dimensions as data. Free of torch, so that a config is checked before torch is loaded."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary wavelengths; see `layers/rope.py` for the formula."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
+
+    factor: float = 8.0
+    """How many times longer a context than in the original training."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_seq_len / low_freq_factor are stretched by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_seq_len / high_freq_factor are left alone."""
+    original_seq_len: int = 8192
+    """Tokens of context in the original training."""
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """What fixes the shapes of a Llama.
+
+    Raises:
+        ValueError: if the dimensions do not fit each other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
+
+    dim: int
+    """Model width D."""
+    n_layers: int
+    n_heads: int
+    """Query heads N."""
+    n_kv_heads: int
+    """Key and value heads K; each serves N/K query heads."""
+    hidden_dim: int
+    """Inner width F of the feed-forward block."""
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    """The output projection is the embedding."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"
+            )
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(
+                f"dim = {self.dim}: must be a multiple of 2 * n_heads = {2 * self.n_heads}, "
+                "for heads of equal and even width"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width H of one head."""
+        return self.dim // self.n_heads
+
+
+def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
+    return LlamaArgs(dim, layers, heads, kv_heads, hidden, vocab_size=32000, rope_theta=10000.0)
+
+
+def _llama3(
+    dim: int, layers: int, heads: int, hidden: int, stretch: float | None, tied: bool = False
+) -> LlamaArgs:
+    scaling = RopeScaling(factor=stretch) if stretch else None
+    return LlamaArgs(
+        dim, layers, heads, 8, hidden, 128256, rope_scaling=scaling, tie_embeddings=tied
+    )
+
+
+FLAVORS: dict[str, LlamaArgs] = {
+    "debugmodel": LlamaArgs(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
+    ),
+    "llama2_7b": _llama2(4096, 32, 32, 32, 11008),
+    "llama2_13b": _llama2(5120, 40, 40, 40, 13824),
+    "llama2_70b": _llama2(8192, 80, 64, 8, 28672),
+    "llama3_1b": _llama3(2048, 16, 32, 8192, stretch=32.0, tied=True),  # Llama 3.2 1B
+    "llama3_3b": _llama3(3072, 28, 24, 8192, stretch=32.0, tied=True),  # Llama 3.2 3B
+    "llama3_8b": _llama3(4096, 32, 32, 14336, stretch=None),  # Llama 3 8B
+    "llama3.1_8b": _llama3(4096, 32, 32, 14336, stretch=8.0),
+    "llama3_70b": _llama3(8192, 80, 64, 28672, stretch=None),  # Llama 3 70B
+    "llama3.1_70b": _llama3(8192, 80, 64, 28672, stretch=8.0),
+    "llama3.1_405b": _llama3(16384, 126, 128, 53248, stretch=8.0),
+}

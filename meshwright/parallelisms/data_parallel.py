@@ -1,0 +1,61 @@
+"""FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
+
+import functools
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.models.decoder import Decoder
+
+Reshard = Literal["default", "always", "never"]
+
+
+def apply_fsdp(
+    model: Decoder,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: Reshard,
+) -> None:
+    """Shard `model` in place: each block, the embedding, and the output with the norm before it.
+
+    Gradients come out *summed* over ranks, not averaged: the loss is divided once, by the global
+    number of labels (see `loss.py`).
+
+    Args:
+        model: best on the meta device.
+        mesh: (dp_shard) or (dp_replicate, dp_shard).
+        param_dtype: of the gathered parameters, and with them of activations.
+        reduce_dtype: in which gradients are summed.
+    """
+    # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
+    # would also cast the fp32 rotary cache, which is an input of each block.
+    precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision)
+    never = reshard_after_forward == "never"
+    if model.output is not None:
+        shard(model.tok_embeddings, reshard_after_forward=not never)
+    *blocks, last = model.layers.values()
+    for block in blocks:
+        shard(block, reshard_after_forward=not never)
+    # backward begins with these two: freed, they would be gathered twice in a row
+    at_end = reshard_after_forward == "always"
+    shard(last, reshard_after_forward=at_end)
+    if model.output is not None:
+        shard([model.norm, model.output], reshard_after_forward=at_end)
+    shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
+    sum_gradients(model)
+
+
+def sum_gradients(model: Decoder) -> None:
+    """Make every FSDP group in `model` sum its gradients over ranks, where it would average."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # else FSDP2 pre-multiplies within the collective, which gloo cannot
+            module.set_force_sum_reduction_for_comms(True)

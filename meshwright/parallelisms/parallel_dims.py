@@ -1,0 +1,22 @@
+"""Degrees of parallelism: the only place that orders the axes of the mesh. Free of torch."""
+
+from dataclasses import dataclass
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: neighbouring ranks, which share a node, get the axes that communicate most."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Ranks along each axis of the mesh. Pipeline, context and tensor have one rank yet."""
+
+    dp_replicate: int
+    dp_shard: int
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard

@@ -1,0 +1,38 @@
+"""The order in which Llama is made parallel."""
+
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms import activation_checkpoint, data_parallel
+from meshwright.parallelisms.meshes import Meshes
+
+
+def parallelize_llama(
+    model: Decoder,
+    meshes: Meshes,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: data_parallel.Reshard = "default",
+    ac_mode: activation_checkpoint.Mode = "none",
+    selective_ac_option: str = "op",
+    compile_backend: str | None = None,
+) -> None:
+    """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
+
+    1. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
+    2. Compile block by block, so that one graph serves every layer.
+    3. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
+       it is also what casts to `param_dtype`.
+    """
+    activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
+    if compile_backend is not None:
+        for block in model.layers.values():
+            block.compile(fullgraph=True, backend=compile_backend)
+    data_parallel.apply_fsdp(
+        model,
+        meshes.fsdp,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+    )

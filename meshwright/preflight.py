@@ -1,0 +1,151 @@
+"""All that can be found out about a job before a rank starts or memory is spent.
+
+Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
+calls it again, for those who start torchrun themselves.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.checkpoint import commit
+from meshwright.config.checks import check_sections, check_writable, fill_in
+from meshwright.config.job_config import JobConfig, Training
+from meshwright.datasets import DATASETS
+from meshwright.datasets.sources import SUFFIXES, find_files
+from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
+from meshwright.errors import ConfigError, check, did_you_mean
+from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.specs import MODELS, ModelSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that can be run."""
+
+    config: JobConfig
+    """Without -1: every value that follows from others is filled in."""
+    spec: ModelSpec
+    model_args: LlamaArgs
+    tokenizer: Tokenizer
+    dims: ParallelDims
+    checkpoint_folder: Path
+    resume_step: int
+    """Step of the checkpoint to resume from; 0: there is none."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Per rank and optimizer step."""
+        training = self.config.training
+        return training.global_batch_size // (self.dims.dp * training.local_batch_size)
+
+
+def preflight(config: JobConfig, world_size: int) -> Plan:
+    """Check `config` for a job of `world_size` ranks.
+
+    Raises:
+        ConfigError: for the first thing that would keep it from running.
+    """
+    check_sections(config)
+    config = fill_in(config, world_size)
+    spec, model_args = _resolve_model(config)
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    check(
+        tokenizer.vocab_size <= model_args.vocab_size,
+        "model.tokenizer_path",
+        config.model.tokenizer_path,
+        f"its vocabulary of {tokenizer.vocab_size} is larger than the model's, "
+        f"{model_args.vocab_size}",
+        f"set model.args.vocab_size = {tokenizer.vocab_size}",
+    )
+    _check_dataset(config.training)
+    check(
+        not config.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None,
+        "metrics.enable_wandb",
+        True,
+        "wandb is not installed",
+        "pip install 'meshwright[wandb]'",
+    )
+    check_writable(config.job.dump_folder)
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    return Plan(
+        config=config,
+        spec=spec,
+        model_args=model_args,
+        tokenizer=tokenizer,
+        dims=ParallelDims(
+            dp_replicate=config.parallelism.data_parallel_replicate_degree,
+            dp_shard=config.parallelism.data_parallel_shard_degree,
+        ),
+        checkpoint_folder=folder,
+        resume_step=_check_checkpoint(config, folder, model_args),
+    )
+
+
+def _resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
+    """The family, and the flavor's dimensions with `model.args` over them."""
+    name, flavor = config.model.name, config.model.flavor
+    check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
+    spec = MODELS[name]
+    flavors = spec.flavors
+    check(flavor in flavors, "model.flavor", flavor, "no such size", did_you_mean(flavor, flavors))
+    args = flavors[flavor]
+    merged = dataclasses.asdict(args) | config.model.args
+    try:  # by way of JSON, whose strict mode takes a table for a dataclass
+        return spec, TypeAdapter(type(args)).validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+    key = ".".join(["model.args", *map(str, mistake["loc"])])
+    if mistake["type"] == "unexpected_keyword_argument":
+        valid = [field.name for field in dataclasses.fields(args)]
+        fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
+        raise ConfigError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
+    message = mistake["msg"].removeprefix("Value error, ")
+    value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
+    raise ConfigError(key, f"{key}{value}: {message}")
+
+
+def _check_dataset(training: Training) -> None:
+    """Check that the dataset is known, and that what it reads from this machine is there."""
+    name, path, key = training.dataset, training.dataset_path, "training.dataset_path"
+    fix = did_you_mean(name, DATASETS)
+    check(name in DATASETS, "training.dataset", name, "no such dataset", fix)
+    spec = DATASETS[name]
+    check(
+        bool(path) or spec.path != "required",
+        key,
+        path,
+        f"dataset {name!r} needs it",
+        "name a file, a folder or a glob",
+    )
+    check(
+        not path or spec.path != "none", key, path, f"dataset {name!r} reads no path", "leave out"
+    )
+    if name in SUFFIXES:
+        find_files(name, path)
+    elif path:
+        check(Path(path).exists(), key, path, "no such file or folder")
+
+
+def _check_checkpoint(config: JobConfig, folder: Path, model_args: LlamaArgs) -> int:
+    """The step to resume from, or 0; its model must be the one that is to be trained."""
+    if not config.checkpoint.enable:
+        return 0
+    step = commit.choose_step(folder, config.checkpoint.load_step)
+    if step is None:
+        return 0
+    saved = commit.read_manifest(commit.step_folder(folder, step))["model_args"]
+    for name, here in dataclasses.asdict(model_args).items():
+        check(
+            saved.get(name) == here,
+            f"model.args.{name}",
+            here,
+            f"checkpoint {commit.step_folder(folder, step)} was saved with {saved.get(name)!r}",
+            "use another job.dump_folder, or the model it was saved from",
+        )
+    return step

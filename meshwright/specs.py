@@ -1,0 +1,31 @@
+"""The model families: all in which they differ, one record each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.models import llama
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model family.
+
+    Its classes are named `module:object`, to be found with `pkgutil.resolve_name`, because the
+    table is read before torch is loaded: a config must not wait seconds for its first mistake.
+    """
+
+    flavors: Mapping[str, llama.LlamaArgs]
+    """Sizes by name."""
+    model: str
+    """Class of the model: `Model(args, seq_len)`, a `Decoder`."""
+    parallelize: str
+    """Function with the signature of `parallelize_llama`."""
+
+
+MODELS: dict[str, ModelSpec] = {
+    "llama": ModelSpec(
+        flavors=llama.FLAVORS,
+        model="meshwright.models.llama.model:Llama",
+        parallelize="meshwright.parallelisms.parallelize_llama:parallelize_llama",
+    ),
+}

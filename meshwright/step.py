@@ -1,0 +1,106 @@
+"""One optimizer step, on any mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from meshwright.loss import IGNORE, token_loss
+from meshwright.models.decoder import Decoder
+
+NEVER = torch.iinfo(torch.int64).max
+
+
+@dataclass
+class Health:
+    """The first step at which training went wrong, kept on the device until someone asks.
+
+    From that step on no update is made, so the weights stay those before it; and no step has to
+    wait for the device to find out.
+    """
+
+    first_bad_step: Tensor
+    """() int64: the first step whose global loss or gradient norm was not finite; else NEVER."""
+    first_bad_local_step: Tensor
+    """() int64: the first step whose loss on this rank's own samples was not finite; else NEVER."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Health":
+        """All well so far."""
+        return cls(*(torch.full((), NEVER, device=device) for _ in range(2)))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the device."""
+
+    loss: Tensor
+    """() fp32: mean over all counted labels of the global batch, the same on every rank."""
+    grad_norm: Tensor
+    """() fp32: global norm before clipping, the same on every rank."""
+    num_labels: Tensor
+    """() int64: labels counted in the global batch."""
+
+
+def train_step(
+    model: Decoder,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    max_norm: float,
+    loss_mesh: DeviceMesh,
+    health: Health,
+) -> StepResult:
+    """Forward and backward over this rank's microbatches, clip, and update once.
+
+    Nothing waits for the device: the caller moves results to the host when it wants to see them.
+    If the global loss or norm is not finite, `health` notes the step and parameters stay as they
+    are, at this step and all that follow. Collective: every rank of the job must call it, with the
+    same number of microbatches.
+
+    Args:
+        model: sharded by FSDP2, gradients summed over ranks.
+        batches: (tokens, labels) a microbatch, each (B, S) int64 on the device.
+        optimizer: fused; its learning rate is set.
+        step: counted from 1.
+        max_norm: bound on the global gradient norm; inf leaves gradients alone.
+    """
+    group = loss_mesh.get_group()
+    num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
+    dist.all_reduce(num_labels, group=group)
+    loss = torch.zeros((), device=num_labels.device)
+    for index, (tokens, labels) in enumerate(batches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
+        share = token_loss(model(tokens), labels, num_labels)
+        share.backward()
+        loss += share.detach()
+    _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
+    dist.all_reduce(loss, group=group)
+
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(grad_norm, DTensor):
+        grad_norm = grad_norm.full_tensor()
+    if max_norm != float("inf"):
+        clip_grads_with_norm_(parameters, max_norm, grad_norm)
+
+    _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
+    # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and
+    # state as they are, decided on the device
+    optimizer.found_inf = (health.first_bad_step <= step).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()
+    return StepResult(loss, grad_norm, num_labels)
+
+
+def _note_if_bad(first_bad: Tensor, is_good: Tensor, step: int) -> None:
+    """Lower `first_bad` to `step` unless `is_good`, in place."""
+    first_bad.clamp_(max=torch.where(is_good, NEVER, step))

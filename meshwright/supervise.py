@@ -1,0 +1,21 @@
+"""What keeps a job's processes in order."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this rank when its launcher dies, SIGKILL included (Linux only).
+
+    torchrun starts every rank in a session of its own, so nothing else would.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)

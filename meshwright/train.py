@@ -1,0 +1,275 @@
+"""The job: build, loop, close."""
+
+import dataclasses
+import gc
+import os
+import pkgutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import meshwright
+from meshwright import hardware
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.loader import config_errors, load_config, to_toml
+from meshwright.datasets import DATASETS
+from meshwright.datasets.loader import BatchShape, Loader
+from meshwright.datasets.packing import Cursor
+from meshwright.errors import ConfigError, TrainingError
+from meshwright.log import log_to_console, log_to_file, logger
+from meshwright.metrics import sinks
+from meshwright.metrics.reporter import Reporter, Work
+from meshwright.models.counting import flops_per_token, num_params
+from meshwright.models.decoder import Decoder
+from meshwright.models.initialize import initialize
+from meshwright.optim.optimizers import build_optimizer
+from meshwright.optim.schedules import warmup_stable_decay
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.process_group import set_timeout, start_process_group
+from meshwright.preflight import Plan, preflight
+from meshwright.profiling import build_profiler
+from meshwright.step import NEVER, Health, train_step
+from meshwright.supervise import die_with_parent
+
+
+@record  # a traceback reaches the launcher, which shows the first rank's that failed
+def main() -> None:
+    """Run the job that the command line describes; leave with its exit code."""
+    die_with_parent()
+    log_to_console()
+    code = 0
+    try:
+        config, provenance = load_config(sys.argv[1:])
+        with config_errors(provenance):
+            run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    except ConfigError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        code = 2
+    except TrainingError as error:
+        logger.error("stopped: %s", error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads abort about 3 in 100 ranks during interpreter teardown, after all is done
+    os._exit(code)
+
+
+def run(plan: Plan) -> None:
+    """Train from the start or the last checkpoint to the last step."""
+    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
+    steps = config.training.steps
+    if plan.resume_step >= steps:
+        logger.info(
+            "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
+            "to start over, use another job.dump_folder.",
+            plan.checkpoint_folder,
+            plan.resume_step,
+            steps,
+        )
+        return
+    if config.training.deterministic:
+        hardware.make_deterministic()
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    start_process_group(device, config.comm.init_timeout_seconds)
+    log_to_file(dump_folder / "logs", dist.get_rank())
+    _announce(plan, device)
+    torch.manual_seed(config.training.seed)
+    gc.disable()  # a collection on one rank makes all others wait: they collect together
+
+    meshes = build_meshes(plan.dims, device.type)
+    model = build_model(plan, meshes, device)
+    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    tensors = TrainingTensors(model, optimizer, dist.get_rank())
+    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint, steps)
+    saved = checkpoints.load(tensors)
+    if saved is None:
+        initialize(model, config.training.seed)
+        saved = {"step": 0, "tokens_seen": 0, "data": {}}
+    else:
+        model.init_buffers()
+    loader = build_loader(plan, meshes, device, Cursor(**saved["data"]))
+    reporter = build_reporter(plan, device, saved["step"], saved["tokens_seen"])
+    schedule = config.lr_scheduler
+    learning_rate = partial(  # as a fraction of the peak
+        warmup_stable_decay,
+        steps=steps,
+        warmup_steps=schedule.warmup_steps,
+        decay_ratio=schedule.decay_ratio,
+        decay_type=schedule.decay_type,
+        min_lr_factor=schedule.min_lr_factor,
+    )
+    health = Health.on(device)
+
+    with build_profiler(config.profiling, dump_folder, dist.get_rank()) as profiler:
+        for step in range(saved["step"] + 1, steps + 1):
+            asked = time.perf_counter()
+            data = next(loader)
+            data_time_s = time.perf_counter() - asked
+            batches = [
+                (tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+                for tokens, labels in data.batches
+            ]
+            lr = config.optimizer.lr * learning_rate(step)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            result = train_step(
+                model,
+                batches,
+                optimizer,
+                step=step,
+                max_norm=config.training.max_norm,
+                loss_mesh=meshes.loss,
+                health=health,
+            )
+            reporter.count(data_time_s)
+
+            is_first, is_due = step == saved["step"] + 1, checkpoints.is_due(step)
+            is_logged = is_first or step == steps or step % config.metrics.log_freq == 0
+            if is_logged or is_due:
+                raise_if_bad(health)
+            if is_logged:
+                loss, grad_norm = result.loss.item(), result.grad_norm.item()
+                reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr)
+            if is_due:
+                with reporter.paused():
+                    checkpoints.save(
+                        step,
+                        tensors,
+                        {
+                            "step": step,
+                            "tokens_seen": reporter.tokens_seen,
+                            "data": dataclasses.asdict(data.cursor),
+                            "model_args": dataclasses.asdict(plan.model_args),
+                            "mesh": dataclasses.asdict(plan.dims),
+                            "versions": _versions(),
+                        },
+                    )
+            if is_first:
+                set_timeout(meshes.world, config.comm.train_timeout_seconds)
+            if step % config.training.gc_freq == 0:
+                gc.collect(1)
+            if profiler is not None:
+                profiler.step()
+
+    loader.close()
+    reporter.close()
+    logger.info("finished: %d steps, %s tokens", steps, f"{reporter.tokens_seen:,}")
+    dist.destroy_process_group()
+
+
+def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> Decoder:
+    """The model, parallelised on meta, then given memory on `device`; its values are arbitrary."""
+    config = plan.config
+    with torch.device("meta"):
+        model: Decoder = pkgutil.resolve_name(plan.spec.model)(
+            plan.model_args, config.training.seq_len
+        )
+    pkgutil.resolve_name(plan.spec.parallelize)(
+        model,
+        meshes,
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        ac_mode=config.activation_checkpoint.mode,
+        selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        compile_backend=config.compile.backend if config.compile.enable else None,
+    )
+    return model.to_empty(device=device)
+
+
+def build_loader(plan: Plan, meshes: Meshes, device: torch.device, cursor: Cursor) -> Loader:
+    """This rank's batches, from `cursor` on."""
+    training = plan.config.training
+    return Loader(
+        DATASETS[training.dataset].open(training),
+        plan.tokenizer,
+        training.seq_len,
+        BatchShape(
+            local_batch_size=training.local_batch_size,
+            num_microbatches=plan.num_microbatches,
+            dp_rank=meshes.dp.get_local_rank(),
+            dp_size=plan.dims.dp,
+        ),
+        cursor=cursor,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def build_reporter(
+    plan: Plan, device: torch.device, resumed_step: int, tokens_seen: int
+) -> Reporter:
+    """The figures of the job; its first rank writes them. Collective where the peak is measured."""
+    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
+    training, metrics = config.training, config.metrics
+    dtype = getattr(torch, training.mixed_precision_param)
+    dist.barrier()  # a peak that is measured, is so on all ranks at once, as they will work
+    peak = hardware.peak_of(device, dtype)
+    logger.info(
+        "peak for mfu: %.4g TFLOP/s a device in %s (%s)",
+        peak.flops_per_s / 1e12,
+        dtype,
+        peak.source,
+    )
+    destinations: list[sinks.Sink] = []
+    if dist.get_rank() == 0:
+        destinations.append(sinks.Console(training.steps))
+        destinations.append(sinks.JsonLines(dump_folder / "metrics.jsonl", resumed_step))
+        if metrics.enable_tensorboard:
+            destinations.append(
+                sinks.TensorBoard(dump_folder / metrics.save_tb_folder, resumed_step)
+            )
+        if metrics.enable_wandb:
+            destinations.append(sinks.WeightsAndBiases(dump_folder, config.model_dump()))
+    work = Work(
+        tokens_per_step=training.global_batch_size * training.seq_len,
+        flops_per_token=flops_per_token(plan.model_args, training.seq_len),
+        num_devices=dist.get_world_size(),
+        peak_flops_per_s=peak.flops_per_s,
+    )
+    return Reporter(work, device, destinations, tokens_seen)
+
+
+def raise_if_bad(health: Health) -> None:
+    """Stop the job if training went wrong; waits for the device. Collective if it did."""
+    step = int(health.first_bad_step.item())
+    if step == NEVER:
+        return
+    firsts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(firsts, int(health.first_bad_local_step.item()))
+    ranks = [str(rank) for rank, first in enumerate(firsts) if first <= step]
+    what = f"loss on rank {', '.join(ranks)}" if ranks else "gradient norm (every loss was finite)"
+    raise TrainingError(
+        f"non-finite {what} at step {step}; the weights are as they were after step {step - 1}, "
+        "and no checkpoint was saved since"
+    )
+
+
+def _announce(plan: Plan, device: torch.device) -> None:
+    """Say once what is going to run, and keep it beside the results."""
+    config, args = plan.config, plan.model_args
+    if config.job.description:
+        logger.info("%s", config.job.description)
+    logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
+    logger.info(
+        "%s %s: %s parameters; %d ranks (dp_replicate %d x dp_shard %d) on %s; torch %s",
+        config.model.name,
+        config.model.flavor,
+        f"{num_params(args):,}",
+        dist.get_world_size(),
+        plan.dims.dp_replicate,
+        plan.dims.dp_shard,
+        hardware.device_name(device),
+        torch.__version__,
+    )
+    if dist.get_rank() == 0:
+        (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
+
+
+def _versions() -> dict[str, str]:
+    return {"meshwright": meshwright.__version__, "torch": torch.__version__}

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Set up if need be, check the config, train.
+#
+#   ./run_llama_train.sh [--section.key value ...]         e.g. --training.steps 1000
+#   ./run_llama_train.sh --help                            every key
+#
+#   NGPU         ranks on this machine            (default: accelerators, else 2 CPU ranks)
+#   CONFIG_FILE  TOML                             (default: train_configs/debug_model.toml)
+#   LOG_RANK     ranks whose log is shown         (default: 0; e.g. 0,1)
+#   NNODES       machines                         (default: 1)
+#   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one machine
+#   RDZV_ID      name of the job at that endpoint (default: meshwright)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/scripts/environment.sh"
+prepare_environment
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
+
+for word in "$@"; do
+    if [ "$word" = --help ] || [ "$word" = -h ]; then
+        exec "$python" -m meshwright.cli.main config --help
+    fi
+done
+
+count_gpus() { # as torch will see them, without the seconds that importing it takes
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true
+    else
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true
+    fi
+}
+
+gpus=$(count_gpus)
+ranks=${NGPU:-$((gpus > 0 ? gpus : 2))}
+nodes=${NNODES:-1}
+config=${CONFIG_FILE:-$here/train_configs/debug_model.toml}
+arguments=(--job.config_file "$config" "$@")
+
+if [[ ! $ranks =~ ^[1-9][0-9]*$ || ! $nodes =~ ^[1-9][0-9]*$ ]]; then
+    echo "meshwright: NGPU = $ranks, NNODES = $nodes: must be positive numbers" >&2
+    exit 2
+fi
+"$python" -m meshwright.cli.main check $((ranks * nodes)) "${arguments[@]}"
+
+if [ "$nodes" -eq 1 ]; then
+    rendezvous=(--standalone)
+else
+    : "${RDZV_ENDPOINT:?set it to host:port of one of the $nodes machines, the same on all}"
+    rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
+        --rdzv-id "${RDZV_ID:-meshwright}")
+fi
+if [ "$gpus" -eq 0 ]; then
+    # torchrun would give each rank a single thread, however many cores there are
+    cores=$(getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+fi
+exec "$python" -m meshwright.cli.launch "${rendezvous[@]}" --nproc-per-node "$ranks" \
+    --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
+    "$here/train.py" "${arguments[@]}"

@@ -1,0 +1,66 @@
+# Sourced by run_llama_train.sh, run_tests.sh and multinode_trainer.slurm: sets $python to a Python
+# that has what pyproject.toml asks for. An active environment that has it is used as it is; else
+# .venv in the repository is, and made if need be.
+#   prepare_environment [test]     with the extras of that name
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+prepare_environment() {
+    local extra=${1:-}
+    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_requirements python "$extra"; then
+        python=python
+        return
+    fi
+    python=$repository/.venv/bin/python
+    # the stamp is written last, so an interrupted set-up is taken up again
+    local stamp=$repository/.venv/ready-${extra:-train}
+    local wanted
+    wanted=$(cat "$repository/pyproject.toml" "$repository/requirements.txt" | cksum)
+    if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    local base
+    base=$(find_python) || {
+        echo "meshwright: no Python >= 3.11 on the PATH; install one, or activate an environment" >&2
+        exit 2
+    }
+    echo "meshwright: setting up $repository/.venv with $("$base" --version) (once; minutes)" >&2
+    {
+        "$base" -m venv "$repository/.venv" &&
+            "$python" -m pip install --quiet --disable-pip-version-check \
+                --constraint "$repository/requirements.txt" \
+                --editable "$repository${extra:+[$extra]}" &&
+            printf '%s\n' "$wanted" >"$stamp"
+    } || {
+        echo "meshwright: the set-up failed; run it again, or activate an environment of your own" >&2
+        exit 1
+    }
+}
+
+find_python() {
+    local name
+    for name in python3 python3.13 python3.12 python3.11 python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# has_requirements PYTHON EXTRA: whether every requirement in pyproject.toml is met
+has_requirements() {
+    "$1" - "$repository/pyproject.toml" "$2" <<'PYTHON' 2>/dev/null
+import sys, tomllib
+from importlib.metadata import PackageNotFoundError, version
+from packaging.requirements import Requirement  # not there: neither is what needs it
+
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+wanted = project["dependencies"] + project["optional-dependencies"].get(sys.argv[2], [])
+try:
+    met = all(r.specifier.contains(version(r.name), prereleases=True) for r in map(Requirement, wanted))
+except PackageNotFoundError:
+    met = False
+sys.exit(not met)
+PYTHON
+}
