@@ -1,7 +1,10 @@
-"""Errors that a user can act on."""
+"""Errors that a user can act on, and the exit codes they end a job with."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+EXIT_CONFIG = 2
+EXIT_TRAINING = 3
 
 
 class ConfigError(ValueError):

@@ -21,7 +21,7 @@ from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.packing import Cursor
-from meshwright.errors import ConfigError, TrainingError
+from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -38,26 +38,33 @@ from meshwright.step import NEVER, Health, train_step
 from meshwright.supervise import die_with_parent
 
 
-@record  # a traceback reaches the launcher, which shows the first rank's that failed
 def main() -> None:
     """Run the job that the command line describes; leave with its exit code."""
     die_with_parent()
     log_to_console()
     code = 0
     try:
-        config, provenance = load_config(sys.argv[1:])
-        with config_errors(provenance):
-            run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        _run_command_line()
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
-        code = 2
+        code = EXIT_CONFIG
     except TrainingError as error:
         logger.error("stopped: %s", error)
+        code = EXIT_TRAINING
+    except Exception:
+        logger.exception("failed")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # gloo's threads abort about 3 in 100 ranks during interpreter teardown, after all is done
+    # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
+
+
+@record  # an exception reaches the launcher, which shows that of the first rank to fail
+def _run_command_line() -> None:
+    config, provenance = load_config(sys.argv[1:])
+    with config_errors(provenance):
+        run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def run(plan: Plan) -> None:

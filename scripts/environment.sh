@@ -13,7 +13,7 @@ prepare_environment() {
     fi
     python=$repository/.venv/bin/python
     # the stamp is written last, so an interrupted set-up is taken up again
-    local stamp=$repository/.venv/ready-${extra:-train}
+    local stamp=$repository/.venv/ready-${extra:-alone}
     local wanted
     wanted=$(cat "$repository/pyproject.toml" "$repository/requirements.txt" | cksum)
     if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
@@ -30,7 +30,7 @@ prepare_environment() {
             "$python" -m pip install --quiet --disable-pip-version-check \
                 --constraint "$repository/requirements.txt" \
                 --editable "$repository${extra:+[$extra]}" &&
-            printf '%s\n' "$wanted" >"$stamp"
+            printf '%s\n' "$wanted" | tee "$stamp" >"$repository/.venv/ready-alone"
     } || {
         echo "meshwright: the set-up failed; run it again, or activate an environment of your own" >&2
         exit 1

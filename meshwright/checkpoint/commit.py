@@ -15,6 +15,7 @@ from meshwright.errors import check
 MANIFEST = "checkpoint.json"
 STEP_FOLDER = re.compile(r"step-(\d+)")
 UNFINISHED = ".unfinished"
+DELETED = ".deleted"
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -79,9 +80,9 @@ def publish(folder: Path, step: int, manifest: dict[str, Any]) -> None:
     _sync_folder(folder)
 
 
-def delete_unfinished(folder: Path) -> None:
-    """Remove what killed saves have left."""
-    for path in folder.glob(f"*{UNFINISHED}"):
+def clean_up(folder: Path) -> None:
+    """Remove what killed saves and deletions have left."""
+    for path in (*folder.glob(f"*{UNFINISHED}"), *folder.glob(f"*{DELETED}")):
         shutil.rmtree(path)
 
 
@@ -93,8 +94,7 @@ def keep_latest(folder: Path, count: int) -> None:
 
 def _delete(checkpoint: Path) -> None:
     """Remove a checkpoint; if killed meanwhile, what is left no longer counts as one."""
-    doomed = checkpoint.with_name(checkpoint.name + UNFINISHED)
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = checkpoint.with_name(checkpoint.name + DELETED)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)
 

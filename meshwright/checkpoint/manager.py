@@ -78,7 +78,7 @@ class CheckpointManager:
         unfinished = commit.unfinished_folder(self._folder, step)
         if self._is_first_rank:
             self._folder.mkdir(parents=True, exist_ok=True)
-            commit.delete_unfinished(self._folder)
+            commit.clean_up(self._folder)
         dist.barrier()
         dcp.save(state.state_dict(), storage_writer=dcp.FileSystemWriter(unfinished))
         if self._is_first_rank:

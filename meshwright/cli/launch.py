@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-CONFIG_ERROR = 2
+from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING
 
 
 def main() -> None:
@@ -22,15 +22,15 @@ def main() -> None:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == CONFIG_ERROR:  # every rank has the same, and the first has said it
-            sys.exit(CONFIG_ERROR)
+        if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):  # all ranks end so; the job said why
+            sys.exit(failure.exitcode)
         if failure.exitcode < 0:
             print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
             sys.exit(128 - failure.exitcode)
-        reason = (
-            "" if failure.message.startswith("To enable traceback") else f":\n{failure.message}"
-        )
-        print(f"meshwright: rank {rank} failed (exit {failure.exitcode}){reason}", file=sys.stderr)
+        recorded = (failure.error_file_data or {}).get("message", {})  # by `record`, in train.py
+        traceback = recorded.get("extraInfo", {}).get("py_callstack", "")
+        print(f"meshwright: rank {rank} failed (exit {failure.exitcode})", file=sys.stderr)
+        print(traceback, end="", file=sys.stderr)
         sys.exit(failure.exitcode)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

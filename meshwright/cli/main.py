@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from meshwright.cli import check_job, show_config
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "check": (check_job.main, check_job.USAGE),
@@ -26,7 +26,7 @@ def main() -> None:
         COMMANDS[name][0](arguments)
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_CONFIG)
 
 
 if __name__ == "__main__":

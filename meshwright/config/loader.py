@@ -200,12 +200,13 @@ def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
     where = provenance.of(mistake["loc"])
     prefix = f"{where}: " if where else ""
     if mistake["type"] == "extra_forbidden":
-        *tables, name = map(str, mistake["loc"])
+        *tables, _ = map(str, mistake["loc"])
         section = JobConfig.model_fields[tables[0]].annotation if tables else JobConfig
         assert isinstance(section, type)
         assert issubclass(section, Section)
         kind = "key" if tables else "section"
-        return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(name, section.model_fields)}"
+        valid = [".".join([*tables, field]) for field in section.model_fields]
+        return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(key, valid)}"
     message = mistake["msg"][0].lower() + mistake["msg"][1:]
     return f"{prefix}{key} = {mistake['input']!r}: {message}"
 

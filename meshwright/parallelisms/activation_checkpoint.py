@@ -4,7 +4,7 @@ import functools
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -45,13 +45,19 @@ def apply_ac(blocks: nn.ModuleDict, mode: Mode, selective_ac_option: str) -> Non
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:
-    block.forward = functools.partial(
-        checkpoint,
-        block.forward,
-        use_reentrant=False,
-        preserve_rng_state=False,  # the blocks draw no random numbers
-        **options,
-    )
+    forward = block.forward
+
+    # a function of ours, not a partial: torch.compile starts at the first frame that is not torch's
+    def recomputed(*inputs: Tensor) -> Tensor:
+        return checkpoint(
+            forward,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the blocks draw no random numbers
+            **options,
+        )
+
+    block.forward = recomputed
 
 
 def _save_dear_ops(

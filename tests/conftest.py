@@ -1,0 +1,34 @@
+import os
+
+# before any library of Hugging Face is imported: tests are offline
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools: dict[int, RankPool]) -> RunOnRanks:
+    """`on_ranks(n, fn, *args)`: run on n gloo ranks, and return what each gave."""
+
+    def run(world_size: int, fn: Callable[..., Any], *args: object) -> list[Any]:
+        pool = _pools.pop(world_size, None) or RankPool(world_size)
+        results = pool.run(fn, *args)
+        _pools[world_size] = pool  # only if it is still in order
+        return results
+
+    return run

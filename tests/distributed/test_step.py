@@ -1,0 +1,188 @@
+"""The step on several ranks against a loop in plain PyTorch on one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.loss import IGNORE
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.step import NEVER, Health, train_step
+from tests.helpers.tiny import SEQ_LEN, TINY, parallel_llama, plain_llama
+
+STEPS, GLOBAL_BATCH = 3, 8
+
+
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels are missing very unevenly: a mean of the ranks' means would be far off."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TINY.vocab_size, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
+    labels = torch.randint(TINY.vocab_size, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
+    labels[0] = IGNORE
+    labels[1, 3:] = IGNORE
+    labels[5, ::2] = IGNORE
+    return tokens, labels
+
+
+def adamw(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def reference() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, gradient norm) of each step, and the weights after the last."""
+    model = plain_llama()
+    optimizer = adamw(model)
+    figures = []
+    for step in range(1, STEPS + 1):
+        tokens, labels = global_batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append((loss.item(), norm.item()))
+    return figures, dict(model.named_parameters())
+
+
+def steps_on_mesh(dims: ParallelDims, num_microbatches: int, options: dict) -> None:
+    # inductor adds in another order, and three steps of Adam make more of it
+    tolerance = 1e-5 if "compile_backend" in options else 2e-6
+    want_figures, want_weights = reference()
+    model, meshes = parallel_llama(dims, **options)
+    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    rank = meshes.dp.get_local_rank()
+    for step, want in enumerate(want_figures, 1):
+        size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+        parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
+        result = train_step(
+            model,
+            list(zip(*parts, strict=True)),
+            optimizer,
+            step=step,
+            max_norm=0.5,
+            loss_mesh=meshes.loss,
+            health=health,
+        )
+        got = (result.loss.item(), result.grad_norm.item())
+        assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
+    for name, parameter in model.named_parameters():
+        # Adam divides by the root of tiny numbers, which makes more of rounding; of 3 steps of 1e-2
+        difference = (parameter.full_tensor() - want_weights[name]).abs().max().item()
+        assert difference < 30 * tolerance, name
+    assert health.first_bad_step.item() == NEVER
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "num_microbatches"),
+    [(1, 1, 1), (1, 1, 4), (1, 2, 1), (1, 2, 4), (2, 1, 2), (1, 4, 2), (2, 2, 1), (2, 2, 2)],
+)
+def test_loss_norm_and_weights_equal_plain_pytorch(
+    on_ranks, replicate, shard, num_microbatches
+) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard)
+    on_ranks(replicate * shard, steps_on_mesh, dims, num_microbatches, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ac_mode": "full"},
+        {"ac_mode": "selective", "selective_ac_option": "op"},
+        {"ac_mode": "selective", "selective_ac_option": "2"},
+        {"reshard_after_forward": "always"},
+        {"reshard_after_forward": "never"},
+        {"compile_backend": "inductor"},
+        {"compile_backend": "inductor", "ac_mode": "selective"},
+    ],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_options_do_not_change_the_numbers(on_ranks, options) -> None:
+    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=2), 2, options)
+
+
+def _bf16_loss() -> None:
+    model, meshes = parallel_llama(
+        ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16
+    )
+    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    logits = model(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert model.cos.dtype == torch.float32  # the rotary cache is kept out of the cast
+    result = train_step(
+        model,
+        [(tokens, labels)],
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        loss_mesh=meshes.loss,
+        health=Health.on(torch.device("cpu")),
+    )
+    assert result.loss.dtype == torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    want_loss, want_norm = reference()[0][0]
+    assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
+    assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
+
+
+def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
+    on_ranks(2, _bf16_loss)
+
+
+class NoSync(TorchDispatchMode):
+    """Fails on what would make the host wait for a device: reading a tensor's value."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+        return func(*args, **(kwargs or {}))
+
+
+def _step_without_sync() -> None:
+    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    for step in (1, 2):
+        with NoSync():
+            train_step(
+                model,
+                [(tokens, labels)] * 2,
+                optimizer,
+                step=step,
+                max_norm=0.5,
+                loss_mesh=meshes.loss,
+                health=health,
+            )
+
+
+def test_a_step_reads_no_value_from_the_device(on_ranks) -> None:
+    on_ranks(2, _step_without_sync)
+
+
+def _bad_second_step() -> tuple[int, int]:
+    """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
+    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    rank = meshes.dp.get_local_rank()
+    weights = []
+    for step in (1, 2, 3):
+        tokens, labels = (part.chunk(2)[rank] for part in global_batch(step))
+        if step == 2 and rank == 1:
+            model.register_forward_hook(lambda m, i, logits: logits * float("inf"))
+        train_step(
+            model,
+            [(tokens, labels)],
+            optimizer,
+            step=step,
+            max_norm=0.5,
+            loss_mesh=meshes.loss,
+            health=health,
+        )
+        model._forward_hooks.clear()
+        weights.append([p.full_tensor().detach().clone() for p in model.parameters()])
+    for after_1, after_2, after_3 in zip(*weights, strict=True):
+        assert torch.equal(after_1, after_2)
+        assert torch.equal(after_1, after_3)
+    return int(health.first_bad_step), int(health.first_bad_local_step)
+
+
+def test_a_non_finite_loss_stops_updates_and_is_traced_to_its_rank(on_ranks) -> None:
+    assert on_ranks(2, _bad_second_step) == [(2, NEVER), (2, 2)]

@@ -1,0 +1,38 @@
+"""A Llama small enough for every test, odd where that finds mistakes; and ways to build it."""
+
+import torch
+
+from meshwright.models.initialize import initialize
+from meshwright.models.llama import LlamaArgs
+from meshwright.models.llama.model import Llama
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.parallelize_llama import parallelize_llama
+
+# 131 rows, and 33 inner ones, leave uneven shards on 2 and on 4 ranks
+TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=33, vocab_size=131)
+SEQ_LEN = 16
+
+
+def plain_llama(args: LlamaArgs = TINY, seed: int = 0) -> Llama:
+    """On this process alone, untouched by any parallelism."""
+    model = Llama(args, SEQ_LEN)
+    initialize(model, seed)
+    return model
+
+
+def parallel_llama(
+    dims: ParallelDims,
+    args: LlamaArgs = TINY,
+    seed: int = 0,
+    param_dtype: torch.dtype = torch.float32,
+    **options: object,
+):
+    """As the trainer builds it, and the meshes it is on."""
+    meshes = build_meshes(dims, "cpu")
+    with torch.device("meta"):
+        model = Llama(args, SEQ_LEN)
+    parallelize_llama(model, meshes, param_dtype=param_dtype, reduce_dtype=torch.float32, **options)
+    model.to_empty(device="cpu")
+    initialize(model, seed)
+    return model, meshes

@@ -1,0 +1,270 @@
+"""The launcher on real processes: training, resuming, being killed, being told nonsense."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from meshwright.checkpoint import commit
+from meshwright.config.loader import load_config
+from tests.helpers.ranks import tree
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ROOT / "run_llama_train.sh"
+CONFIG = Path(__file__).parent / "tiny.toml"
+EXIT_SIGKILL = 128 + signal.SIGKILL
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This interpreter's, as an active one; without what would change a run."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VISIBLE"))}
+    return kept | {
+        "VIRTUAL_ENV": sys.prefix,
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        "CONFIG_FILE": str(CONFIG),
+        "CUDA_VISIBLE_DEVICES": "",
+        **{name: str(value) for name, value in variables.items()},
+    }
+
+
+def command(folder: Path, *overrides: object) -> list[str]:
+    return [str(LAUNCHER), "--job.dump_folder", str(folder), *map(str, overrides)]
+
+
+def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(folder, *overrides),
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd="/",  # it works from anywhere
+    )
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; fails if a step is there twice."""
+    rows = records(folder)
+    by_step = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    assert len(by_step) == len(rows)
+    return by_step
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes that train into `folder`, launchers and shells aside."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_rank = any(word.endswith(b"/train.py") for word in words[:3])
+        if is_rank and str(folder).encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(condition, what: str, seconds: float = 60.0):
+    end = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < end, f"{what} did not come about in {seconds} s"
+        time.sleep(0.05)
+    return result
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    """20 steps on two ranks in one go."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "out"
+    result = launch(folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "console.txt").write_text(result.stdout)
+    return folder
+
+
+def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
+    rows = records(uninterrupted)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert set(rows[0]) == {
+        *("step", "loss", "grad_norm", "lr", "wps", "mfu_pct", "memory_gib"),
+        *("tokens_seen", "step_time_s", "data_time_s"),
+    }
+    assert rows[0]["loss"] - rows[-1]["loss"] > 1.0
+    assert rows[-1]["tokens_seen"] == 20 * 8 * 64
+    assert rows[3]["lr"] == pytest.approx(4e-3 * 4 / 5)
+    assert all(0 < row["mfu_pct"] < 100 and row["memory_gib"] > 0.1 for row in rows)
+    assert commit.saved_steps(uninterrupted / "checkpoint") == [15, 20]  # k = 2
+    console = (uninterrupted / "console.txt").read_text()
+    for word in ("step 20/20", "loss", "grad_norm", "lr", "wps", "mfu", "memory", "eta"):
+        assert word in console
+    assert "measured" in console
+    assert (uninterrupted / "logs" / "rank_1.log").read_text()
+    events = EventAccumulator(str(uninterrupted / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
+    assert events.Scalars("loss")[-1].value == pytest.approx(rows[-1]["loss"])
+
+
+def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
+    path = uninterrupted / "config.toml"
+    config, _ = load_config(["--job.config_file", str(path)])
+    assert config.parallelism.data_parallel_shard_degree == 2
+    assert tomli.loads(path.read_text())["training"]["global_batch_size"] == 8
+
+
+def test_a_killed_run_resumes_to_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    process = subprocess.Popen(
+        command(folder), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for(lambda: commit.saved_steps(folder / "checkpoint")[-1:] == [10], "step 10")
+    os.kill(ranks_of(folder)[-1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == EXIT_SIGKILL, output
+    assert b"was killed by SIGKILL" in output
+    assert max(losses(folder)) < 20, "it was over before it was killed"
+    # as if killed while saving, too: nothing that is not complete is picked up
+    commit.unfinished_folder(folder / "checkpoint", 15).mkdir(exist_ok=True)
+
+    again = launch(folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed from" in again.stdout
+    assert losses(folder) == losses(uninterrupted)
+    comparison = subprocess.run(
+        [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
+        + [f / "checkpoint" / "step-20" for f in (folder, uninterrupted)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert comparison.returncode == 0, comparison.stdout + comparison.stderr
+
+
+def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None:
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    result = launch(uninterrupted)
+    assert result.returncode == 0
+    assert "nothing to do" in result.stdout
+    assert "raise training.steps" in result.stdout
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:
+    """fp32, 1 rank x 2 microbatches and 4 ranks against 2 ranks: the same 20 global batches."""
+    want = losses(uninterrupted)
+    for ranks, local in ((1, 4), (4, 2)):
+        folder = tmp_path / str(ranks)
+        result = launch(folder, "--training.local_batch_size", local, NGPU=ranks)
+        assert result.returncode == 0, result.stdout + result.stderr
+        for step, figures in losses(folder).items():
+            assert figures == pytest.approx(want[step], rel=1e-5), f"{ranks} ranks, step {step}"
+
+
+def test_another_model_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
+    before = tree(uninterrupted)
+    result = launch(uninterrupted, "--model.args.dim", "64", "--training.steps", "30")
+    assert result.returncode == 2
+    assert result.stderr.count("meshwright:") == 1
+    assert "model.args.dim = 64: checkpoint" in result.stderr
+    assert "was saved with 32" in result.stderr
+    assert tree(uninterrupted) == before
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    process = subprocess.Popen(
+        command(folder, "--training.steps", 100000),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
+    assert len(ranks_of(folder)) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not ranks_of(folder), "the end of the ranks", seconds=5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    result = launch(folder, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    assert result.returncode == 3
+    assert "non-finite gradient norm (every loss was finite) at step 2" in result.stdout
+    assert "the weights are as they were after step 1" in result.stdout
+    assert result.stderr == ""
+    assert list(losses(folder)) == [1]
+    assert not (folder / "checkpoint").exists()
+
+
+def test_data_that_runs_out_of_samples_is_a_config_error(tmp_path: Path) -> None:
+    """It shows only when the data is read."""
+    data = tmp_path / "data.txt"
+    data.write_text("too short")
+    result = launch(tmp_path / "out", "--training.dataset", "text", "--training.dataset_path", data)
+    assert result.returncode == 2
+    assert "less than one sample of 65" in result.stderr
+
+
+def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
+    """The rest of what can be wrong is in tests/unit/test_config.py, without the launcher."""
+    start = time.monotonic()
+    result = launch(tmp_path / "out", "--training.step", "3")
+    assert time.monotonic() - start < 5
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "meshwright: --training.step: unknown key training.step\n"
+        "  fix: did you mean training.steps?\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_alone_reports_a_bad_config_too(tmp_path: Path) -> None:
+    overrides = ["--job.dump_folder", str(tmp_path / "out"), "--training.seq_len", "-1"]
+    result = subprocess.run(
+        [sys.executable, "train.py", "--job.config_file", str(CONFIG), *overrides],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("meshwright: --training.seq_len: training.seq_len = -1: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bf16_recomputation_and_traces_in_one_run(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    result = launch(
+        folder,
+        *("--training.mixed_precision_param", "bfloat16", "--training.steps", 12),
+        *("--activation_checkpoint.mode", "selective", "--training.deterministic"),
+        *("--profiling.enable_profiling", "--metrics.log_freq", 5),
+        NGPU=1,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [row["step"] for row in records(folder)] == [1, 5, 10, 12]
+    assert losses(folder)[12][0] < losses(folder)[1][0] - 0.5
+    trace = folder / "profile_traces" / "step_10" / "rank_0.json"
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "aten::mm" in names
+
+
+def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
+    """Here: the log folder of rank 1, whose console is not shown, cannot be written."""
+    (tmp_path / "out" / "logs" / "rank_1.log").mkdir(parents=True)
+    result = launch(tmp_path / "out")
+    assert result.returncode == 1
+    assert "meshwright: rank 1 failed (exit 1)" in result.stderr
+    assert "IsADirectoryError" in result.stderr

@@ -1,0 +1,200 @@
+"""What a TOML and a command line come to, and what is said of those that come to nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import config_errors, load_config, to_toml
+from meshwright.errors import ConfigError
+from meshwright.models.llama import FLAVORS
+from meshwright.preflight import preflight
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs" / "debug_model.toml"
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Write a TOML; give the arguments that load it."""
+
+    def write(text: str, name: str = "a.toml") -> list[str]:
+        (tmp_path / name).write_text(text)
+        return ["--job.config_file", str(tmp_path / name)]
+
+    return write
+
+
+def error_of(arguments: list[str], ranks: int = 1) -> str:
+    try:
+        config, provenance = load_config(arguments)
+        with config_errors(provenance):
+            preflight(config, ranks)
+    except ConfigError as error:
+        return str(error)
+    pytest.fail("no error")
+
+
+def test_command_line_over_toml_over_default(toml) -> None:
+    arguments = toml("[training]\nsteps = 7\nseq_len = 64\n[compile]\nenable = true\n")
+    config, _ = load_config([*arguments, "--training.steps", "9", "--optimizer.lr=1e-3"])
+    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 1e-3)
+    assert config.compile.enable
+    assert config.training.local_batch_size == JobConfig().training.local_batch_size
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--compile.enable"], True),
+        (["--compile.enable", "false"], False),
+        (["--compile.enable=false"], False),
+        (["--compile.enable", "True"], True),
+        (["--compile.enable", "--training.steps", "3"], True),
+    ],
+)
+def test_ways_to_write_a_boolean(words, value) -> None:
+    config, _ = load_config(words)
+    assert config.compile.enable is value
+
+
+def test_values_that_look_like_others() -> None:
+    words = ["--parallelism.data_parallel_shard_degree", "-1", "--job.description", "true"]
+    config, _ = load_config([*words, "--training.max_norm", "inf", "--model.args.n_layers", "3"])
+    assert config.parallelism.data_parallel_shard_degree == -1
+    assert config.job.description == "true"
+    assert config.training.max_norm == float("inf")
+    assert config.model.args == {"n_layers": 3}
+
+
+def test_extends_lays_one_toml_over_another(toml, tmp_path) -> None:
+    toml("[training]\nsteps = 7\nseq_len = 64\n", "base.toml")
+    arguments = toml('extends = "base.toml"\n[training]\nsteps = 8\n')
+    config, provenance = load_config(arguments)
+    assert (config.training.steps, config.training.seq_len) == (8, 64)
+    assert provenance.of("training.seq_len").endswith("base.toml:3")
+    assert "extends itself" in error_of(toml('extends = "a.toml"\n'))
+
+
+def test_input_paths_start_where_they_are_written(toml, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    arguments = toml('[model]\ntokenizer_path = "t/x.model"\n')
+    assert load_config(arguments)[0].model.tokenizer_path == str(tmp_path / "t/x.model")
+    config, _ = load_config([*arguments, "--model.tokenizer_path", "t/x.model"])
+    assert config.model.tokenizer_path == "/t/x.model"
+
+
+def test_resolved_config_loads_to_itself(toml) -> None:
+    config, _ = load_config(["--job.config_file", str(DEBUG), "--model.args.n_layers", "2"])
+    resolved = preflight(config, 2).config
+    again, _ = load_config(toml(to_toml(resolved)))
+    assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
+    assert again.parallelism.data_parallel_shard_degree == 2
+    assert again.training.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("[trainin]\nsteps = 3\n", 1, "unknown section trainin\n  fix: did you mean training?"),
+        (
+            "[training]\nstep = 3\n",
+            2,
+            "unknown key training.step\n  fix: did you mean training.steps?",
+        ),
+        ('[training]\n\nsteps = "3"\n', 3, "training.steps = '3': input should be a valid integer"),
+        ("[training]\nsteps = 0\n", 2, "training.steps = 0: input should be greater than 0"),
+        ("[training]\nsteps = -3\n", 2, "training.steps = -3"),
+        ("[training]\nlocal_batch_size = 0\n", 2, "training.local_batch_size = 0"),
+        ("[training]\nseq_len = 0\n", 2, "training.seq_len = 0"),
+        ("[training]\nsteps = true\n", 2, "training.steps = True"),
+        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan"),
+        ('[lr_scheduler]\ndecay_type = "x"\n', 2, "'linear', 'sqrt' or 'cosine'"),
+        ("[training\nsteps = 3\n", 1, "not TOML"),
+        ("training.steps = 3\ntraining = 2\n", 2, "not TOML"),
+    ],
+)
+def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
+    error = error_of(toml(text))
+    assert re.match(rf"\S*a\.toml:{line}: ", error), error
+    assert says in error
+    assert len(error.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--training.stepz", "3"], "--training.stepz: unknown key training.stepz"),
+        (["--training.steps"], "--training.steps: needs a value"),
+        (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),
+        (["training.steps", "3"], "'training.steps': expected --section.key value"),
+        (["--model.name", "lama"], "did you mean llama?"),
+        (["--model.flavor", "llama3_9b"], "did you mean llama3_8b?"),
+        (["--model.args.n_layer", "2"], "did you mean n_layers?"),
+        (["--model.args.n_layers", "two"], "model.args.n_layers = 'two'"),
+        (["--model.args.n_kv_heads", "3"], "n_kv_heads = 3: must divide n_heads = 8"),
+        (["--model.args.dim", "36"], "must be a multiple of 2 * n_heads = 16"),
+        (["--model.args.vocab_size", "1000"], "set model.args.vocab_size = 2048"),
+        (["--model.tokenizer_path", "/no/such.model"], "no such file or folder"),
+        (["--model.tokenizer_path", str(DEBUG)], "not a SentencePieceTokenizer"),
+        (["--model.tokenizer_path", "/proc/self"], "holds no tokenizer.json or tokenizer.model"),
+        (["--training.dataset", "c5"], "choose from arrow, c4, json"),
+        (["--training.dataset", "json"], "dataset 'json' needs it"),
+        (
+            ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],
+            "there is not such a file",
+        ),
+        (["--training.dataset_path", "/tmp"], "dataset 'python_stdlib' reads no path"),
+        (["--training.global_batch_size", "12"], "must be a positive multiple of 16"),
+        (["--training.global_batch_size", "0"], "must be a positive multiple of 16"),
+        (["--parallelism.data_parallel_shard_degree", "3"], "multiply to 3, but there are 2 ranks"),
+        (["--parallelism.data_parallel_shard_degree", "0"], "set it to -1"),
+        (["--parallelism.data_parallel_replicate_degree", "3"], "which does not divide 2 ranks"),
+        (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 200 after 20"),
+        (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
+        (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),
+        (["--job.dump_folder", f"{DEBUG}/x"], "is not a folder that can be written to"),
+        (["--checkpoint.load_step", "5"], "not among the checkpoints"),
+        (["--metrics.enable_wandb"], "pip install 'meshwright[wandb]'"),
+    ],
+)
+def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb
+    base = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path / "out")]
+    error = error_of([*base, *words], ranks=2)
+    assert says in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_toml_is_named() -> None:
+    assert "no/such.toml: cannot be read: No such file" in error_of(
+        ["--job.config_file", "no/such.toml"]
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
+    config, _ = load_config(["--job.config_file", str(path)])
+    assert config.model.flavor in FLAVORS
+    head = path.read_text().split("[", 1)[0]
+    assert f"CONFIG_FILE=train_configs/{path.name}" in head
+
+
+def test_every_flavor_has_a_preset() -> None:
+    presets = (ROOT / "train_configs").glob("*.toml")
+    flavors = {load_config(["--job.config_file", str(p)])[0].model.flavor for p in presets}
+    assert flavors == set(FLAVORS)
+
+
+def test_help_documents_every_key(capsys) -> None:
+    from meshwright.cli.show_config import main
+
+    main(["--help"])
+    text = capsys.readouterr().out
+    for section, field in JobConfig.model_fields.items():
+        for key, declared in field.annotation.model_fields.items():
+            assert declared.description, f"{section}.{key} has no docstring"
+            assert f"--{section}.{key} " in text

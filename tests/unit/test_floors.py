@@ -1,0 +1,69 @@
+"""Imports point down the floors of the house; see docs/architecture.md."""
+
+import ast
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import meshwright
+from meshwright.specs import MODELS
+
+PACKAGE = Path(meshwright.__file__).parent
+FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
+    "errors log hardware",
+    "config models",
+    "parallelisms loss",
+    "datasets optim checkpoint metrics profiling supervise",
+    "specs step",
+    "preflight",
+    "train cli",
+)
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
+NEEDS_NO_TORCH = ("preflight.py", "cli/main.py")
+
+
+def imports(file: Path) -> set[str]:
+    """Modules that `file` imports; an import inside a function counts too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: f.name)
+def test_imports_point_down(file: Path) -> None:
+    here = file.relative_to(PACKAGE).with_suffix("").parts[0]
+    if here == "__init__":
+        return
+    for module in imports(file):
+        parts = module.split(".")
+        if parts[0] == "meshwright" and len(parts) > 1 and (PACKAGE / parts[1]).exists():
+            there = parts[1]
+            assert there == here or FLOOR[there] < FLOOR[here], f"{here} may not import {there}"
+
+
+@pytest.mark.parametrize("start", NEEDS_NO_TORCH)
+def test_checking_a_config_does_not_import_torch(start: str) -> None:
+    seen, todo = set(), [PACKAGE / start]
+    while todo:
+        file = todo.pop()
+        seen.add(file)
+        for module in imports(file):
+            assert module.split(".")[0] != "torch", file
+            parts = module.split(".")
+            if parts[0] == "meshwright":
+                path = PACKAGE.joinpath(*parts[1:])
+                candidates = [path.with_suffix(".py"), path / "__init__.py"]
+                todo += [c for c in candidates if c.exists() and c not in seen]
+    assert len(seen) > 5
+
+
+def test_what_the_model_table_names_exists() -> None:
+    for spec in MODELS.values():
+        assert callable(pkgutil.resolve_name(spec.model))
+        assert callable(pkgutil.resolve_name(spec.parallelize))

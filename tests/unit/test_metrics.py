@@ -1,0 +1,76 @@
+"""Figures and where they go."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from meshwright import hardware
+from meshwright.metrics.reporter import Reporter, Work
+from meshwright.metrics.sinks import JsonLines
+
+
+class Kept(list):
+    def write(self, record) -> None:
+        self.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=4, peak_flops_per_s=1e6)
+    sink = Kept()
+    reporter = Reporter(work, torch.device("cpu"), [sink], tokens_seen=5000)
+    for _ in range(2):
+        now += 0.5
+        reporter.count(data_time_s=0.1)
+    with reporter.paused():
+        now += 50.0
+    reporter.report(7, loss=2.0, grad_norm=1.0, lr=1e-3)
+    (record,) = sink
+    assert record["step_time_s"] == pytest.approx(0.5)
+    assert record["data_time_s"] == pytest.approx(0.1)
+    assert record["wps"] == pytest.approx(1000 / 0.5 / 4)
+    assert record["mfu_pct"] == pytest.approx(100 * 500 * 600 / 1e6)
+    assert record["tokens_seen"] == 7000
+    now += 0.25
+    reporter.count(data_time_s=0.0)
+    reporter.report(8, loss=2.0, grad_norm=1.0, lr=1e-3)
+    assert sink[1]["step_time_s"] == pytest.approx(0.25)  # since the last record alone
+
+
+def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (10, 20, 30)]
+    path.write_text("\n".join(lines) + '\n{"step": 40, "lo')  # killed in the middle of a line
+    sink = JsonLines(path, resumed_step=20)
+    sink.write({"step": 30, "loss": 2.0})
+    sink.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in records] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ],
+)
+def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
+    assert hardware.peak_of(torch.device("cuda"), torch.bfloat16).flops_per_s == peak
+
+
+def test_an_unknown_device_is_measured_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda device: "NVIDIA Unheard-of 1")
+    peak = hardware.peak_of(torch.device("cpu"), torch.float32)
+    assert peak.source == "measured"
+    assert math.isfinite(peak.flops_per_s)
+    assert peak.flops_per_s > 1e9

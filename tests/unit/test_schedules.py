@@ -1,0 +1,60 @@
+"""The learning rate at every step, against torch's own schedulers and by hand."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as theirs
+
+from meshwright.optim.schedules import warmup_stable_decay
+
+STEPS, WARMUP = 100, 10
+
+
+def ours(**options) -> list[float]:
+    defaults = {"decay_ratio": None, "decay_type": "linear", "min_lr_factor": 0.0}
+    return [
+        warmup_stable_decay(step, steps=STEPS, warmup_steps=WARMUP, **{**defaults, **options})
+        for step in range(1, STEPS + 1)
+    ]
+
+
+def of_torch(build) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler, rates = build(optimizer), []
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "decay"),
+    [
+        ("linear", lambda o: theirs.LinearLR(o, 1.0, 0.1, total_iters=STEPS - WARMUP)),
+        ("cosine", lambda o: theirs.CosineAnnealingLR(o, STEPS - WARMUP, eta_min=0.1)),
+    ],
+)
+def test_against_torch(decay_type, decay) -> None:
+    want = of_torch(
+        lambda o: theirs.SequentialLR(
+            o, [theirs.LinearLR(o, 1e-9, 1.0, total_iters=WARMUP), decay(o)], [WARMUP]
+        )
+    )
+    got = ours(decay_type=decay_type, min_lr_factor=0.1)
+    assert got == pytest.approx(want, abs=1e-6)
+
+
+def test_stable_phase_and_square_root() -> None:
+    rates = ours(decay_ratio=0.25, decay_type="sqrt")
+    assert rates[WARMUP - 1 : 75] == [1.0] * 66
+    assert rates[75] == pytest.approx(1 - (1 / 25) ** 0.5)
+    assert rates[-1] == 0.0
+
+
+def test_edges() -> None:
+    rate = warmup_stable_decay
+    common = {"decay_type": "linear", "min_lr_factor": 0.2}
+    assert rate(1, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
+    assert rate(9, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
+    assert rate(9, steps=9, warmup_steps=0, decay_ratio=None, **common) == pytest.approx(0.2)
+    assert rate(3, steps=4, warmup_steps=30, decay_ratio=None, **common) == pytest.approx(0.1)
