@@ -151,7 +151,7 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--parallelism.data_parallel_shard_degree", "3"], "multiply to 3, but there are 2 ranks"),
         (["--parallelism.data_parallel_shard_degree", "0"], "set it to -1"),
         (["--parallelism.data_parallel_replicate_degree", "3"], "which does not divide 2 ranks"),
-        (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 200 after 20"),
+        (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
         (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),
         (["--job.dump_folder", f"{DEBUG}/x"], "is not a folder that can be written to"),
