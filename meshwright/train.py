@@ -100,7 +100,7 @@ def run(plan: Plan) -> None:
         saved = {"step": 0, "tokens_seen": 0, "data": {}}
     else:
         model.init_buffers()
-    loader = build_loader(plan, meshes, device, Cursor(**saved["data"]))
+    loader = build_loader(plan, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, saved["step"], saved["tokens_seen"])
     schedule = config.lr_scheduler
     learning_rate = partial(  # as a fraction of the peak

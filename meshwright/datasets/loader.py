@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.datasets.packing import Cursor, pack
+from meshwright.datasets.packing import Cursor, Packer
 from meshwright.datasets.sources import Documents
 from meshwright.datasets.tokenizers import Tokenizer
 
@@ -58,7 +58,7 @@ class Loader:
         cursor: Cursor,
         pin_memory: bool,
     ) -> None:
-        self._samples = pack(documents, tokenizer, seq_len + 1, cursor)
+        self._packer = Packer(documents, tokenizer, seq_len + 1, cursor)
         self._shape = shape
         self._pin_memory = pin_memory
         self._ready: queue.Queue[StepData | Exception] = queue.Queue(STEPS_AHEAD)
@@ -95,7 +95,7 @@ class Loader:
         shape = self._shape
         mine: list[list[int]] = []
         for index in range(shape.global_batch_size):
-            sample, cursor = next(self._samples)
+            sample = self._packer.next_sample()
             if index // shape.local_batch_size % shape.dp_size == shape.dp_rank:
                 mine.append(sample)
         samples = torch.tensor(mine, dtype=torch.int64)
@@ -103,4 +103,5 @@ class Loader:
         if self._pin_memory:
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         size = shape.local_batch_size
-        return StepData(list(zip(tokens.split(size), labels.split(size), strict=True)), cursor)
+        batches = list(zip(tokens.split(size), labels.split(size), strict=True))
+        return StepData(batches, self._packer.cursor)

@@ -7,6 +7,12 @@ from meshwright.datasets.sources import Documents
 from meshwright.datasets.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 
+NUM_LANES = 64
+"""Documents that are read side by side, so that neighbouring samples come from different ones."""
+
+Place = tuple[int, int]
+"""(epoch, position in that epoch's order) of a document."""
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -14,56 +20,112 @@ class Cursor:
 
     sample: int = 0
     """Samples before it, over all epochs."""
-    epoch: int = 0
-    document: int = 0
-    """Position, in the epoch's order, of the document with the next token."""
-    offset: int = 0
-    """Tokens of that document, BOS and EOS included, that lie before."""
+    next_document: Place = (0, 0)
+    """The first document that no lane has begun."""
+    lanes: tuple[tuple[Place, int], ...] = ()
+    """Of each lane that has begun: its document, and how many of its tokens, BOS and EOS
+    included, are used up."""
+
+    @classmethod
+    def from_json(cls, value: dict[str, object]) -> "Cursor":
+        """Undo `dataclasses.asdict` and JSON, which make lists of tuples."""
+        return cls(**{name: _tuples(item) for name, item in value.items()})  # type: ignore[arg-type]
 
 
-def pack(
-    documents: Documents, tokenizer: Tokenizer, length: int, cursor: Cursor
-) -> Iterator[tuple[list[int], Cursor]]:
-    """Cut the endless stream BOS document EOS BOS document EOS ... into samples, from `cursor` on.
+def _tuples(value: object) -> object:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
-    Samples do not overlap, and no token is left out but the incomplete sample at the end of each
-    epoch. Sample i depends on the arguments and i alone.
+
+@dataclass
+class _Lane:
+    document: Place
+    tokens: list[int]
+    """Of `document`."""
+    used: int
+    """How many of them have left the lane."""
+
+
+class Packer:
+    """Samples cut from BOS document EOS BOS document EOS ..., epoch after epoch, without end.
+
+    Sample i comes from lane i modulo `NUM_LANES`. A lane that cannot fill a sample goes on with
+    the next document that no lane has begun. Samples do not overlap and no token is left out;
+    sample i depends on the arguments and i alone.
 
     Args:
         length: tokens a sample.
-
-    Yields:
-        `length` token ids, and the cursor behind them.
-
-    Raises:
-        ConfigError: if an epoch does not fill a single sample.
+        cursor: where to begin.
     """
-    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    sample, epoch, start, offset = cursor.sample, cursor.epoch, cursor.document, cursor.offset
+
+    def __init__(
+        self, documents: Documents, tokenizer: Tokenizer, length: int, cursor: Cursor
+    ) -> None:
+        self._documents, self._tokenizer, self._length = documents, tokenizer, length
+        self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self._sample, self._next_document = cursor.sample, cursor.next_document
+        begun = {place for place, _ in cursor.lanes}
+        self._texts = _read(documents, min(begun | {cursor.next_document}))
+        found: dict[Place, list[int]] = {}
+        while found.keys() != begun:
+            place, text = next(self._texts)
+            if place in begun:
+                found[place] = self._encode(text)
+        self._lanes = [_Lane(place, found[place], used) for place, used in cursor.lanes]
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the next sample begins."""
+        lanes = tuple((lane.document, lane.used) for lane in self._lanes)
+        return Cursor(self._sample, self._next_document, lanes)
+
+    def next_sample(self) -> list[int]:
+        """The next `length` token ids.
+
+        Raises:
+            ConfigError: if a whole epoch does not fill a sample.
+        """
+        number = self._sample % NUM_LANES
+        if number == len(self._lanes):
+            self._lanes.append(_Lane((0, 0), [], 0))
+        lane, first_epoch = self._lanes[number], self._next_document[0]
+        sample = lane.tokens[lane.used : lane.used + self._length]
+        lane.used += len(sample)
+        while len(sample) < self._length:
+            lane.document, lane.tokens = self._begin_document()
+            rest = lane.tokens[: self._length - len(sample)]
+            lane.used = len(rest)
+            sample += rest
+            if lane.document[0] > first_epoch + 1:  # the whole epoch between went in
+                raise _too_little(f"less than one sample of {self._length} tokens")
+        self._sample += 1
+        return sample
+
+    def _begin_document(self) -> tuple[Place, list[int]]:
+        place, text = next(self._texts)
+        while place < self._next_document:  # used up before the cursor
+            place, text = next(self._texts)
+        self._next_document = (place[0], place[1] + 1)
+        return place, self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._before + self._tokenizer.encode(text) + self._after
+
+
+def _read(documents: Documents, place: Place) -> Iterator[tuple[Place, str]]:
+    """All documents from `place` on, epoch after epoch."""
+    epoch, start = place
     while True:
-        first_of_epoch = sample
-        is_whole_epoch = start == 0 and offset == 0
-        buffer: list[int] = []
-        for document, text in enumerate(documents.read(epoch, start), start):
-            tokens = before + tokenizer.encode(text) + after
-            buffer += tokens[offset:]
-            offset = 0
-            # what was in the buffer before is less than a sample, so the first cut takes all of
-            # it, and behind every cut the next token is one of this document
-            cuts = len(buffer) // length
-            for cut in range(cuts):
-                left = len(buffer) - (cut + 1) * length
-                sample += 1
-                yield (
-                    buffer[cut * length : (cut + 1) * length],
-                    Cursor(sample, epoch, document, len(tokens) - left),
-                )
-            del buffer[: cuts * length]
-        if is_whole_epoch and sample == first_of_epoch:
-            raise ConfigError(
-                "training.dataset",
-                f"training.dataset: an epoch holds {len(buffer)} tokens, less than one sample of "
-                f"{length}\n  fix: lower training.seq_len, or add data",
-            )
-        epoch, start, offset = epoch + 1, 0, 0
+        position = None
+        for position, text in enumerate(documents.read(epoch, start), start):
+            yield (epoch, position), text
+        if position is None and start == 0:
+            raise _too_little("no document")
+        epoch, start = epoch + 1, 0
+
+
+def _too_little(what: str) -> ConfigError:
+    return ConfigError(
+        "training.dataset",
+        f"training.dataset: an epoch holds {what}\n  fix: add data, or lower training.seq_len",
+    )

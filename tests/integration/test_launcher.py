@@ -213,7 +213,7 @@ def test_data_that_runs_out_of_samples_is_a_config_error(tmp_path: Path) -> None
     data.write_text("too short")
     result = launch(tmp_path / "out", "--training.dataset", "text", "--training.dataset_path", data)
     assert result.returncode == 2
-    assert "less than one sample of 65" in result.stderr
+    assert "less than one sample of 65 tokens" in result.stderr
 
 
 def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:

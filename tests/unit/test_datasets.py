@@ -1,5 +1,6 @@
 """Which tokens sample i holds depends on the config and i: not on ranks, batches or resumes."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from meshwright.config.job_config import Training
 from meshwright.datasets import DATASETS
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.order import permuted
-from meshwright.datasets.packing import Cursor, pack
+from meshwright.datasets.packing import Cursor, Packer
 from meshwright.datasets.sources import ShuffledDocuments
 from meshwright.errors import ConfigError
 
@@ -41,26 +42,60 @@ def documents(seed: int = 0) -> ShuffledDocuments:
 
 
 def samples(n: int, cursor: Cursor = Cursor()) -> list[tuple[list[int], Cursor]]:
-    return list(itertools.islice(pack(documents(), Letters(), LENGTH, cursor), n))
+    """The first `n` samples from `cursor` on, each with the cursor behind it."""
+    packer = Packer(documents(), Letters(), LENGTH, cursor)
+    return [(packer.next_sample(), packer.cursor) for _ in range(n)]
 
 
-def epoch_tokens(epoch: int) -> list[int]:
-    return [t for text in documents().read(epoch, 0) for t in (BOS, *map(ord, text), EOS)]
+@pytest.fixture(params=[1, 3, 64])
+def lanes(request, monkeypatch) -> int:
+    """Fewer lanes than documents, and more."""
+    monkeypatch.setattr("meshwright.datasets.packing.NUM_LANES", request.param)
+    return request.param
 
 
-def test_no_token_is_lost_but_an_epochs_incomplete_tail() -> None:
-    per_epoch = len(epoch_tokens(0)) // LENGTH
-    got = [sample for sample, _ in samples(3 * per_epoch)]
-    for epoch in range(3):
-        flat = itertools.chain(*got[epoch * per_epoch : (epoch + 1) * per_epoch])
-        assert list(flat) == epoch_tokens(epoch)[: per_epoch * LENGTH]
+def test_no_token_is_lost(lanes: int) -> None:
+    """All that the lanes gave, with what the last cursor leaves in them, is every document."""
+    got = samples(300)
+    out = [token for sample, _ in got for token in sample]
+    cursor = got[-1][1]
+    for (epoch, position), used in cursor.lanes:
+        text = next(documents().read(epoch, position))
+        out += [BOS, *map(ord, text), EOS][used:]
+    epoch, position = cursor.next_document
+    begun = [text for e in range(epoch) for text in documents().read(e, 0)]
+    begun += itertools.islice(documents().read(epoch, 0), position)
+    assert epoch >= 3
+    assert sorted(out) == sorted(t for text in begun for t in (BOS, *map(ord, text), EOS))
 
 
-def test_resuming_at_any_sample_gives_the_same_stream() -> None:
-    want = samples(60)  # several epochs
+def test_one_lane_is_the_plain_concatenation(monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.datasets.packing.NUM_LANES", 1)
+    stream = [
+        token
+        for epoch in range(3)
+        for text in documents().read(epoch, 0)
+        for token in (BOS, *map(ord, text), EOS)
+    ]
+    got = [token for sample, _ in samples(len(stream) // LENGTH) for token in sample]
+    assert got == stream[: len(got)]
+
+
+def test_neighbouring_samples_come_from_different_documents() -> None:
+    texts = [letter * 1000 for letter in "abcdefghijklmnopqrstuvwxyz"]
+    packer = Packer(
+        ShuffledDocuments(len(texts), texts.__getitem__, 0), Letters(), LENGTH, Cursor()
+    )
+    batch = {packer.next_sample()[-1] for _ in range(16)}
+    assert len(batch) == 16
+
+
+def test_resuming_at_any_sample_gives_the_same_stream(lanes: int) -> None:
+    want = samples(80)  # several epochs
     for i, (_, cursor) in enumerate(want):
         assert cursor.sample == i + 1
-        assert samples(59 - i, cursor) == want[i + 1 :]
+        saved = json.loads(json.dumps(dataclasses.asdict(cursor)))
+        assert samples(79 - i, Cursor.from_json(saved)) == want[i + 1 :]
 
 
 def test_epochs_differ_in_order_and_hold_the_same() -> None:
@@ -83,9 +118,12 @@ def test_permutation_is_not_regular() -> None:
 
 
 def test_an_epoch_of_less_than_a_sample_is_an_error() -> None:
-    short = ShuffledDocuments(1, ["abc"].__getitem__, 0)
-    with pytest.raises(ConfigError, match="holds 5 tokens, less than one sample of 8"):
-        next(pack(short, Letters(), 8, Cursor()))
+    short = ShuffledDocuments(1, ["a"].__getitem__, 0)
+    with pytest.raises(ConfigError, match="less than one sample of 9 tokens"):
+        Packer(short, Letters(), 9, Cursor()).next_sample()
+    empty = ShuffledDocuments(0, [].__getitem__, 0)
+    with pytest.raises(ConfigError, match="an epoch holds no document"):
+        Packer(empty, Letters(), 8, Cursor()).next_sample()
 
 
 def read_steps(dp_size: int, local: int, accumulate: int, n: int, cursor=Cursor()) -> list:
@@ -133,7 +171,7 @@ def test_resume_on_another_number_of_ranks() -> None:
 
 
 def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
-    short = ShuffledDocuments(1, ["abc"].__getitem__, 0)
+    short = ShuffledDocuments(1, ["a"].__getitem__, 0)
     shape = BatchShape(1, 1, 0, 1)
     loader = Loader(short, Letters(), 8, shape, cursor=Cursor(), pin_memory=False)
     with pytest.raises(ConfigError, match="less than one sample"):
