@@ -6,6 +6,7 @@ import os
 import pkgutil
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,8 +68,12 @@ def _run_command_line() -> None:
         run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
-def run(plan: Plan) -> None:
-    """Train from the start or the last checkpoint to the last step."""
+def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
+    """Train from the start or the last checkpoint to the last step.
+
+    Args:
+        extra_sinks: get every record after the sinks that the config asks for.
+    """
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     steps = config.training.steps
     if plan.resume_step >= steps:
@@ -101,7 +106,7 @@ def run(plan: Plan) -> None:
     else:
         model.init_buffers()
     loader = build_loader(plan, meshes, device, Cursor.from_json(saved["data"]))
-    reporter = build_reporter(plan, device, saved["step"], saved["tokens_seen"])
+    reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     schedule = config.lr_scheduler
     learning_rate = partial(  # as a fraction of the peak
         warmup_stable_decay,
@@ -209,7 +214,11 @@ def build_loader(plan: Plan, meshes: Meshes, device: torch.device, cursor: Curso
 
 
 def build_reporter(
-    plan: Plan, device: torch.device, resumed_step: int, tokens_seen: int
+    plan: Plan,
+    device: torch.device,
+    extra_sinks: Sequence[sinks.Sink],
+    resumed_step: int,
+    tokens_seen: int,
 ) -> Reporter:
     """The figures of the job; its first rank writes them. Collective where the peak is measured."""
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
@@ -239,7 +248,7 @@ def build_reporter(
         num_devices=dist.get_world_size(),
         peak_flops_per_s=peak.flops_per_s,
     )
-    return Reporter(work, device, destinations, tokens_seen)
+    return Reporter(work, device, [*destinations, *extra_sinks], tokens_seen)
 
 
 def raise_if_bad(health: Health) -> None:

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.utils.tensorboard import SummaryWriter
+
 from meshwright.log import logger
 
 Record = dict[str, float | int]
@@ -82,8 +84,6 @@ class TensorBoard:
     """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here: it takes a second to import
-
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def write(self, record: Record) -> None:
@@ -99,7 +99,7 @@ class WeightsAndBiases:
     """A Weights & Biases run; its own environment variables say which project and where."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        import wandb  # an extra
+        import wandb  # an extra; preflight has made sure that it is there
 
         self._run = wandb.init(dir=str(folder), config=config)
 

@@ -49,7 +49,8 @@ def apply_fsdp(
     if model.output is not None:
         shard([model.norm, model.output], reshard_after_forward=at_end)
     shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
-    sum_gradients(model)
+    if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
+        sum_gradients(model)
 
 
 def sum_gradients(model: Decoder) -> None:

@@ -1,0 +1,112 @@
+"""Throughput of the trainer over that of a bare loop: what FSDP2, data, metrics and care cost.
+
+Both train the same Llama (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
+the same fused AdamW in one process. The bare loop is what anyone would write: plain model, loss,
+backward, clip, step; no FSDP2, no data loading, no logging. The two alternate step by step, and
+each pair gives a ratio; the last line is their median, above 1 if the trainer is the faster.
+
+    python benchmarks/overhead.py --steps 32 --batch 8
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+import torch.nn.functional as F
+
+from meshwright import hardware
+from meshwright.config.loader import load_config
+from meshwright.datasets import DATASETS
+from meshwright.datasets.packing import Cursor, Packer
+from meshwright.log import log_to_console, logger
+from meshwright.metrics.sinks import Record
+from meshwright.models.initialize import initialize
+from meshwright.models.llama.model import Llama
+from meshwright.preflight import Plan, preflight
+from meshwright.train import run
+
+SEQ_LEN = 512  # tokens
+WARM_UP = 4  # pairs that are not counted
+TOKENIZER = Path(__file__).parents[1] / "assets/tokenizers/python_2k.model"
+
+
+def make_plan(folder: Path, steps: int, batch: int) -> Plan:
+    """A job as a user would run it: logging every step."""
+    dimensions = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1536}
+    keys = {f"model.args.{name}": value for name, value in dimensions.items()} | {
+        "job.dump_folder": folder,
+        "model.tokenizer_path": TOKENIZER,
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": batch,
+        "training.steps": steps,
+        "training.mixed_precision_param": "float32",
+        "metrics.log_freq": 1,
+    }
+    config, _ = load_config([f"--{key}={value}" for key, value in keys.items()])
+    return preflight(config, world_size=1)
+
+
+class BareLoop:
+    """A plain training loop, one step a call: a metrics sink, so that it runs between the
+    trainer's steps, and outside the time that the trainer counts."""
+
+    def __init__(self, plan: Plan, batch: int, steps: int) -> None:
+        documents = DATASETS["python_stdlib"].open(plan.config.training)
+        packer = Packer(documents, plan.tokenizer, SEQ_LEN + 1, Cursor())
+        device = hardware.pick_device(0)
+        samples = torch.tensor([packer.next_sample() for _ in range(steps * batch)])
+        self.batches = iter(samples.to(device).split(batch))
+        self.model = Llama(plan.model_args, SEQ_LEN).to(device)
+        initialize(self.model, seed=0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, fused=True)
+        self.device = device
+        self.pairs: list[tuple[float, float]] = []
+        """Seconds of the trainer's step and of the bare one after it."""
+
+    def write(self, record: Record) -> None:
+        """Take the step that the trainer has just taken."""
+        tokens = next(self.batches)
+        start = time.perf_counter()
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.pairs.append((record["step_time_s"], time.perf_counter() - start))
+
+    def close(self) -> None:
+        """Nothing to flush."""
+
+
+def main() -> None:
+    """Train with both, then print what they took and, last, the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    args = parser.parse_args()
+    log_to_console()
+    logger.setLevel("WARNING")
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(Path(folder), args.steps, args.batch)
+        bare = BareLoop(plan, args.batch, args.steps)
+        run(plan, extra_sinks=[bare])
+    pairs = bare.pairs[WARM_UP:]
+    tokens = args.batch * SEQ_LEN
+    for name, seconds in zip(("trainer", "bare"), zip(*pairs, strict=True), strict=True):
+        low, middle, high = (tokens / q for q in reversed(quantiles(seconds, n=4)))
+        print(f"{name:8} {middle:8.0f} tokens/s (quartiles {low:.0f} to {high:.0f})")
+    name, threads = hardware.device_name(bare.device), torch.get_num_threads()
+    print(
+        f"{len(pairs)} pairs on {name}, {threads} threads, torch {torch.__version__}; median ratio:"
+    )
+    print(f"{median(bare_s / trainer_s for trainer_s, bare_s in pairs):.3f}")
+
+
+if __name__ == "__main__":
+    main()
