@@ -45,7 +45,11 @@ fi
 if [ "$nodes" -eq 1 ]; then
     rendezvous=(--standalone)
 else
-    : "${RDZV_ENDPOINT:?set it to host:port of one of the $nodes machines, the same on all}"
+    if [ -z "${RDZV_ENDPOINT:-}" ]; then
+        echo "meshwright: RDZV_ENDPOINT: not set, but NNODES = $nodes" >&2
+        echo "  fix: set it to host:port of one of the machines, the same on all" >&2
+        exit 2
+    fi
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "${RDZV_ID:-meshwright}")
 fi

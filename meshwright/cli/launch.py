@@ -16,12 +16,15 @@ from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING
 
 
 def main() -> None:
-    """Run the job; exit as the first rank that failed did, or with 128 + n for signal n."""
+    """Run the job; exit as its failed rank did, or with 128 + n if that was killed by signal n."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # a rank that was killed is why others then fail, whichever was noticed first
+        killed = [failure for failure in error.failures.values() if failure.exitcode < 0]
+        failure = killed[0] if killed else error.get_first_failure()[1]
+        rank = next(rank for rank, theirs in error.failures.items() if theirs is failure)
         if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):  # all ranks end so; the job said why
             sys.exit(failure.exitcode)
         if failure.exitcode < 0:

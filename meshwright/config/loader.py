@@ -120,6 +120,9 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if isinstance(extends := raw.pop("extends", None), str):
         base = _read_toml(path.parent / extends, provenance, (*seen, path))
     provenance.add_toml(path, text)
+    if "config_file" in raw.get("job", {}):
+        where = provenance.of("job.config_file")
+        raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
     _resolve_paths(raw, path.parent)
     _merge(base, raw)
     return base

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,6 +60,12 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     by_step = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
     assert len(by_step) == len(rows)
     return by_step
+
+
+def assert_close(got: dict[int, tuple[float, float]], want: dict) -> None:
+    assert got.keys() == want.keys()
+    for step, figures in got.items():
+        assert figures == pytest.approx(want[step], rel=1e-5), f"step {step}"
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -167,8 +174,7 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
         folder = tmp_path / str(ranks)
         result = launch(folder, "--training.local_batch_size", local, NGPU=ranks)
         assert result.returncode == 0, result.stdout + result.stderr
-        for step, figures in losses(folder).items():
-            assert figures == pytest.approx(want[step], rel=1e-5), f"{ranks} ranks, step {step}"
+        assert_close(losses(folder), want)
 
 
 def test_another_model_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
@@ -268,3 +274,27 @@ def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "meshwright: rank 1 failed (exit 1)" in result.stderr
     assert "IsADirectoryError" in result.stderr
+
+
+def test_two_machines_meet_and_train_as_one(uninterrupted: Path, tmp_path: Path) -> None:
+    """Two launchers with a rank each, on the address that a cluster's machines would share."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    folder = tmp_path / "out"
+    variables = environment(NNODES=2, NGPU=1, RDZV_ENDPOINT=endpoint)
+    launchers = [
+        subprocess.Popen(
+            command(folder), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for _ in range(2)
+    ]
+    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    assert_close(losses(folder), losses(uninterrupted))  # other threads a rank, other rounding
+
+
+def test_several_machines_need_an_endpoint(tmp_path: Path) -> None:
+    result = launch(tmp_path / "out", NNODES=2)
+    assert result.returncode == 2
+    assert "RDZV_ENDPOINT" in result.stderr

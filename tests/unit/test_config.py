@@ -111,6 +111,7 @@ def test_resolved_config_loads_to_itself(toml) -> None:
         ("[training]\nsteps = true\n", 2, "training.steps = True"),
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan"),
         ('[lr_scheduler]\ndecay_type = "x"\n', 2, "'linear', 'sqrt' or 'cosine'"),
+        ('[job]\nconfig_file = "b.toml"\n', 2, "belongs on the command line"),
         ("[training\nsteps = 3\n", 1, "not TOML"),
         ("training.steps = 3\ntraining = 2\n", 2, "not TOML"),
     ],
