@@ -85,8 +85,9 @@ def test_input_paths_start_where_they_are_written(toml, tmp_path, monkeypatch) -
     assert config.model.tokenizer_path == "/t/x.model"
 
 
-def test_resolved_config_loads_to_itself(toml) -> None:
-    config, _ = load_config(["--job.config_file", str(DEBUG), "--model.args.n_layers", "2"])
+def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
+    words = ["--model.args.n_layers", "2", "--job.dump_folder", str(tmp_path)]
+    config, _ = load_config(["--job.config_file", str(DEBUG), *words])
     resolved = preflight(config, 2).config
     again, _ = load_config(toml(to_toml(resolved)))
     assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
