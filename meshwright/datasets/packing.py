@@ -67,7 +67,7 @@ class Packer:
         begun = {place for place, _ in cursor.lanes}
         self._texts = _read(documents, min(begun | {cursor.next_document}))
         found: dict[Place, list[int]] = {}
-        while found.keys() != begun:
+        while found.keys() != begun:  # ends before the next document: the last begun is in a lane
             place, text = next(self._texts)
             if place in begun:
                 found[place] = self._encode(text)
@@ -103,8 +103,6 @@ class Packer:
 
     def _begin_document(self) -> tuple[Place, list[int]]:
         place, text = next(self._texts)
-        while place < self._next_document:  # used up before the cursor
-            place, text = next(self._texts)
         self._next_document = (place[0], place[1] + 1)
         return place, self._encode(text)
 

@@ -1,5 +1,7 @@
 """The step on several ranks against a loop in plain PyTorch on one."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,9 +107,13 @@ def _bf16_loss() -> None:
         ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16
     )
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
-    logits = model(tokens)
-    assert logits.dtype == torch.bfloat16
-    assert model.cos.dtype == torch.float32  # the rotary cache is kept out of the cast
+    seen = []
+    hook = model.layers["1"].attention.register_forward_pre_hook(
+        lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs)
+    )
+    assert model(tokens).dtype == torch.bfloat16
+    assert seen == [torch.bfloat16, torch.float32, torch.float32]  # x, cos, sin
+    hook.remove()
     result = train_step(
         model,
         [(tokens, labels)],
@@ -155,6 +161,44 @@ def _step_without_sync() -> None:
 
 def test_a_step_reads_no_value_from_the_device(on_ranks) -> None:
     on_ranks(2, _step_without_sync)
+
+
+class CountCollectives(TorchDispatchMode):
+    """How often each of c10d's operations was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives() -> Counter[str]:
+    """Those of a step with four microbatches."""
+    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    with CountCollectives() as counter:
+        train_step(
+            model,
+            [(tokens, labels)] * 4,
+            adamw(model),
+            step=1,
+            max_norm=0.5,
+            loss_mesh=meshes.loss,
+            health=Health.on(torch.device("cpu")),
+        )
+    return counter.counts
+
+
+def test_gradients_are_reduced_once_a_step(on_ranks) -> None:
+    groups = 2 + TINY.n_layers  # embedding, blocks, output
+    for counts in on_ranks(2, _collectives):
+        assert counts["_reduce_scatter_base_"] == groups
+        # every group for every forward, and for every backward but the last block and the output
+        assert counts["_allgather_base_"] == 4 * (groups + groups - 2)
 
 
 def _bad_second_step() -> tuple[int, int]:

@@ -55,5 +55,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step)
     commit.keep_latest(tmp_path, 0)
     assert commit.saved_steps(tmp_path) == [5, 10, 20, 100]
-    commit.keep_latest(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-20"]
+    commit.keep_latest(tmp_path, 3)
+    assert commit.saved_steps(tmp_path) == [10, 20, 100]
+    commit.keep_latest(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
