@@ -2,6 +2,7 @@
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 IGNORE = -100
 """Label of a position without loss."""
@@ -15,7 +16,8 @@ def token_loss(logits: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     with few labels would weigh as much as a full one. See docs/decisions/0002-loss-scaling.md.
 
     Args:
-        logits: (B, S, V), any float dtype; the upcast to fp32 happens here and nowhere else.
+        logits: (B, S, V), any float dtype; the upcast to fp32 happens here and nowhere else. As a
+            DTensor they may be cut along V: within torch's `loss_parallel`, backward included.
         labels: (B, S) int64; `IGNORE` marks positions without loss.
         num_labels: () labels that count, over all data-parallel ranks and microbatches.
 
@@ -29,4 +31,6 @@ def token_loss(logits: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} disagree")
     flat = logits.flatten(0, 1).float()  # (B*S, V)
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    if isinstance(total, DTensor):  # of logits that are cut along the vocabulary
+        total = total.to_local()
     return total / num_labels

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
-from meshwright.config.checks import check_sections, check_writable, fill_in
+from meshwright.config.checks import check_divisible, check_sections, check_writable, fill_in
 from meshwright.config.job_config import JobConfig, Training
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import SUFFIXES, find_files
@@ -54,6 +54,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_sections(config)
     config = fill_in(config, world_size)
     spec, model_args = _resolve_model(config)
+    check_divisible(config, model_args)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
@@ -81,6 +82,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         dims=ParallelDims(
             dp_replicate=config.parallelism.data_parallel_replicate_degree,
             dp_shard=config.parallelism.data_parallel_shard_degree,
+            tp=config.parallelism.tensor_parallel_degree,
         ),
         checkpoint_folder=folder,
         resume_step=_check_checkpoint(config, folder, model_args),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from meshwright.loss import IGNORE, token_loss
@@ -79,8 +80,9 @@ def train_step(
     for index, (tokens, labels) in enumerate(batches):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
-        share = token_loss(model(tokens), labels, num_labels)
-        share.backward()
+        with loss_parallel():  # takes effect where logits are cut along the vocabulary
+            share = token_loss(model(tokens), labels, num_labels)
+            share.backward()
         loss += share.detach()
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
     dist.all_reduce(loss, group=group)

@@ -188,6 +188,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> Decoder:
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        enable_loss_parallel=not config.parallelism.disable_loss_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         compile_backend=config.compile.backend if config.compile.enable else None,
@@ -273,13 +274,14 @@ def _announce(plan: Plan, device: torch.device) -> None:
         logger.info("%s", config.job.description)
     logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
     logger.info(
-        "%s %s: %s parameters; %d ranks (dp_replicate %d x dp_shard %d) on %s; torch %s",
+        "%s %s: %s parameters; %d ranks (dp_replicate %d x dp_shard %d x tp %d) on %s; torch %s",
         config.model.name,
         config.model.flavor,
         f"{num_params(args):,}",
         dist.get_world_size(),
         plan.dims.dp_replicate,
         plan.dims.dp_shard,
+        plan.dims.tp,
         hardware.device_name(device),
         torch.__version__,
     )

@@ -1,7 +1,9 @@
 """Rules across sections, and the values that follow from the rest of the config."""
 
+import math
 import os
 from pathlib import Path
+from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
@@ -14,32 +16,31 @@ def fill_in(config: JobConfig, world_size: int) -> JobConfig:
         ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
     """
     parallelism = config.parallelism
-    shard, replicate = (
-        parallelism.data_parallel_shard_degree,
-        parallelism.data_parallel_replicate_degree,
-    )
     key = "parallelism.data_parallel_shard_degree"
+    shard = parallelism.data_parallel_shard_degree
+    others = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
     if shard == -1:
         check(
-            world_size % replicate == 0,
+            world_size % others == 0,
             key,
             shard,
-            f"cannot be filled in: the other degrees make {replicate}, which does not divide "
+            f"cannot be filled in: the other degrees make {others}, which does not divide "
             f"{world_size} ranks",
-            f"launch a multiple of {replicate} ranks, or lower a degree",
+            f"launch a multiple of {others} ranks, or lower a degree",
         )
-        shard = world_size // replicate
+        shard = world_size // others
     check(
-        shard * replicate == world_size,
+        shard * others == world_size,
         key,
         shard,
-        f"the degrees multiply to {shard * replicate}, but there are {world_size} ranks",
-        f"launch {shard * replicate} ranks (NGPU), or set it to -1"
+        f"the degrees multiply to {shard * others}, but there are {world_size} ranks",
+        f"launch {shard * others} ranks (NGPU), or set it to -1"
         if shard
         else "set it to -1 for all ranks that the other degrees leave over",
     )
+    dp = shard * parallelism.data_parallel_replicate_degree
     training = config.training
-    per_microbatch = shard * replicate * training.local_batch_size
+    per_microbatch = dp * training.local_batch_size
     global_batch_size = training.global_batch_size
     if global_batch_size == -1:
         global_batch_size = per_microbatch
@@ -48,7 +49,7 @@ def fill_in(config: JobConfig, world_size: int) -> JobConfig:
         global_batch_size > 0 and global_batch_size % per_microbatch == 0,
         "training.global_batch_size",
         global_batch_size,
-        f"must be a positive multiple of {per_microbatch} = {shard * replicate} data-parallel "
+        f"must be a positive multiple of {per_microbatch} = {dp} data-parallel "
         f"ranks x local_batch_size {training.local_batch_size}",
         f"the nearest is {nearest}",
     )
@@ -85,6 +86,41 @@ def check_sections(config: JobConfig) -> None:
         f"is less than profiler_warmup + profiler_active = {needed}",
         f"raise it to {needed} or more",
     )
+
+
+class HasHeads(Protocol):
+    """The dimensions that tensor parallelism divides."""
+
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def hidden_dim(self) -> int: ...
+
+
+def check_divisible(config: JobConfig, args: HasHeads) -> None:
+    """What each rank gets an equal part of must divide by the number of ranks.
+
+    Raises:
+        ConfigError: naming the first that does not, and the degrees that would do.
+    """
+    degree = config.parallelism.tensor_parallel_degree
+    parts = {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "hidden_dim": args.hidden_dim,
+        "training.seq_len": config.training.seq_len,
+    }
+    common = math.gcd(*parts.values())
+    for name, size in parts.items():
+        check(
+            size % degree == 0,
+            "parallelism.tensor_parallel_degree",
+            degree,
+            f"does not divide {name} = {size}",
+            f"use a divisor of {common}",
+        )
 
 
 def check_writable(folder: str) -> None:

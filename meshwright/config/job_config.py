@@ -159,6 +159,13 @@ class Parallelism(Section):
     data_parallel_shard_degree: OrFilledIn = -1
     """Ranks that share one copy's parameters (FSDP2). -1: every rank that the others leave over."""
 
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that share every matrix, and the sequence between matrices; best within a node."""
+
+    disable_loss_parallel: bool = False
+    """With tensor parallelism, gather the logits before the loss instead of computing it on each
+    rank's part of the vocabulary."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters between forward and backward. default: all but the last
     block, whose backward comes next."""

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from meshwright.models.layers.projection import TiedProjection
+
 
 class Decoder(nn.Module, ABC):
     """What parallelism, initialisation and the trainer rely on in a model.
@@ -14,8 +16,7 @@ class Decoder(nn.Module, ABC):
     tok_embeddings: nn.Embedding
     layers: nn.ModuleDict
     norm: nn.Module
-    output: nn.Linear | None
-    """None where the embedding is the output projection too."""
+    output: nn.Linear | TiedProjection
 
     @abstractmethod
     def init_buffers(self) -> None:

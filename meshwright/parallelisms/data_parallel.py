@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.projection import TiedProjection
 
 Reshard = Literal["default", "always", "never"]
 
@@ -38,7 +39,8 @@ def apply_fsdp(
     )
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision)
     never = reshard_after_forward == "never"
-    if model.output is not None:
+    is_tied = isinstance(model.output, TiedProjection)
+    if not is_tied:
         shard(model.tok_embeddings, reshard_after_forward=not never)
     *blocks, last = model.layers.values()
     for block in blocks:
@@ -46,7 +48,7 @@ def apply_fsdp(
     # backward begins with these two: freed, they would be gathered twice in a row
     at_end = reshard_after_forward == "always"
     shard(last, reshard_after_forward=at_end)
-    if model.output is not None:
+    if not is_tied:
         shard([model.norm, model.output], reshard_after_forward=at_end)
     shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide

@@ -17,6 +17,8 @@ class Meshes:
     """dp_replicate x dp_shard as one axis: who reads which samples."""
     fsdp: DeviceMesh
     """Axes over which parameters are replicated (if there is more than one copy) and sharded."""
+    tp: DeviceMesh
+    """Who holds which part of each matrix, and of the sequence between them."""
     loss: DeviceMesh
     """dp x cp as one axis: sums over tokens."""
 
@@ -31,4 +33,4 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     dp = world["dp_replicate", "dp_shard"]._flatten("dp")
     loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
     fsdp = world["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else world["dp_shard"]
-    return Meshes(world=world, dp=dp, fsdp=fsdp, loss=loss)
+    return Meshes(world=world, dp=dp, fsdp=fsdp, tp=world["tp"], loss=loss)

@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms import activation_checkpoint, data_parallel
+from meshwright.parallelisms import activation_checkpoint, data_parallel, tensor_parallel
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -14,17 +14,21 @@ def parallelize_llama(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: data_parallel.Reshard = "default",
+    enable_loss_parallel: bool = True,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
     compile_backend: str | None = None,
 ) -> None:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
 
-    1. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
-    2. Compile block by block, so that one graph serves every layer.
-    3. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
+    1. Tensor parallelism first, because its plan finds submodules by their plain names.
+    2. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
+    3. Compile block by block, so that one graph serves every layer.
+    4. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
        it is also what casts to `param_dtype`.
     """
+    if meshes.tp.size() > 1:
+        tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
     activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
     if compile_backend is not None:
         for block in model.layers.values():

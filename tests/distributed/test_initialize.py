@@ -1,14 +1,10 @@
 """One model, bit by bit, however it is sharded."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.helpers.tiny import TINY, parallel_llama, plain_llama
-
-TIED = dataclasses.replace(TINY, tie_embeddings=True)
+from tests.helpers.tiny import TIED, TINY, parallel_llama, plain_llama
 
 
 def _compare_with_plain(dims: ParallelDims, args) -> None:
@@ -21,7 +17,13 @@ def _compare_with_plain(dims: ParallelDims, args) -> None:
 
 
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)])
-def test_initial_weights_do_not_depend_on_the_mesh(on_ranks, replicate, shard, args) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard)
-    on_ranks(replicate * shard, _compare_with_plain, dims, args)
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp"),
+    [
+        *[(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1)],
+        *[(1, 1, 2), (1, 2, 2), (2, 1, 2)],
+    ],
+)
+def test_initial_weights_do_not_depend_on_the_mesh(on_ranks, replicate, shard, tp, args) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+    on_ranks(replicate * shard * tp, _compare_with_plain, dims, args)

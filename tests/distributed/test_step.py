@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.loss import IGNORE
+from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import NEVER, Health, train_step
-from tests.helpers.tiny import SEQ_LEN, TINY, parallel_llama, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama
 
 STEPS, GLOBAL_BATCH = 3, 8
 
@@ -30,9 +31,9 @@ def adamw(model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def reference() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def reference(args: LlamaArgs) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights after the last."""
-    model = plain_llama()
+    model = plain_llama(args)
     optimizer = adamw(model)
     figures = []
     for step in range(1, STEPS + 1):
@@ -46,11 +47,13 @@ def reference() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     return figures, dict(model.named_parameters())
 
 
-def steps_on_mesh(dims: ParallelDims, num_microbatches: int, options: dict) -> None:
+def steps_on_mesh(
+    dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs = TINY
+) -> None:
     # inductor adds in another order, and three steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
-    want_figures, want_weights = reference()
-    model, meshes = parallel_llama(dims, **options)
+    want_figures, want_weights = reference(args)
+    model, meshes = parallel_llama(dims, args, **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
     rank = meshes.dp.get_local_rank()
     for step, want in enumerate(want_figures, 1):
@@ -75,16 +78,20 @@ def steps_on_mesh(dims: ParallelDims, num_microbatches: int, options: dict) -> N
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "num_microbatches"),
-    [(1, 1, 1), (1, 1, 4), (1, 2, 1), (1, 2, 4), (2, 1, 2), (1, 4, 2), (2, 2, 1), (2, 2, 2)],
+    ("replicate", "shard", "tp", "num_microbatches"),
+    [
+        *[(1, 1, 1, 1), (1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 4, 1, 2)],
+        *[(2, 2, 1, 1), (2, 2, 1, 2), (1, 1, 2, 1), (1, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)],
+    ],
 )
 def test_loss_norm_and_weights_equal_plain_pytorch(
-    on_ranks, replicate, shard, num_microbatches
+    on_ranks, replicate, shard, tp, num_microbatches
 ) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard)
-    on_ranks(replicate * shard, steps_on_mesh, dims, num_microbatches, {})
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+    on_ranks(replicate * shard * tp, steps_on_mesh, dims, num_microbatches, {})
 
 
+@pytest.mark.parametrize("tp", [1, 2], ids=["fsdp", "2d"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -98,8 +105,21 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
     ],
     ids=lambda options: "-".join(options.values()),
 )
-def test_options_do_not_change_the_numbers(on_ranks, options) -> None:
-    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=2), 2, options)
+def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
+    on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+
+
+@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, loss_parallel, args) -> None:
+    assert args.vocab_size % 2
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    on_ranks(2, steps_on_mesh, dims, 1, {"enable_loss_parallel": loss_parallel}, args)
+
+
+def test_tied_embeddings_under_fsdp(on_ranks) -> None:
+    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=2), 2, {}, TIED)
 
 
 def _bf16_loss() -> None:
@@ -125,7 +145,7 @@ def _bf16_loss() -> None:
     )
     assert result.loss.dtype == torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    want_loss, want_norm = reference()[0][0]
+    want_loss, want_norm = reference(TINY)[0][0]
     assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
 

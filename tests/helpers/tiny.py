@@ -1,5 +1,7 @@
 """A Llama small enough for every test, odd where that finds mistakes; and ways to build it."""
 
+import dataclasses
+
 import torch
 
 from meshwright.models.initialize import initialize
@@ -9,8 +11,9 @@ from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.parallelize_llama import parallelize_llama
 
-# 131 rows, and 33 inner ones, leave uneven shards on 2 and on 4 ranks
-TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=33, vocab_size=131)
+# 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
+TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
+TIED = dataclasses.replace(TINY, tie_embeddings=True)
 SEQ_LEN = 16
 
 

@@ -153,6 +153,15 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--parallelism.data_parallel_shard_degree", "3"], "multiply to 3, but there are 2 ranks"),
         (["--parallelism.data_parallel_shard_degree", "0"], "set it to -1"),
         (["--parallelism.data_parallel_replicate_degree", "3"], "which does not divide 2 ranks"),
+        (["--parallelism.tensor_parallel_degree", "3"], "which does not divide 2 ranks"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2", "--model.args.n_kv_heads", "1"],
+            "does not divide n_kv_heads = 1\n  fix: use a divisor of 1",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "255"],
+            "does not divide training.seq_len = 255",
+        ),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
         (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),

@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
 from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.projection import TiedProjection
 from meshwright.models.layers.rope import rope_cache
 from meshwright.models.llama import LlamaArgs
 
@@ -47,10 +47,10 @@ class Llama(Decoder):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): LlamaBlock(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        # a tied model has no second module to share the weight with: sharing would not survive
-        # the move from meta, which gives every module tensors of its own
         self.output = (
-            None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+            TiedProjection()
+            if args.tie_embeddings
+            else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
         self.register_buffer("cos", torch.empty(seq_len, args.head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(seq_len, args.head_dim // 2), persistent=False)
@@ -80,7 +80,7 @@ class Llama(Decoder):
             return None
         if module in ("wo", "w2"):
             return 0.02 / math.sqrt(2 * self.args.n_layers)
-        if module == "output" or (module == "tok_embeddings" and self.output is None):
+        if module == "output" or (module == "tok_embeddings" and self.args.tie_embeddings):
             return 1 / math.sqrt(self.args.dim)
         return 0.02
 
@@ -90,4 +90,6 @@ class Llama(Decoder):
         for block in self.layers.values():
             x = block(x, cos, sin)
         x = self.norm(x)
-        return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
+        if isinstance(self.output, TiedProjection):
+            return self.output(x, self.tok_embeddings.weight)
+        return self.output(x)

@@ -1,0 +1,74 @@
+"""Tensor and sequence parallelism: each rank has a part of every matrix and of the sequence."""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.layers.projection import TiedProjection
+
+COLWISE = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+ROWWISE = ("attention.wo", "feed_forward.w2")
+ON_SEQUENCE = ("attention_norm", "ffn_norm")  # run on 1/tp of the sequence
+
+
+def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) -> None:
+    """Cut `model` in place over `mesh`, the tp axis; best while it is on the meta device.
+
+    Between blocks a rank has (B, S/tp, D): each pair of a column-wise and a row-wise product
+    gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so is the output,
+    and its logits stay so if `enable_loss_parallel`: the loss is then computed on V/tp logits.
+    """
+    block_plan: dict[str, ParallelStyle] = {
+        # cos and sin, its other inputs, are the same on every rank
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        **{name: ColwiseParallel() for name in COLWISE},
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ROWWISE},
+        **{name: SequenceParallel() for name in ON_SEQUENCE},
+    }
+    for block in model.layers.values():
+        parallelize_module(block, mesh, block_plan)
+    logits = Shard(-1) if enable_loss_parallel else Replicate()
+    output: ParallelStyle
+    if isinstance(model.output, TiedProjection):  # its weight is cut as the embedding's
+        output = PrepareModuleInputOutput(
+            input_layouts=(Shard(1), None),
+            desired_input_layouts=(Replicate(), None),
+            output_layouts=Shard(-1),
+            desired_output_layouts=logits,
+            use_local_output=not enable_loss_parallel,
+        )
+    else:
+        output = ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=logits,
+            use_local_output=not enable_loss_parallel,
+        )
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": output,
+    }
+    parallelize_module(model, mesh, ends)
+    model.tok_embeddings.register_forward_hook(_own_storage)
+
+
+def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Wait for the reduce-scatter and copy: compiled blocks fail in backward ('Tensor' object has
+    no attribute '_local_tensor', torch 2.13) when their input is the collective's own result."""
+    return output.clone()
