@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.gradients import local_square_sum
+from meshwright.parallelisms.meshes import Meshes
 
 NEVER = torch.iinfo(torch.int64).max
 
@@ -56,7 +56,7 @@ def train_step(
     *,
     step: int,
     max_norm: float,
-    loss_mesh: DeviceMesh,
+    meshes: Meshes,
     health: Health,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
@@ -73,9 +73,8 @@ def train_step(
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
     """
-    group = loss_mesh.get_group()
     num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
-    dist.all_reduce(num_labels, group=group)
+    dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss = torch.zeros((), device=num_labels.device)
     for index, (tokens, labels) in enumerate(batches):
         if isinstance(model, FSDPModule):
@@ -85,14 +84,14 @@ def train_step(
             share.backward()
         loss += share.detach()
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
-    dist.all_reduce(loss, group=group)
 
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(grad_norm, DTensor):
-        grad_norm = grad_norm.full_tensor()
+    # ranks of a tp group have the same loss
+    square_sum = local_square_sum(model.parameters(), loss.device)
+    sums = torch.stack([loss / meshes.tp.size(), square_sum])
+    dist.all_reduce(sums)  # over the whole job: one collective for every axis
+    loss, grad_norm = sums[0], sums[1].sqrt()
     if max_norm != float("inf"):
-        clip_grads_with_norm_(parameters, max_norm, grad_norm)
+        clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
 
     _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
     # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and

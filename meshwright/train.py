@@ -136,7 +136,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 optimizer,
                 step=step,
                 max_norm=config.training.max_norm,
-                loss_mesh=meshes.loss,
+                meshes=meshes,
                 health=health,
             )
             reporter.count(data_time_s)

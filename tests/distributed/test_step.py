@@ -65,7 +65,7 @@ def steps_on_mesh(
             optimizer,
             step=step,
             max_norm=0.5,
-            loss_mesh=meshes.loss,
+            meshes=meshes,
             health=health,
         )
         got = (result.loss.item(), result.grad_norm.item())
@@ -140,7 +140,7 @@ def _bf16_loss() -> None:
         adamw(model),
         step=1,
         max_norm=0.5,
-        loss_mesh=meshes.loss,
+        meshes=meshes,
         health=Health.on(torch.device("cpu")),
     )
     assert result.loss.dtype == torch.float32
@@ -174,7 +174,7 @@ def _step_without_sync() -> None:
                 optimizer,
                 step=step,
                 max_norm=0.5,
-                loss_mesh=meshes.loss,
+                meshes=meshes,
                 health=health,
             )
 
@@ -207,7 +207,7 @@ def _collectives() -> Counter[str]:
             adamw(model),
             step=1,
             max_norm=0.5,
-            loss_mesh=meshes.loss,
+            meshes=meshes,
             health=Health.on(torch.device("cpu")),
         )
     return counter.counts
@@ -237,7 +237,7 @@ def _bad_second_step() -> tuple[int, int]:
             optimizer,
             step=step,
             max_norm=0.5,
-            loss_mesh=meshes.loss,
+            meshes=meshes,
             health=health,
         )
         model._forward_hooks.clear()
