@@ -82,6 +82,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         dims=ParallelDims(
             dp_replicate=config.parallelism.data_parallel_replicate_degree,
             dp_shard=config.parallelism.data_parallel_shard_degree,
+            cp=config.parallelism.context_parallel_degree,
             tp=config.parallelism.tensor_parallel_degree,
         ),
         checkpoint_folder=folder,

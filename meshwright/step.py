@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.gradients import local_square_sum
 from meshwright.parallelisms.meshes import Meshes
 
@@ -68,11 +69,17 @@ def train_step(
 
     Args:
         model: sharded by FSDP2, gradients summed over ranks.
-        batches: (tokens, labels) a microbatch, each (B, S) int64 on the device.
+        batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
+            along cp or tp alone have the same.
         optimizer: fused; its learning rate is set.
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
     """
+    positions = None
+    if meshes.cp.size() > 1:  # this rank's part of every sequence
+        tokens = batches[0][0]
+        positions = local_positions(tokens.shape[1], meshes.cp, tokens.device)
+        batches = [(tokens[:, positions], labels[:, positions]) for tokens, labels in batches]
     num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss = torch.zeros((), device=num_labels.device)
@@ -80,7 +87,7 @@ def train_step(
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
         with loss_parallel():  # takes effect where logits are cut along the vocabulary
-            share = token_loss(model(tokens), labels, num_labels)
+            share = token_loss(model(tokens, positions), labels, num_labels)
             share.backward()
         loss += share.detach()
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)

@@ -273,15 +273,14 @@ def _announce(plan: Plan, device: torch.device) -> None:
     if config.job.description:
         logger.info("%s", config.job.description)
     logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
+    degrees = dataclasses.asdict(plan.dims).items()
     logger.info(
-        "%s %s: %s parameters; %d ranks (dp_replicate %d x dp_shard %d x tp %d) on %s; torch %s",
+        "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",
         config.model.name,
         config.model.flavor,
         f"{num_params(args):,}",
         dist.get_world_size(),
-        plan.dims.dp_replicate,
-        plan.dims.dp_shard,
-        plan.dims.tp,
+        " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh",
         hardware.device_name(device),
         torch.__version__,
     )

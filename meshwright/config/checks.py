@@ -18,7 +18,11 @@ def fill_in(config: JobConfig, world_size: int) -> JobConfig:
     parallelism = config.parallelism
     key = "parallelism.data_parallel_shard_degree"
     shard = parallelism.data_parallel_shard_degree
-    others = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    others = (
+        parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+    )
     if shard == -1:
         check(
             world_size % others == 0,
@@ -105,12 +109,22 @@ def check_divisible(config: JobConfig, args: HasHeads) -> None:
     Raises:
         ConfigError: naming the first that does not, and the degrees that would do.
     """
+    cp = config.parallelism.context_parallel_degree
+    seq_len = config.training.seq_len
+    check(
+        cp == 1 or seq_len % (2 * cp) == 0,
+        "parallelism.context_parallel_degree",
+        cp,
+        f"twice it must divide training.seq_len = {seq_len}: a rank has two chunks of a sequence",
+        f"the nearest training.seq_len is {max(1, round(seq_len / (2 * cp))) * 2 * cp}",
+    )
     degree = config.parallelism.tensor_parallel_degree
+    per_rank = " / context_parallel_degree" if cp > 1 else ""
     parts = {
         "n_heads": args.n_heads,
         "n_kv_heads": args.n_kv_heads,
         "hidden_dim": args.hidden_dim,
-        "training.seq_len": config.training.seq_len,
+        f"training.seq_len{per_rank}": seq_len // cp,
     }
     common = math.gcd(*parts.values())
     for name, size in parts.items():

@@ -166,6 +166,9 @@ class Parallelism(Section):
     """With tensor parallelism, gather the logits before the loss instead of computing it on each
     rank's part of the vocabulary."""
 
+    context_parallel_degree: PositiveInt = 1
+    """Ranks that share each sequence; for sequences whose activations do not fit one device."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters between forward and backward. default: all but the last
     block, whose backward comes next."""

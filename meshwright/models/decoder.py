@@ -27,5 +27,5 @@ class Decoder(nn.Module, ABC):
         """Standard deviation that the parameter `name` starts with; None: it starts at one."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 -> (B, S, V) logits."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(B, S) int64 -> (B, S, V) logits; `positions` (S,) int64 of the tokens, else 0 .. S-1."""

@@ -28,7 +28,7 @@ def apply_fsdp(
 
     Args:
         model: best on the meta device.
-        mesh: (dp_shard) or (dp_replicate, dp_shard).
+        mesh: (fsdp) or (dp_replicate, fsdp).
         param_dtype: of the gathered parameters, and with them of activations.
         reduce_dtype: in which gradients are summed.
     """

@@ -16,7 +16,10 @@ class Meshes:
     dp: DeviceMesh
     """dp_replicate x dp_shard as one axis: who reads which samples."""
     fsdp: DeviceMesh
-    """Axes over which parameters are replicated (if there is more than one copy) and sharded."""
+    """Axes over which parameters are replicated (if there is more than one copy) and sharded:
+    dp_shard x cp as one."""
+    cp: DeviceMesh
+    """Who has which part of every sequence."""
     tp: DeviceMesh
     """Who holds which part of each matrix, and of the sequence between them."""
     loss: DeviceMesh
@@ -32,5 +35,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     # ranks of each slice would do
     dp = world["dp_replicate", "dp_shard"]._flatten("dp")
     loss = world["dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    fsdp = world["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else world["dp_shard"]
-    return Meshes(world=world, dp=dp, fsdp=fsdp, tp=world["tp"], loss=loss)
+    # ranks of a cp group have the same parameters to update: they share in holding them
+    world["dp_shard", "cp"]._flatten("fsdp")
+    fsdp = world["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else world["fsdp"]
+    return Meshes(world=world, dp=dp, fsdp=fsdp, cp=world["cp"], tp=world["tp"], loss=loss)

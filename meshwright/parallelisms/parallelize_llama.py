@@ -3,7 +3,12 @@
 import torch
 
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms import activation_checkpoint, data_parallel, tensor_parallel
+from meshwright.parallelisms import (
+    activation_checkpoint,
+    context_parallel,
+    data_parallel,
+    tensor_parallel,
+)
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -22,13 +27,16 @@ def parallelize_llama(
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
 
     1. Tensor parallelism first, because its plan finds submodules by their plain names.
-    2. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
-    3. Compile block by block, so that one graph serves every layer.
-    4. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
+    2. Context parallelism, inside of all that wraps a block.
+    3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
+    4. Compile block by block, so that one graph serves every layer.
+    5. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
        it is also what casts to `param_dtype`.
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
+    if meshes.cp.size() > 1:
+        context_parallel.apply_cp(model, meshes.cp)
     activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
     if compile_backend is not None:
         for block in model.layers.values():

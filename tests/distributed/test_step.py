@@ -110,6 +110,21 @@ def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
 
 
+@pytest.mark.parametrize(
+    ("replicate", "shard", "cp", "tp"),
+    [(1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)],
+)
+def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+    on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
+
+
+@pytest.mark.parametrize("ac_mode", ["none", "full", "selective"])
+def test_context_parallelism_compiled(on_ranks, ac_mode) -> None:
+    options = {"compile_backend": "inductor", "ac_mode": ac_mode}
+    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=1, cp=2), 2, options)
+
+
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, loss_parallel, args) -> None:

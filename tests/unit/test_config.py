@@ -162,6 +162,10 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
             ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "255"],
             "does not divide training.seq_len = 255",
         ),
+        (
+            ["--parallelism.context_parallel_degree", "2", "--training.seq_len", "254"],
+            "the nearest training.seq_len is 256",
+        ),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
         (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),

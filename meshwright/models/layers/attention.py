@@ -6,6 +6,19 @@ from torch import Tensor, nn
 from meshwright.models.layers.rope import apply_rope
 
 
+class CausalAttention(nn.Module):
+    """softmax(Q K^T / sqrt(H)) V, where a position sees itself and those before it.
+
+    A module without parameters, so that parallelism has a name to replace it by.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H); K divides N."""
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
 class Attention(nn.Module):
     """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
 
@@ -20,22 +33,16 @@ class Attention(nn.Module):
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
         self.head_dim = dim // n_heads
-        self.enable_gqa = n_kv_heads < n_heads
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
         # the number of heads is what the weights give, so that each rank may hold some of them
         q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, N, H)
         k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, K, H)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.enable_gqa,
-        )  # (B, N, S, H)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))

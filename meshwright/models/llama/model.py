@@ -84,9 +84,12 @@ class Llama(Decoder):
             return 1 / math.sqrt(self.args.dim)
         return 0.02
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, S) int64 -> (B, S, V)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        if positions is None:
+            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
         for block in self.layers.values():
             x = block(x, cos, sin)
         x = self.norm(x)

@@ -1,0 +1,67 @@
+"""Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
+# name (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
+# all_gather_into_tensor and reduce_scatter_tensor would do.
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.models.decoder import Decoder
+
+
+def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """Which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
+
+    The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
+    attention that is the same work for every rank, where neighbouring chunks would give the last
+    rank most of it. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+    """
+    chunks = torch.arange(seq_len, device=device).chunk(2 * mesh.size())
+    rank = mesh.get_local_rank()
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
+
+
+def apply_cp(model: Decoder, mesh: DeviceMesh) -> None:
+    """Make the attention of every block in `model` span the cp axis `mesh`, in place.
+
+    Keys and values are gathered, queries stay. With grouped heads those are the smaller part, and
+    unlike a ring it needs no kernel of its own. Collective in forward and backward.
+    """
+    for block in model.layers.values():
+        core = block.get_submodule("attention.core")
+        core.forward = functools.partial(_attend, mesh=mesh)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H)."""
+    k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
+    rank, size = mesh.get_local_rank(), mesh.size()
+    outputs = []
+    for chunk, queries in zip((rank, 2 * size - 1 - rank), q.chunk(2, dim=2), strict=True):
+        length = queries.shape[2]
+        num_keys = (chunk + 1) * length  # none that comes later
+        mask = torch.ones(length, num_keys, dtype=torch.bool, device=q.device).tril(chunk * length)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries,
+                k[:, :, :num_keys],
+                v[:, :, :num_keys],
+                attn_mask=mask,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
+    gathered = all_gather_tensor_autograd(x.contiguous(), gather_dim=0, group=(mesh, 0))
+    parts = gathered.unflatten(0, (mesh.size(), 2))  # (cp, 2, B, K, S/cp, H)
+    early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
+    return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)
