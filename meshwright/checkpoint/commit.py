@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import check
+from meshwright.errors import ConfigError, check
 
 MANIFEST = "checkpoint.json"
 STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -22,7 +22,7 @@ def saved_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, in order."""
     if not folder.is_dir():
         return []
-    names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir())
+    names = (STEP_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"*/{MANIFEST}"))
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -57,8 +57,19 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What `publish` wrote."""
-    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    """What `publish` wrote.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "checkpoint.load_step",
+            f"{checkpoint / MANIFEST}: cannot be read: {error}"
+            "\n  fix: name another step in checkpoint.load_step, or remove this one",
+        ) from None
     return manifest
 
 
@@ -74,10 +85,28 @@ def publish(folder: Path, step: int, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(unfinished)
-    if final.exists():  # the same step again, after a resume from an earlier one
-        _delete(final)
+    replaced = final.exists()  # by a run that did not resume from what is here
+    if replaced:
+        final.rename(_doomed(final))
     unfinished.rename(final)
     _sync_folder(folder)
+    if replaced:
+        shutil.rmtree(_doomed(final))
+
+
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, so that they count no longer; returns their new names.
+
+    They belong to a run that is not continued: kept among those of the run that is, they would be
+    taken for its newest.
+    """
+    aside = []
+    for later in saved_steps(folder):
+        if later > step:
+            path = step_folder(folder, later)
+            number = len(list(folder.glob(f"{path.name}.aside*")))
+            aside.append(path.rename(path.with_name(f"{path.name}.aside{number}")))
+    return aside
 
 
 def clean_up(folder: Path) -> None:
@@ -94,9 +123,12 @@ def keep_latest(folder: Path, count: int) -> None:
 
 def _delete(checkpoint: Path) -> None:
     """Remove a checkpoint; if killed meanwhile, what is left no longer counts as one."""
-    doomed = checkpoint.with_name(checkpoint.name + DELETED)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    checkpoint.rename(_doomed(checkpoint))
+    shutil.rmtree(_doomed(checkpoint))
+
+
+def _doomed(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + DELETED)
 
 
 def _sync_folder(folder: Path) -> None:

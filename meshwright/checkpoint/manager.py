@@ -1,6 +1,7 @@
 """When a job saves, and what it finds when it starts."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from meshwright.checkpoint import commit
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
 from meshwright.log import logger
+
+PATIENCE = timedelta(hours=1)
 
 
 class HasTensors(Protocol):
@@ -30,19 +33,32 @@ class CheckpointManager:
     def __init__(self, folder: Path, config: Checkpoint, steps: int) -> None:
         self._folder, self._config, self._steps = folder, config, steps
         self._is_first_rank = dist.get_rank() == 0
+        # ranks wait here for others that write and delete files: longer than for a training step
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def load(self, state: HasTensors) -> dict[str, Any] | None:
         """Restore `state` in place from the checkpoint to resume from.
+
+        Later checkpoints than that, if `load_step` names an earlier one, are set aside.
 
         Returns:
             The manifest that was saved with it; None if there is nothing to resume from.
 
         Raises:
-            ConfigError: if a tensor is missing or its shape differs; `state` is as it was.
+            ConfigError: if a tensor is missing or its shape differs, or if ranks do not see the
+                same checkpoints; `state` is as it was.
         """
         if not self._config.enable:
             return None
         step = commit.choose_step(self._folder, self._config.load_step)
+        seen: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, step, group=self._group)
+        if any(theirs != step for theirs in seen):
+            raise ConfigError(
+                "job.dump_folder",
+                f"{self._folder}: ranks see different checkpoints there: {seen}"
+                "\n  fix: put job.dump_folder on a file system that all machines share",
+            )
         if step is None:
             return None
         folder = commit.step_folder(self._folder, step)
@@ -62,8 +78,11 @@ class CheckpointManager:
                     f"{tuple(tensor.shape)} here and {found}"
                     "\n  fix: use another job.dump_folder, or the model it was saved from",
                 )
-        dcp.load(wanted, storage_reader=reader)
+        dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
+        if self._is_first_rank:
+            for path in commit.set_aside_later(self._folder, step):
+                logger.info("set aside a later checkpoint as %s", path)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
         return commit.read_manifest(folder)
 
@@ -79,11 +98,15 @@ class CheckpointManager:
         if self._is_first_rank:
             self._folder.mkdir(parents=True, exist_ok=True)
             commit.clean_up(self._folder)
-        dist.barrier()
-        dcp.save(state.state_dict(), storage_writer=dcp.FileSystemWriter(unfinished))
+        dist.barrier(self._group)
+        dcp.save(
+            state.state_dict(),
+            storage_writer=dcp.FileSystemWriter(unfinished),
+            process_group=self._group,
+        )
         if self._is_first_rank:
             commit.publish(self._folder, step, manifest)
             commit.keep_latest(self._folder, self._config.keep_latest_k)
-        dist.barrier()
+        dist.barrier(self._group)
         folder = commit.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)

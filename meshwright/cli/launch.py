@@ -6,10 +6,13 @@ torchrun itself exits with 1 whatever its ranks exit with, and buries the reason
 """
 
 import logging
+import signal
 import sys
+import tempfile
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING
@@ -19,24 +22,40 @@ def main() -> None:
     """Run the job; exit as its failed rank did, or with 128 + n if that was killed by signal n."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(sys.argv[1:]))
+        # torchrun copies what ranks print to files, and leaves them behind
+        with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
+            run(parse_args(["--log-dir", folder, *sys.argv[1:]]))
     except ChildFailedError as error:
-        # a rank that was killed is why others then fail, whichever was noticed first
-        killed = [failure for failure in error.failures.values() if failure.exitcode < 0]
-        failure = killed[0] if killed else error.get_first_failure()[1]
-        rank = next(rank for rank, theirs in error.failures.items() if theirs is failure)
-        if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):  # all ranks end so; the job said why
-            sys.exit(failure.exitcode)
-        if failure.exitcode < 0:
-            print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
-            sys.exit(128 - failure.exitcode)
-        recorded = (failure.error_file_data or {}).get("message", {})  # by `record`, in train.py
-        traceback = recorded.get("extraInfo", {}).get("py_callstack", "")
-        print(f"meshwright: rank {rank} failed (exit {failure.exitcode})", file=sys.stderr)
-        print(traceback, end="", file=sys.stderr)
-        sys.exit(failure.exitcode)
+        _report(error)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)
+
+
+def _report(error: ChildFailedError) -> NoReturn:
+    rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
+    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):  # all ranks end so; the job said why
+        sys.exit(failure.exitcode)
+    if failure.exitcode < 0:
+        print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
+        sys.exit(128 - failure.exitcode)
+    recorded = (failure.error_file_data or {}).get("message", {})  # by `record`, in train.py
+    traceback = recorded.get("extraInfo", {}).get("py_callstack", "")
+    print(f"meshwright: rank {rank} failed (exit {failure.exitcode})", file=sys.stderr)
+    print(traceback, end="", file=sys.stderr)
+    sys.exit(failure.exitcode)
+
+
+def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
+    """Sorts the failed rank that is the cause before those that fell because of it."""
+    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):
+        kind = 0
+    elif failure.exitcode == -signal.SIGTERM:  # torchrun's, to the ranks that are left
+        kind = 3
+    elif failure.exitcode < 0:  # others lose their connection to it, and may be noticed before it
+        kind = 1
+    else:
+        kind = 2
+    return kind, failure.timestamp
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ InputPath = Annotated[str, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
+OUTPUT_PATH = "output path"
+
 OrFilledIn = Annotated[int, Field(ge=-1)]
 """A positive number, or -1 for the one that follows from the rest of the config (0 is refused
 where it is filled in)."""
@@ -44,9 +46,10 @@ class Job(Section):
     config_file: InputPath = ""
     """TOML to read (command line only)."""
 
-    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
+    dump_folder: Annotated[str, Field(min_length=1), OUTPUT_PATH] = "./outputs"
     """Folder for checkpoints, logs, metrics and the resolved config; relative to the working
-    directory. Starting again in the same folder resumes."""
+    directory. Starting again in the same folder resumes if `checkpoint.enable`; else it starts
+    over, and metrics.jsonl with it."""
 
     description: str = ""
     """Free text, repeated in the log."""
@@ -105,7 +108,7 @@ class Training(Section):
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the initial weights and the order of the data."""
 
     deterministic: bool = False

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.job_config import INPUT_PATH, JobConfig, Section
+from meshwright.config.job_config import INPUT_PATH, OUTPUT_PATH, JobConfig, Section
 from meshwright.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
@@ -117,10 +117,14 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError("", f"{_shown(path)}: cannot be read: {reason}") from None
     base: dict[str, Any] = {}
-    if isinstance(extends := raw.pop("extends", None), str):
+    extends = raw.pop("extends", None)
+    if isinstance(extends, str):
         base = _read_toml(path.parent / extends, provenance, (*seen, path))
     provenance.add_toml(path, text)
-    if "config_file" in raw.get("job", {}):
+    if not isinstance(extends, str | None):
+        where = provenance.of("extends")
+        raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
+    if isinstance(job := raw.get("job"), dict) and "config_file" in job:
         where = provenance.of("job.config_file")
         raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
     _resolve_paths(raw, path.parent)
@@ -134,6 +138,8 @@ def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
     words = list(argv)
     while words:
         word = words.pop(0)
+        if word in ("--help", "-h"):
+            raise ConfigError("", f"{word}: every key is documented by `meshwright config --help`")
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             raise ConfigError("", f"{word!r}: expected --section.key value")
@@ -189,12 +195,16 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make every input path in `raw` absolute, in place; a relative one starts at `folder`."""
+    """Expand ~ in every path in `raw`, in place; a relative input path starts at `folder`."""
     for name, section in raw.items():
         for key, value in section.items() if isinstance(section, dict) else ():
             field = _field((name, key))
-            if field and INPUT_PATH in field.metadata and isinstance(value, str) and value:
+            if field is None or not (isinstance(value, str) and value):
+                continue
+            if INPUT_PATH in field.metadata:
                 section[key] = os.path.normpath(folder / Path(value).expanduser())
+            elif OUTPUT_PATH in field.metadata:
+                section[key] = str(Path(value).expanduser())
 
 
 def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:

@@ -7,7 +7,7 @@ from meshwright.datasets.sources import Documents
 from meshwright.datasets.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 
-NUM_LANES = 64
+MAX_LANES = 64
 """Documents that are read side by side, so that neighbouring samples come from different ones."""
 
 Place = tuple[int, int]
@@ -48,13 +48,17 @@ class _Lane:
 class Packer:
     """Samples cut from BOS document EOS BOS document EOS ..., epoch after epoch, without end.
 
-    Sample i comes from lane i modulo `NUM_LANES`. A lane that cannot fill a sample goes on with
-    the next document that no lane has begun. Samples do not overlap and no token is left out;
-    sample i depends on the arguments and i alone.
+    Sample i comes from lane i modulo their number, which is `MAX_LANES` or, if an epoch has fewer
+    documents, one for each: no text is read twice at a time. A lane that cannot fill a sample goes
+    on with the next document that no lane has begun. Samples do not overlap and no token is left
+    out; sample i depends on the arguments and i alone.
 
     Args:
         length: tokens a sample.
         cursor: where to begin.
+
+    Raises:
+        ConfigError: if the documents do not reach to the cursor.
     """
 
     def __init__(
@@ -66,9 +70,16 @@ class Packer:
         self._sample, self._next_document = cursor.sample, cursor.next_document
         begun = {place for place, _ in cursor.lanes}
         self._texts = _read(documents, min(begun | {cursor.next_document}))
+        self._ahead: tuple[Place, str] | None = None
         found: dict[Place, list[int]] = {}
-        while found.keys() != begun:  # ends before the next document: the last begun is in a lane
+        while found.keys() != begun:
             place, text = next(self._texts)
+            if place > max(begun):
+                raise ConfigError(
+                    "training.dataset",
+                    "training.dataset: holds less than when the checkpoint was saved"
+                    "\n  fix: restore the data, or use another job.dump_folder",
+                )
             if place in begun:
                 found[place] = self._encode(text)
         self._lanes = [_Lane(place, found[place], used) for place, used in cursor.lanes]
@@ -85,10 +96,8 @@ class Packer:
         Raises:
             ConfigError: if a whole epoch does not fill a sample.
         """
-        number = self._sample % NUM_LANES
-        if number == len(self._lanes):
-            self._lanes.append(_Lane((0, 0), [], 0))
-        lane, first_epoch = self._lanes[number], self._next_document[0]
+        lane = self._next_lane()
+        first_epoch = self._next_document[0]
         sample = lane.tokens[lane.used : lane.used + self._length]
         lane.used += len(sample)
         while len(sample) < self._length:
@@ -101,8 +110,21 @@ class Packer:
         self._sample += 1
         return sample
 
+    def _next_lane(self) -> _Lane:
+        """In turn; in the first round a new one, while the first epoch has documents for it."""
+        if self._sample == len(self._lanes) < MAX_LANES:
+            (epoch, _), _ = self._peek()
+            if epoch == 0:
+                self._lanes.append(_Lane(*self._begin_document(), used=0))
+        return self._lanes[self._sample % len(self._lanes)]
+
+    def _peek(self) -> tuple[Place, str]:
+        self._ahead = self._ahead or next(self._texts)
+        return self._ahead
+
     def _begin_document(self) -> tuple[Place, list[int]]:
-        place, text = next(self._texts)
+        place, text = self._peek()
+        self._ahead = None
         self._next_document = (place[0], place[1] + 1)
         return place, self._encode(text)
 

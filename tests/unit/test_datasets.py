@@ -50,7 +50,7 @@ def samples(n: int, cursor: Cursor = Cursor()) -> list[tuple[list[int], Cursor]]
 @pytest.fixture(params=[1, 3, 64])
 def lanes(request, monkeypatch) -> int:
     """Fewer lanes than documents, and more."""
-    monkeypatch.setattr("meshwright.datasets.packing.NUM_LANES", request.param)
+    monkeypatch.setattr("meshwright.datasets.packing.MAX_LANES", request.param)
     return request.param
 
 
@@ -70,7 +70,7 @@ def test_no_token_is_lost(lanes: int) -> None:
 
 
 def test_one_lane_is_the_plain_concatenation(monkeypatch) -> None:
-    monkeypatch.setattr("meshwright.datasets.packing.NUM_LANES", 1)
+    monkeypatch.setattr("meshwright.datasets.packing.MAX_LANES", 1)
     stream = [
         token
         for epoch in range(3)

@@ -3,6 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+LARGEST = 2**31
+"""Above this a dimension is a slip of the finger."""
+
+
+def _check_positive(args: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(args, name) < LARGEST:
+            raise ValueError(f"{name} = {getattr(args, name)}: must be positive and below 2^31")
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -18,6 +27,14 @@ class RopeScaling:
     """Wavelengths below original_seq_len / high_freq_factor are left alone."""
     original_seq_len: int = 8192
     """Tokens of context in the original training."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = "
+                f"{self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -47,9 +64,8 @@ class LlamaArgs:
     """The output projection is the embedding."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        _check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+        _check_positive(self, "vocab_size", "norm_eps", "rope_theta")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"
