@@ -4,9 +4,9 @@
 #   ./run_llama_train.sh [--section.key value ...]         e.g. --training.steps 1000
 #   ./run_llama_train.sh --help                            every key
 #
-#   NGPU         ranks on this machine            (default: accelerators, else 2 CPU ranks)
+#   NGPU         ranks on this machine            (default: NVIDIA GPUs, else 2 CPU ranks)
 #   CONFIG_FILE  TOML                             (default: train_configs/debug_model.toml)
-#   LOG_RANK     ranks whose log is shown         (default: 0; e.g. 0,1)
+#   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
 #   NNODES       machines                         (default: 1)
 #   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one machine
 #   RDZV_ID      name of the job at that endpoint (default: meshwright)
@@ -24,7 +24,7 @@ done
 
 count_gpus() { # as torch will see them, without the seconds that importing it takes
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true
+        tr ',' '\n' <<<"${CUDA_VISIBLE_DEVICES%%-1*}" | grep -c '[^ ]' || true # -1 ends the list
     else
         { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true
     fi
@@ -40,6 +40,18 @@ if [[ ! $ranks =~ ^[1-9][0-9]*$ || ! $nodes =~ ^[1-9][0-9]*$ ]]; then
     echo "meshwright: NGPU = $ranks, NNODES = $nodes: must be positive numbers" >&2
     exit 2
 fi
+if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
+    echo "meshwright: NGPU = $ranks: there are $gpus GPUs" >&2
+    echo "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU" >&2
+    exit 2
+fi
+log_rank=${LOG_RANK:-0}
+for shown in ${log_rank//,/ }; do
+    if [[ ! $shown =~ ^[0-9]+$ ]] || [ "$shown" -ge "$ranks" ]; then
+        echo "meshwright: LOG_RANK = $log_rank: must be ranks from 0 to $((ranks - 1))" >&2
+        exit 2
+    fi
+done
 "$python" -m meshwright.cli.main check $((ranks * nodes)) "${arguments[@]}"
 
 if [ "$nodes" -eq 1 ]; then
@@ -53,11 +65,9 @@ else
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "${RDZV_ID:-meshwright}")
 fi
-if [ "$gpus" -eq 0 ]; then
-    # torchrun would give each rank a single thread, however many cores there are
-    cores=$(getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-fi
+# torchrun would give each rank a single thread, however many cores there are
+cores=$(getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 exec "$python" -m meshwright.cli.launch "${rendezvous[@]}" --nproc-per-node "$ranks" \
-    --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
+    --local-ranks-filter "$log_rank" --role rank --tee 3 \
     "$here/train.py" "${arguments[@]}"

@@ -1,6 +1,7 @@
 """What a rank runs on: its device, how fast that can be, and how much memory is in use."""
 
 import os
+import re
 import resource
 import sys
 import time
@@ -11,7 +12,8 @@ import torch
 
 GIB = 1024**3
 
-# Name as the driver reports it (first match wins) -> dense bf16 FLOP/s, and the vendor's document.
+# Word in the name that the driver reports (first match wins) -> dense bf16 FLOP/s, and the vendor's
+# document.
 PEAKS: tuple[tuple[str, float, str], ...] = (
     ("H100 NVL", 835e12, "NVIDIA H100 data sheet (1,671 with sparsity)"),
     ("H100 PCIe", 756e12, "NVIDIA H100 data sheet (1,513 with sparsity)"),
@@ -21,7 +23,6 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
     ("GH200", 989e12, "NVIDIA GH200 data sheet (1,979 with sparsity)"),
     ("B200", 2250e12, "NVIDIA HGX B200 data sheet (4,500 with sparsity)"),
     ("A100", 312e12, "NVIDIA A100 data sheet"),
-    ("A10G", 70e12, "AWS EC2 G5 page (A10G, 70 bf16 TFLOP/s)"),
     ("L40S", 362e12, "NVIDIA L40S data sheet (733 with sparsity)"),
     ("MI300X", 1307.4e12, "AMD Instinct MI300X data sheet"),
     ("MI250X", 191.5e12, "AMD Instinct MI250X data sheet: 383, two devices a card"),
@@ -61,8 +62,9 @@ def device_name(device: torch.device) -> str:
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """The published dense peak for bf16, or for what is not in the table a measured one."""
     name = device_name(device)
-    for part, flops_per_s, source in PEAKS if dtype == torch.bfloat16 else ():
-        if part in name:
+    is_whole = not re.search(r"\bMIG\b", name)  # else it is a slice of what the name says
+    for words, flops_per_s, source in PEAKS if dtype == torch.bfloat16 and is_whole else ():
+        if re.search(rf"\b{words}\b", name):
             return Peak(flops_per_s, source)
     return Peak(_measure_peak(device, dtype), "measured")
 

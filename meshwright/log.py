@@ -4,6 +4,8 @@ import logging
 import sys
 from pathlib import Path
 
+from meshwright.errors import ConfigError
+
 logger = logging.getLogger("meshwright")
 
 FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -20,7 +22,11 @@ def log_to_console() -> None:
 
 def log_to_file(folder: Path, rank: int) -> None:
     """Also append the log of this rank to `folder`/rank_N.log."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # what no check of permissions foresees: a quota, /proc, ...
+        message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
+        raise ConfigError("job.dump_folder", message) from None
     handler = logging.FileHandler(folder / f"rank_{rank}.log")
     handler.setFormatter(FORMAT)
     logger.addHandler(handler)

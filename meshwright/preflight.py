@@ -39,6 +39,17 @@ class Plan:
     """Step of the checkpoint to resume from; 0: there is none."""
 
     @property
+    def data_identity(self) -> dict[str, object]:
+        """On what, with the documents, the stream of samples depends."""
+        training = self.config.training
+        return {
+            "training.dataset": training.dataset,
+            "training.dataset_column": training.dataset_column,
+            "training.seed": training.seed,
+            "model.tokenizer_path": self.tokenizer.fingerprint,
+        }
+
+    @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
         training = self.config.training
@@ -74,7 +85,10 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     )
     check_writable(config.job.dump_folder)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    return Plan(
+    resume_step = None
+    if config.checkpoint.enable:
+        resume_step = commit.choose_step(folder, config.checkpoint.load_step)
+    plan = Plan(
         config=config,
         spec=spec,
         model_args=model_args,
@@ -86,8 +100,11 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
             tp=config.parallelism.tensor_parallel_degree,
         ),
         checkpoint_folder=folder,
-        resume_step=_check_checkpoint(config, folder, model_args),
+        resume_step=resume_step or 0,
     )
+    if resume_step is not None:
+        _check_checkpoint(plan)
+    return plan
 
 
 def _resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
@@ -135,20 +152,19 @@ def _check_dataset(training: Training) -> None:
         check(Path(path).exists(), key, path, "no such file or folder")
 
 
-def _check_checkpoint(config: JobConfig, folder: Path, model_args: LlamaArgs) -> int:
-    """The step to resume from, or 0; its model must be the one that is to be trained."""
-    if not config.checkpoint.enable:
-        return 0
-    step = commit.choose_step(folder, config.checkpoint.load_step)
-    if step is None:
-        return 0
-    saved = commit.read_manifest(commit.step_folder(folder, step))["model_args"]
-    for name, here in dataclasses.asdict(model_args).items():
+def _check_checkpoint(plan: Plan) -> None:
+    """The checkpoint to resume from must be of the model and the data that are to be used."""
+    checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
+    manifest = commit.read_manifest(checkpoint)
+    dimensions = dataclasses.asdict(plan.model_args).items()
+    here = {f"model.args.{name}": value for name, value in dimensions} | plan.data_identity
+    saved = {f"model.args.{name}": value for name, value in manifest["model_args"].items()}
+    saved |= manifest["data_identity"]
+    for key, value in here.items():
         check(
-            saved.get(name) == here,
-            f"model.args.{name}",
-            here,
-            f"checkpoint {commit.step_folder(folder, step)} was saved with {saved.get(name)!r}",
-            "use another job.dump_folder, or the model it was saved from",
+            saved.get(key) == value,
+            key,
+            value,
+            f"checkpoint {checkpoint} was saved with {saved.get(key)!r}",
+            "use another job.dump_folder, or what it was saved with",
         )
-    return step

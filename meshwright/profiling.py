@@ -10,7 +10,7 @@ from meshwright.log import logger
 
 
 def build_profiler(
-    config: Profiling, dump_folder: Path, rank: int
+    config: Profiling, dump_folder: Path, rank: int, resumed_step: int
 ) -> AbstractContextManager[torch.profiler.profile | None]:
     """A profiler to `step()` once a step, that writes a Chrome trace every `profile_freq` steps."""
     if not config.enable_profiling:
@@ -18,7 +18,7 @@ def build_profiler(
     folder = dump_folder / config.save_traces_folder
 
     def write(profiler: torch.profiler.profile) -> None:
-        path = folder / f"step_{profiler.step_num}" / f"rank_{rank}.json"
+        path = folder / f"step_{resumed_step + profiler.step_num}" / f"rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         logger.info("wrote trace %s", path)

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import os
 import pkgutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.packing import Cursor
+from meshwright.datasets.sources import Documents
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
@@ -52,13 +54,21 @@ def main() -> None:
     except TrainingError as error:
         logger.error("stopped: %s", error)
         code = EXIT_TRAINING
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except Exception:
         logger.exception("failed")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    if code in (EXIT_CONFIG, EXIT_TRAINING) and int(os.environ.get("RANK", "0")) > 0:
+        time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
+
+
+SAID_BY_FIRST_S = 5
+"""What stops one rank stops all; the others leave the first the time to say it once."""
 
 
 @record  # an exception reaches the launcher, which shows that of the first rank to fail
@@ -76,6 +86,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     """
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     steps = config.training.steps
+    if config.training.deterministic:
+        hardware.make_deterministic()
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    start_process_group(device, config.comm.init_timeout_seconds)
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -84,17 +98,17 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             plan.resume_step,
             steps,
         )
+        dist.destroy_process_group()
         return
-    if config.training.deterministic:
-        hardware.make_deterministic()
-    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    start_process_group(device, config.comm.init_timeout_seconds)
+    # before anything is written: what is wrong with the data may show only now
+    documents = DATASETS[config.training.dataset].open(config.training)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
     meshes = build_meshes(plan.dims, device.type)
+    set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
@@ -105,7 +119,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         saved = {"step": 0, "tokens_seen": 0, "data": {}}
     else:
         model.init_buffers()
-    loader = build_loader(plan, meshes, device, Cursor.from_json(saved["data"]))
+    loader = build_loader(plan, documents, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     schedule = config.lr_scheduler
     learning_rate = partial(  # as a fraction of the peak
@@ -118,7 +132,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     )
     health = Health.on(device)
 
-    with build_profiler(config.profiling, dump_folder, dist.get_rank()) as profiler:
+    with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
         for step in range(saved["step"] + 1, steps + 1):
             asked = time.perf_counter()
             data = next(loader)
@@ -157,13 +171,14 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                             "step": step,
                             "tokens_seen": reporter.tokens_seen,
                             "data": dataclasses.asdict(data.cursor),
+                            "data_identity": plan.data_identity,
                             "model_args": dataclasses.asdict(plan.model_args),
                             "mesh": dataclasses.asdict(plan.dims),
                             "versions": _versions(),
                         },
                     )
             if is_first:
-                set_timeout(meshes.world, config.comm.train_timeout_seconds)
+                set_timeout(meshes, config.comm.train_timeout_seconds)
             if step % config.training.gc_freq == 0:
                 gc.collect(1)
             if profiler is not None:
@@ -196,11 +211,13 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> Decoder:
     return model.to_empty(device=device)
 
 
-def build_loader(plan: Plan, meshes: Meshes, device: torch.device, cursor: Cursor) -> Loader:
+def build_loader(
+    plan: Plan, documents: Documents, meshes: Meshes, device: torch.device, cursor: Cursor
+) -> Loader:
     """This rank's batches, from `cursor` on."""
     training = plan.config.training
     return Loader(
-        DATASETS[training.dataset].open(training),
+        documents,
         plan.tokenizer,
         training.seq_len,
         BatchShape(

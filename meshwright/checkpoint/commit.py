@@ -85,13 +85,10 @@ def publish(folder: Path, step: int, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(unfinished)
-    replaced = final.exists()  # by a run that did not resume from what is here
-    if replaced:
-        final.rename(_doomed(final))
+    if final.exists():  # not of this run, which has set aside what it does not continue
+        _set_aside(final)
     unfinished.rename(final)
     _sync_folder(folder)
-    if replaced:
-        shutil.rmtree(_doomed(final))
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
@@ -100,13 +97,12 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     They belong to a run that is not continued: kept among those of the run that is, they would be
     taken for its newest.
     """
-    aside = []
-    for later in saved_steps(folder):
-        if later > step:
-            path = step_folder(folder, later)
-            number = len(list(folder.glob(f"{path.name}.aside*")))
-            aside.append(path.rename(path.with_name(f"{path.name}.aside{number}")))
-    return aside
+    return [_set_aside(step_folder(folder, later)) for later in saved_steps(folder) if later > step]
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    number = len(list(checkpoint.parent.glob(f"{checkpoint.name}.aside*")))
+    return checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.aside{number}"))
 
 
 def clean_up(folder: Path) -> None:
@@ -123,12 +119,8 @@ def keep_latest(folder: Path, count: int) -> None:
 
 def _delete(checkpoint: Path) -> None:
     """Remove a checkpoint; if killed meanwhile, what is left no longer counts as one."""
-    checkpoint.rename(_doomed(checkpoint))
-    shutil.rmtree(_doomed(checkpoint))
-
-
-def _doomed(checkpoint: Path) -> Path:
-    return checkpoint.with_name(checkpoint.name + DELETED)
+    doomed = checkpoint.rename(checkpoint.with_name(checkpoint.name + DELETED))
+    shutil.rmtree(doomed)
 
 
 def _sync_folder(folder: Path) -> None:

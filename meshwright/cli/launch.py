@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 import tempfile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -33,15 +33,18 @@ def main() -> None:
 
 def _report(error: ChildFailedError) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
-    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):  # all ranks end so; the job said why
+    # what `record` in train.py has caught, if the rank got that far
+    recorded = (failure.error_file_data or {}).get("message")
+    caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
+    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):
+        if rank > 0:  # the first rank's console is shown, and says it itself
+            print(f"meshwright: rank {rank}: {caught.get('message')}", file=sys.stderr)
         sys.exit(failure.exitcode)
     if failure.exitcode < 0:
         print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
         sys.exit(128 - failure.exitcode)
-    recorded = (failure.error_file_data or {}).get("message", {})  # by `record`, in train.py
-    traceback = recorded.get("extraInfo", {}).get("py_callstack", "")
     print(f"meshwright: rank {rank} failed (exit {failure.exitcode})", file=sys.stderr)
-    print(traceback, end="", file=sys.stderr)
+    print(caught.get("extraInfo", {}).get("py_callstack", ""), end="", file=sys.stderr)
     sys.exit(failure.exitcode)
 
 

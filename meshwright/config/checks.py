@@ -81,6 +81,13 @@ def check_sections(config: JobConfig) -> None:
         "warm-up",
         "lower it, or lr_scheduler.warmup_steps",
     )
+    check(
+        config.checkpoint.enable or config.checkpoint.load_step == -1,
+        "checkpoint.load_step",
+        config.checkpoint.load_step,
+        "nothing is loaded while checkpoint.enable is false",
+        "set checkpoint.enable = true",
+    )
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     check(

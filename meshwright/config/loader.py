@@ -188,8 +188,9 @@ def _set(table: dict[str, Any], key: Key, value: object) -> None:
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
     """Lay `over` over `base`, in place, table by table."""
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
+        if isinstance(value, dict) and key in base:
+            if isinstance(base[key], dict):  # else the mistake stays, to be found by validation
+                _merge(base[key], value)
         else:
             base[key] = value
 

@@ -48,6 +48,21 @@ class ShuffledDocuments:
             yield self._get(permuted(position, self._size, self._seed, epoch))
 
 
+def _text(row: dict[str, Any], column: str, index: int) -> str:
+    """The text of row `index`.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    text = row[column]
+    if not isinstance(text, str):
+        raise ConfigError(
+            "training.dataset_column",
+            f"training.dataset_column = {column!r}: row {index} holds {text!r}, which is not text",
+        )
+    return text
+
+
 class StreamedDocuments:
     """Rows of a Hugging Face `IterableDataset`, in the order in which they lie."""
 
@@ -55,8 +70,8 @@ class StreamedDocuments:
         self._rows, self._column = rows, column
 
     def read(self, epoch: int, start: int) -> Iterator[str]:
-        for row in self._rows.skip(start):
-            yield row[self._column]
+        for index, row in enumerate(self._rows.skip(start), start):
+            yield _text(row, self._column, index)
 
 
 def python_stdlib(training: Training) -> Documents:
@@ -82,7 +97,9 @@ def local_files(builder: str, training: Training) -> Documents:
     files = find_files(builder, training.dataset_path)
     rows = _load(training, builder, data_files=files, split="train", **options)
     column = training.dataset_column
-    return ShuffledDocuments(len(rows), lambda index: rows[index][column], training.seed)
+    return ShuffledDocuments(
+        len(rows), lambda index: _text(rows[index], column, index), training.seed
+    )
 
 
 def hub_stream(repository: str, name: str, training: Training) -> Documents:

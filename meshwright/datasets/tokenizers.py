@@ -1,5 +1,6 @@
 """Text to token ids and back, whatever the tokenizer file."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,8 @@ class Tokenizer(Protocol):
     """Token before every document; None if the family has none."""
     eos_id: int | None
     """Token after every document; None if the family has none."""
+    fingerprint: str
+    """Of the file: equal where ids mean the same."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without BOS and EOS."""
@@ -36,6 +39,7 @@ class SentencePieceTokenizer:
     """A sentencepiece model, as Llama 2 has it."""
 
     def __init__(self, path: Path) -> None:
+        self.fingerprint = _fingerprint(path)
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self._model.vocab_size()
         self.bos_id = _id_or_none(self._model.bos_id())
@@ -57,6 +61,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
+        self.fingerprint = _fingerprint(path)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         config_path = path.with_name("tokenizer_config.json")
@@ -108,6 +113,10 @@ def build_tokenizer(path: str) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(KEY, f"{KEY} = {str(file)!r}: not a {kind.__name__}: {reason}") from error
+
+
+def _fingerprint(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -5,11 +5,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 # Private, without a public name up to torch 2.13; without it one timeout would have to do for
 # compilation and for training.
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from meshwright.parallelisms.meshes import Meshes
 
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
@@ -20,12 +21,18 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
+        alone = dist.HashStore()
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id
+            backend, store=alone, rank=0, world_size=1, timeout=timeout, device_id=device_id
         )
 
 
-def set_timeout(mesh: DeviceMesh, timeout_s: int) -> None:
-    """From now on no collective, in any group of `mesh` or in the whole job, may take longer."""
-    for group in (*mesh.get_all_groups(), None):
+def set_timeout(meshes: Meshes, timeout_s: int) -> None:
+    """From now on no collective, in any group of `meshes` or in the whole job, may take longer."""
+    groups = [
+        group
+        for mesh in (meshes.world, meshes.parameters, meshes.dp, meshes.loss)
+        for group in mesh.get_all_groups()
+    ]
+    for group in (*groups, None):
         _set_pg_timeout(timedelta(seconds=timeout_s), group)

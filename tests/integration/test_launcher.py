@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -177,13 +178,14 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
         assert_close(losses(folder), want)
 
 
-def test_another_model_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
+def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
     before = tree(uninterrupted)
-    result = launch(uninterrupted, "--model.args.dim", "64", "--training.steps", "30")
-    assert result.returncode == 2
-    assert result.stderr.count("meshwright:") == 1
-    assert "model.args.dim = 64: checkpoint" in result.stderr
-    assert "was saved with 32" in result.stderr
+    for key, value in {"model.args.dim": 64, "training.seed": 1}.items():
+        result = launch(uninterrupted, f"--{key}", value, "--training.steps", "30")
+        assert result.returncode == 2
+        assert result.stderr.count("meshwright:") == 1
+        assert f"{key} = {value}: checkpoint" in result.stderr
+        assert "was saved with" in result.stderr
     assert tree(uninterrupted) == before
 
 
@@ -220,6 +222,17 @@ def test_data_that_runs_out_of_samples_is_a_config_error(tmp_path: Path) -> None
     result = launch(tmp_path / "out", "--training.dataset", "text", "--training.dataset_path", data)
     assert result.returncode == 2
     assert "less than one sample of 65 tokens" in result.stderr
+
+
+def test_a_column_that_is_not_there_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"content": "a"}\n')
+    dataset = ("--training.dataset", "json", "--training.dataset_path", data)
+    result = launch(tmp_path / "out", *dataset, HF_DATASETS_CACHE=tmp_path / "cache")
+    assert result.returncode == 2
+    assert result.stderr.count("meshwright:") == 1
+    assert "training.dataset_column = 'text': no such column" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
@@ -292,6 +305,50 @@ def test_two_machines_meet_and_train_as_one(uninterrupted: Path, tmp_path: Path)
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert_close(losses(folder), losses(uninterrupted))  # other threads a rank, other rounding
+
+
+PEER = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    os._exit(int(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_path, code) -> None:
+    """On GPUs the others wait in a collective."""
+    script = tmp_path / "train.py"
+    script.write_text(PEER)
+    torchrun = ["--standalone", "--nproc-per-node", "2", str(script), str(code)]
+    result = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.launch", *torchrun],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == code
+    assert ("rank 1 failed (exit 1)" in result.stderr) == (code == 1)
+
+
+def test_an_earlier_checkpoint_can_be_gone_on_from(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
+    result = launch(folder, "--checkpoint.load_step", 15)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert losses(folder) == losses(uninterrupted)
+    names = {path.name for path in (folder / "checkpoint").iterdir()}
+    assert names == {"step-15", "step-20", "step-20.aside0"}
+
+
+@pytest.mark.parametrize("shown", ["x", "2"])
+def test_a_rank_that_does_not_exist_cannot_be_shown(tmp_path: Path, shown: str) -> None:
+    result = launch(tmp_path / "out", LOG_RANK=shown)
+    assert result.returncode == 2
+    assert f"LOG_RANK = {shown}" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_several_machines_need_an_endpoint(tmp_path: Path) -> None:

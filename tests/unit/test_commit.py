@@ -44,10 +44,33 @@ def test_a_kill_before_the_rename_publishes_nothing(tmp_path: Path, monkeypatch,
     assert commit.saved_steps(tmp_path) == [5]
 
 
-def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
-    save(tmp_path, 5, "old")
-    save(tmp_path, 5, "new")
-    assert (commit.step_folder(tmp_path, 5) / "tensors").read_text() == "new"
+def test_a_step_saved_again_takes_the_name_and_deletes_nothing(tmp_path: Path) -> None:
+    for text in ("first", "second", "third"):
+        save(tmp_path, 5, text)
+    found = {path.name: (path / "tensors").read_text() for path in tmp_path.iterdir()}
+    assert found == {"step-5": "third", "step-5.aside0": "first", "step-5.aside1": "second"}
+    assert commit.saved_steps(tmp_path) == [5]
+
+
+def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    for step in (4, 6, 8):
+        save(tmp_path, step)
+    assert len(commit.set_aside_later(tmp_path, 4)) == 2
+    save(tmp_path, 5)
+    commit.keep_latest(tmp_path, 1)
+    assert commit.saved_steps(tmp_path) == [5]
+    assert (tmp_path / "step-8.aside0").is_dir()
+
+
+def test_a_damaged_manifest_is_a_config_error(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    manifest = tmp_path / "step-5" / "checkpoint.json"
+    manifest.write_text("{")
+    with pytest.raises(ConfigError, match="checkpoint.json: cannot be read"):
+        commit.read_manifest(tmp_path / "step-5")
+    manifest.unlink()
+    (tmp_path / "step-6").write_text("a file")
+    assert commit.saved_steps(tmp_path) == []
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

@@ -90,6 +90,23 @@ def test_neighbouring_samples_come_from_different_documents() -> None:
     assert len(batch) == 16
 
 
+@pytest.mark.parametrize("num_documents", [1, 2, 5])
+def test_few_documents_are_not_read_many_times_over(num_documents: int) -> None:
+    """Samples of an epoch are distinct, however few the documents: one large file, say."""
+    texts = ["".join(chr(300 + 1000 * d + i) for i in range(900)) for d in range(num_documents)]
+    source = ShuffledDocuments(num_documents, texts.__getitem__, 0)
+    packer = Packer(source, Letters(), LENGTH, Cursor())
+    batch = [tuple(packer.next_sample()) for _ in range(100 * num_documents)]
+    assert len(set(batch)) == len(batch)
+
+
+def test_data_that_has_shrunk_is_noticed() -> None:
+    cursor = samples(60)[-1][1]
+    shrunk = ShuffledDocuments(1, TEXTS.__getitem__, 0)
+    with pytest.raises(ConfigError, match="holds less than when the checkpoint was saved"):
+        Packer(shrunk, Letters(), LENGTH, cursor)
+
+
 def test_resuming_at_any_sample_gives_the_same_stream(lanes: int) -> None:
     want = samples(80)  # several epochs
     for i, (_, cursor) in enumerate(want):
@@ -228,6 +245,13 @@ def test_globs_and_columns(hf_cache: Path) -> None:
     assert len(list(DATASETS["json"].open(training).read(0, 0))) == 3
     with pytest.raises(ConfigError, match="choose from text, other"):
         DATASETS["json"].open(training.model_copy(update={"dataset_column": "txt"}))
+
+
+def test_a_row_without_text_is_named(hf_cache: Path) -> None:
+    (hf_cache / "a.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    source = DATASETS["json"].open(Training(dataset="json", dataset_path=str(hf_cache)))
+    with pytest.raises(ConfigError, match="row 1 holds None, which is not text"):
+        list(source.read(0, 0))
 
 
 def test_a_broken_file_is_a_config_error(hf_cache: Path) -> None:

@@ -60,6 +60,7 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
     ],
 )
@@ -68,9 +69,13 @@ def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
     assert hardware.peak_of(torch.device("cuda"), torch.bfloat16).flops_per_s == peak
 
 
-def test_an_unknown_device_is_measured_and_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "device_name", lambda device: "NVIDIA Unheard-of 1")
-    peak = hardware.peak_of(torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA RTX A1000", "NVIDIA GB200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Intel(R) Xeon(R)"],
+)
+def test_a_device_not_in_the_table_is_measured_and_says_so(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
+    peak = hardware.peak_of(torch.device("cpu"), torch.bfloat16)
     assert peak.source == "measured"
     assert math.isfinite(peak.flops_per_s)
     assert peak.flops_per_s > 1e9
