@@ -68,7 +68,7 @@ def train_step(
     same number of microbatches.
 
     Args:
-        model: sharded by FSDP2, gradients summed over ranks.
+        model: as `parallelize` leaves it: gradients summed over ranks, not averaged.
         batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
             along cp or tp alone have the same.
         optimizer: fused; its learning rate is set.

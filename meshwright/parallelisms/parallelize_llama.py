@@ -30,8 +30,8 @@ def parallelize_llama(
     2. Context parallelism, inside of all that wraps a block.
     3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
     4. Compile block by block, so that one graph serves every layer.
-    5. FSDP last, so that its hooks surround the compiled blocks; even on a single rank, because
-       it is also what casts to `param_dtype`.
+    5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
+       cast to `param_dtype`, which is its work (in fp32 it would only copy).
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
@@ -41,10 +41,11 @@ def parallelize_llama(
     if compile_backend is not None:
         for block in model.layers.values():
             block.compile(fullgraph=True, backend=compile_backend)
-    data_parallel.apply_fsdp(
-        model,
-        meshes.fsdp,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-    )
+    if meshes.world.size() > 1 or param_dtype != torch.float32:
+        data_parallel.apply_fsdp(
+            model,
+            meshes.fsdp,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=reshard_after_forward,
+        )
