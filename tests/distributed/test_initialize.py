@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.helpers.tiny import TIED, TINY, parallel_llama, plain_llama
+from tests.helpers.tiny import TIED, TINY, parallel_llama, plain_llama, whole
 
 
 def _compare_with_plain(dims: ParallelDims, args) -> None:
     sharded, _ = parallel_llama(dims, args)
-    whole = plain_llama(args)
-    for (name, want), got in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(got.full_tensor(), want), name
-    for (name, want), got in zip(whole.named_buffers(), sharded.buffers(), strict=True):
+    plain = plain_llama(args)
+    for (name, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(whole(got), want), name
+    for (name, want), got in zip(plain.named_buffers(), sharded.buffers(), strict=True):
         assert torch.equal(got, want), name
 
 

@@ -11,7 +11,7 @@ from meshwright.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import NEVER, Health, train_step
-from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama, whole
 
 STEPS, GLOBAL_BATCH = 3, 8
 
@@ -72,7 +72,7 @@ def steps_on_mesh(
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
     for name, parameter in model.named_parameters():
         # Adam divides by the root of tiny numbers, which makes more of rounding; of 3 steps of 1e-2
-        difference = (parameter.full_tensor() - want_weights[name]).abs().max().item()
+        difference = (whole(parameter) - want_weights[name]).abs().max().item()
         assert difference < 30 * tolerance, name
     assert health.first_bad_step.item() == NEVER
 
@@ -256,7 +256,7 @@ def _bad_second_step() -> tuple[int, int]:
             health=health,
         )
         model._forward_hooks.clear()
-        weights.append([p.full_tensor().detach().clone() for p in model.parameters()])
+        weights.append([whole(p).clone() for p in model.parameters()])
     for after_1, after_2, after_3 in zip(*weights, strict=True):
         assert torch.equal(after_1, after_2)
         assert torch.equal(after_1, after_3)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
@@ -15,6 +16,11 @@ from meshwright.parallelisms.parallelize_llama import parallelize_llama
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 SEQ_LEN = 16
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, however it is sharded. Collective if it is."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def plain_llama(args: LlamaArgs = TINY, seed: int = 0) -> Llama:
