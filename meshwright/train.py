@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -164,19 +165,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr)
             if is_due:
                 with reporter.paused():
-                    checkpoints.save(
-                        step,
-                        tensors,
-                        {
-                            "step": step,
-                            "tokens_seen": reporter.tokens_seen,
-                            "data": dataclasses.asdict(data.cursor),
-                            "data_identity": plan.data_identity,
-                            "model_args": dataclasses.asdict(plan.model_args),
-                            "mesh": dataclasses.asdict(plan.dims),
-                            "versions": _versions(),
-                        },
-                    )
+                    manifest = _manifest(plan, step, reporter.tokens_seen, data.cursor)
+                    checkpoints.save(step, tensors, manifest)
             if is_first:
                 set_timeout(meshes, config.comm.train_timeout_seconds)
             if step % config.training.gc_freq == 0:
@@ -305,5 +295,14 @@ def _announce(plan: Plan, device: torch.device) -> None:
         (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
 
 
-def _versions() -> dict[str, str]:
-    return {"meshwright": meshwright.__version__, "torch": torch.__version__}
+def _manifest(plan: Plan, step: int, tokens_seen: int, cursor: Cursor) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors."""
+    return {
+        "step": step,
+        "tokens_seen": tokens_seen,
+        "data": dataclasses.asdict(cursor),
+        "data_identity": plan.data_identity,
+        "model_args": dataclasses.asdict(plan.model_args),
+        "mesh": dataclasses.asdict(plan.dims),
+        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+    }
