@@ -18,12 +18,14 @@ def _compare_with_plain(dims: ParallelDims, args) -> None:
 
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    ("replicate", "shard", "tp"),
+    ("replicate", "shard", "cp", "tp"),
     [
-        *[(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1)],
-        *[(1, 1, 2), (1, 2, 2), (2, 1, 2)],
+        *[(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1)],
+        *[(1, 1, 1, 2), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1)],
     ],
 )
-def test_initial_weights_do_not_depend_on_the_mesh(on_ranks, replicate, shard, tp, args) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    on_ranks(replicate * shard * tp, _compare_with_plain, dims, args)
+def test_initial_weights_do_not_depend_on_the_mesh(
+    on_ranks, replicate, shard, cp, tp, args
+) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+    on_ranks(replicate * shard * cp * tp, _compare_with_plain, dims, args)
