@@ -39,13 +39,14 @@ class Peak:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """This rank's accelerator, made current; the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    """This rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else the CPU.
+
+    Not a Mac's: no backend of torch.distributed serves it.
+    """
+    if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device(accelerator.type, local_rank)
-    torch.accelerator.set_device_index(local_rank)
-    return device
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def device_name(device: torch.device) -> str:

@@ -37,8 +37,8 @@ def _report(error: ChildFailedError) -> NoReturn:
     recorded = (failure.error_file_data or {}).get("message")
     caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
     if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):
-        if rank > 0:  # the first rank's console is shown, and says it itself
-            print(f"meshwright: rank {rank}: {caught.get('message')}", file=sys.stderr)
+        if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
+            print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
         sys.exit(failure.exitcode)
     if failure.exitcode < 0:
         print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)

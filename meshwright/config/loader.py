@@ -124,7 +124,11 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
         raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
-    if isinstance(job := raw.get("job"), dict) and "config_file" in job:
+    for name in JobConfig.model_fields:  # else a table of the base, or an override, would hide it
+        if not isinstance(raw.get(name, {}), dict):
+            where = provenance.of(name)
+            raise ConfigError("", f"{where}: {name} = {raw[name]!r}: must be a table, [{name}]")
+    if "config_file" in raw.get("job", {}):
         where = provenance.of("job.config_file")
         raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
     _resolve_paths(raw, path.parent)
@@ -188,9 +192,8 @@ def _set(table: dict[str, Any], key: Key, value: object) -> None:
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
     """Lay `over` over `base`, in place, table by table."""
     for key, value in over.items():
-        if isinstance(value, dict) and key in base:
-            if isinstance(base[key], dict):  # else the mistake stays, to be found by validation
-                _merge(base[key], value)
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
         else:
             base[key] = value
 

@@ -64,7 +64,7 @@ class Packer:
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, length: int, cursor: Cursor
     ) -> None:
-        self._documents, self._tokenizer, self._length = documents, tokenizer, length
+        self._tokenizer, self._length = tokenizer, length
         self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         self._sample, self._next_document = cursor.sample, cursor.next_document
