@@ -19,7 +19,9 @@ from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import SUFFIXES, find_files
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
+from meshwright.models.counting import num_block_matmul_params
 from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms import pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS, ModelSpec
 
@@ -34,6 +36,8 @@ class Plan:
     model_args: LlamaArgs
     tokenizer: Tokenizer
     dims: ParallelDims
+    stage_modules: list[list[str]]
+    """Modules of each stage of the pipeline; without one, a single stage has them all."""
     checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
@@ -63,9 +67,10 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         ConfigError: for the first thing that would keep it from running.
     """
     check_sections(config)
-    config = fill_in(config, world_size)
+    config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = _resolve_model(config)
     check_divisible(config, model_args)
+    stage_modules = _plan_pipeline(config, model_args)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
@@ -98,7 +103,9 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
             dp_shard=config.parallelism.data_parallel_shard_degree,
             cp=config.parallelism.context_parallel_degree,
             tp=config.parallelism.tensor_parallel_degree,
+            pp=config.parallelism.pipeline_parallel_degree,
         ),
+        stage_modules=stage_modules,
         checkpoint_folder=folder,
         resume_step=resume_step or 0,
     )
@@ -128,6 +135,34 @@ def _resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
     message = mistake["msg"].removeprefix("Value error, ")
     value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
     raise ConfigError(key, f"{key}{value}: {message}")
+
+
+def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
+    """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
+    parallelism, training = config.parallelism, config.training
+    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    per_microbatch = dp * training.local_batch_size
+    pipeline_split.check_schedule(
+        parallelism,
+        training.global_batch_size // per_microbatch,
+        per_microbatch,
+        config.compile.enable,
+    )
+    check(
+        parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
+        "parallelism.pipeline_parallel_degree",
+        parallelism.pipeline_parallel_degree,
+        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
+        "set it to 1, or model.args.tie_embeddings = false",
+    )
+    ends = args.vocab_size * args.dim
+    return pipeline_split.assign_modules(
+        parallelism,
+        args.n_layers,
+        layer=num_block_matmul_params(args),
+        embedding=ends,
+        output=ends,
+    )
 
 
 def _check_dataset(training: Training) -> None:

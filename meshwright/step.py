@@ -1,7 +1,8 @@
 """One optimizer step, on any mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.gradients import local_square_sum
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 
 NEVER = torch.iinfo(torch.int64).max
@@ -51,7 +53,7 @@ class StepResult:
 
 
 def train_step(
-    model: Decoder,
+    model: LocalModel,
     batches: Sequence[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
     *,
@@ -70,29 +72,26 @@ def train_step(
     Args:
         model: as `parallelize` leaves it: gradients summed over ranks, not averaged.
         batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
-            along cp or tp alone have the same.
+            along pp, cp or tp alone have the same.
         optimizer: fused; its learning rate is set.
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
     """
-    positions = None
+    first, _ = batches[0]
+    positions = local_positions(first.shape[1], meshes.cp, first.device)
     if meshes.cp.size() > 1:  # this rank's part of every sequence
-        tokens = batches[0][0]
-        positions = local_positions(tokens.shape[1], meshes.cp, tokens.device)
         batches = [(tokens[:, positions], labels[:, positions]) for tokens, labels in batches]
     num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
-    loss = torch.zeros((), device=num_labels.device)
-    for index, (tokens, labels) in enumerate(batches):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
-        with loss_parallel():  # takes effect where logits are cut along the vocabulary
-            share = token_loss(model(tokens, positions), labels, num_labels)
-            share.backward()
-        loss += share.detach()
+    loss_fn = partial(token_loss, num_labels=num_labels)
+    with loss_parallel():  # takes effect where logits are cut along the vocabulary
+        if model.pipeline is not None:
+            loss = model.pipeline.run(batches, positions, loss_fn)
+        else:
+            loss = _accumulate(model.stages[0], batches, positions, loss_fn)
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
 
-    # ranks of a tp group have the same loss
+    # ranks of a tp group have the same loss; ranks without the last stage have none
     square_sum = local_square_sum(model.parameters(), loss.device)
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
@@ -107,6 +106,23 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)
+
+
+def _accumulate(
+    model: Decoder,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    positions: Tensor,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Forward and backward of one microbatch after the other; the sum of their losses."""
+    loss = torch.zeros((), device=positions.device)
+    for index, (tokens, labels) in enumerate(batches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
+        share = loss_fn(model(tokens, positions), labels)
+        share.backward()
+        loss += share.detach()
+    return loss
 
 
 def _note_if_bad(first_bad: Tensor, is_good: Tensor, step: int) -> None:

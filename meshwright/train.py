@@ -30,10 +30,10 @@ from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.models.counting import flops_per_token, num_params
-from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.optim.schedules import warmup_stable_decay
+from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
 from meshwright.preflight import Plan, preflight
@@ -116,10 +116,12 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint, steps)
     saved = checkpoints.load(tensors)
     if saved is None:
-        initialize(model, config.training.seed)
+        for stage in model.stages:
+            initialize(stage, config.training.seed)
         saved = {"step": 0, "tokens_seen": 0, "data": {}}
     else:
-        model.init_buffers()
+        for stage in model.stages:
+            stage.init_buffers()
     loader = build_loader(plan, documents, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     schedule = config.lr_scheduler
@@ -180,25 +182,34 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     dist.destroy_process_group()
 
 
-def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> Decoder:
-    """The model, parallelised on meta, then given memory on `device`; its values are arbitrary."""
-    config = plan.config
-    with torch.device("meta"):
-        model: Decoder = pkgutil.resolve_name(plan.spec.model)(
-            plan.model_args, config.training.seq_len
-        )
-    pkgutil.resolve_name(plan.spec.parallelize)(
-        model,
-        meshes,
-        param_dtype=getattr(torch, config.training.mixed_precision_param),
-        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
+    """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
+    config, args = plan.config, plan.model_args
+    training = config.training
+    dtype = getattr(torch, training.mixed_precision_param)
+    parallelize = partial(
+        pkgutil.resolve_name(plan.spec.parallelize),
+        meshes=meshes,
+        param_dtype=dtype,
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         compile_backend=config.compile.backend if config.compile.enable else None,
     )
-    return model.to_empty(device=device)
+    return build_local_model(
+        partial(pkgutil.resolve_name(plan.spec.model), args, training.seq_len),
+        parallelize,
+        plan.stage_modules,
+        meshes=meshes,
+        schedule=config.parallelism.pipeline_parallel_schedule,
+        num_microbatches=plan.num_microbatches,
+        activation_shape=(training.local_batch_size, training.seq_len, args.dim),
+        vocab_size=args.vocab_size,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def build_loader(

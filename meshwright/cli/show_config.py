@@ -54,5 +54,6 @@ def _kind(schema: dict[str, object]) -> str:
         "boolean": "true|false",
         "string": "TEXT",
         "object": "TABLE",
+        "array": "LIST",
     }
     return names[str(schema["type"])]

@@ -9,8 +9,11 @@ from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
 
 
-def fill_in(config: JobConfig, world_size: int) -> JobConfig:
+def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
     """`config` with every -1 replaced by what it stands for on `world_size` ranks.
+
+    Args:
+        num_stages: of the pipeline, over all ranks; a batch that is not given fills them once.
 
     Raises:
         ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
@@ -22,6 +25,7 @@ def fill_in(config: JobConfig, world_size: int) -> JobConfig:
         parallelism.data_parallel_replicate_degree
         * parallelism.context_parallel_degree
         * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
     )
     if shard == -1:
         check(
@@ -47,7 +51,7 @@ def fill_in(config: JobConfig, world_size: int) -> JobConfig:
     per_microbatch = dp * training.local_batch_size
     global_batch_size = training.global_batch_size
     if global_batch_size == -1:
-        global_batch_size = per_microbatch
+        global_batch_size = per_microbatch * num_stages
     nearest = max(1, round(global_batch_size / per_microbatch)) * per_microbatch
     check(
         global_batch_size > 0 and global_batch_size % per_microbatch == 0,

@@ -88,7 +88,8 @@ class Training(Section):
 
     global_batch_size: OrFilledIn = -1
     """Sequences per optimizer step over all ranks; above ranks x local_batch_size it is reached by
-    gradient accumulation. -1: data-parallel ranks x local_batch_size."""
+    gradient accumulation. -1: data-parallel ranks x local_batch_size, with a pipeline as many times
+    that as it has stages."""
 
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
@@ -172,9 +173,25 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that share the layers; microbatches travel through them."""
+
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """In which order a rank computes its microbatches, forward and backward."""
+
+    pipeline_parallel_stages_per_rank: OrFilledIn = -1
+    """Pieces of the model on each rank of the pipeline. -1: the fewest that the schedule takes."""
+
+    module_fqns_per_model_part: list[list[str]] = []
+    """Modules of each stage, e.g. [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]].
+    Absent: layers are dealt out so that stages are even in parameters."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters between forward and backward. default: all but the last
-    block, whose backward comes next."""
+    block, whose backward comes next; with a pipeline none, for every microbatch would gather them
+    again."""
 
 
 class ActivationCheckpoint(Section):

@@ -10,13 +10,15 @@ from meshwright.models.layers.projection import TiedProjection
 class Decoder(nn.Module, ABC):
     """What parallelism, initialisation and the trainer rely on in a model.
 
-    Names of parameters are those of its checkpoints.
+    Names of parameters are those of its checkpoints. A stage of a pipeline is a decoder without
+    the modules of other stages: `layers` has some of the blocks, under their own names, and what
+    else is absent is None.
     """
 
-    tok_embeddings: nn.Embedding
+    tok_embeddings: nn.Embedding | None
     layers: nn.ModuleDict
-    norm: nn.Module
-    output: nn.Linear | TiedProjection
+    norm: nn.Module | None
+    output: nn.Linear | TiedProjection | None
 
     @abstractmethod
     def init_buffers(self) -> None:
@@ -28,4 +30,10 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, S) int64 -> (B, S, V) logits; `positions` (S,) int64 of the tokens, else 0 .. S-1."""
+        """(B, S) int64 -> (B, S, V) logits.
+
+        A stage without the embedding takes (B, S, D) instead; one without the output gives it.
+
+        Args:
+            positions: (S,) or (B, S) int64 of the tokens, else 0 .. S-1.
+        """

@@ -22,6 +22,8 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
     attention that is the same work for every rank, where neighbouring chunks would give the last
     rank most of it. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
     """
+    if mesh.size() == 1:
+        return torch.arange(seq_len, device=device)
     chunks = torch.arange(seq_len, device=device).chunk(2 * mesh.size())
     rank = mesh.get_local_rank()
     return torch.cat([chunks[rank], chunks[-1 - rank]])

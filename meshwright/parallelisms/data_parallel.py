@@ -40,7 +40,7 @@ def apply_fsdp(
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision)
     never = reshard_after_forward == "never"
     is_tied = isinstance(model.output, TiedProjection)
-    if not is_tied:
+    if model.tok_embeddings is not None and not is_tied:
         shard(model.tok_embeddings, reshard_after_forward=not never)
     *blocks, last = model.layers.values()
     for block in blocks:
@@ -48,7 +48,7 @@ def apply_fsdp(
     # backward begins with these two: freed, they would be gathered twice in a row
     at_end = reshard_after_forward == "always"
     shard(last, reshard_after_forward=at_end)
-    if not is_tied:
+    if model.norm is not None and model.output is not None and not is_tied:
         shard([model.norm, model.output], reshard_after_forward=at_end)
     shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide

@@ -26,6 +26,8 @@ class Meshes:
     """Axes of `parameters` over which they are replicated (if more than one copy) and sharded."""
     tp: DeviceMesh
     """Who holds which part of each matrix, and of the sequence between them."""
+    pp: DeviceMesh
+    """Who has which layers."""
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
@@ -50,4 +52,5 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         parameters=parameters,
         fsdp=parameters[(*copies, "fsdp")],
         tp=parameters["tp"],
+        pp=parameters["pp"],
     )

@@ -8,7 +8,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Ranks along each axis of the mesh. The pipeline has one rank yet."""
+    """Ranks along each axis of the mesh."""
 
     dp_replicate: int
     dp_shard: int

@@ -41,6 +41,8 @@ def parallelize_llama(
     if compile_backend is not None:
         for block in model.layers.values():
             block.compile(fullgraph=True, backend=compile_backend)
+    if reshard_after_forward == "default" and meshes.pp.size() > 1:
+        reshard_after_forward = "never"  # else every microbatch would gather them again
     if meshes.world.size() > 1 or param_dtype != torch.float32:
         data_parallel.apply_fsdp(
             model,

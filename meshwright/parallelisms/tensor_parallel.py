@@ -64,8 +64,10 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
         "norm": SequenceParallel(),
         "output": output,
     }
-    parallelize_module(model, mesh, ends)
-    model.tok_embeddings.register_forward_hook(_own_storage)
+    present = {name: style for name, style in ends.items() if getattr(model, name) is not None}
+    parallelize_module(model, mesh, present)
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_own_storage)
 
 
 def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The step on several ranks against a loop in plain PyTorch on one."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -53,11 +54,11 @@ def steps_on_mesh(
     # inductor adds in another order, and three steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
     want_figures, want_weights = reference(args)
-    model, meshes = parallel_llama(dims, args, **options)
+    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+    model, meshes = parallel_llama(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
     rank = meshes.dp.get_local_rank()
     for step, want in enumerate(want_figures, 1):
-        size = GLOBAL_BATCH // (dims.dp * num_microbatches)
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
         result = train_step(
             model,
@@ -125,6 +126,33 @@ def test_context_parallelism_compiled(on_ranks, ac_mode) -> None:
     on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=1, cp=2), 2, options)
 
 
+DEEP = dataclasses.replace(TINY, n_layers=5)  # uneven on four stages
+SCHEDULES = {
+    **{name: {"schedule": name} for name in ("GPipe", "1F1B")},
+    **{
+        name: {"schedule": name, "stages_per_rank": 2}
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
+}
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+def test_pipeline(on_ranks, options) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    on_ranks(2, steps_on_mesh, dims, 4, options, DEEP)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "cp", "tp"),
+    [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
+    ids=["fsdp", "replicate", "cp", "tp"],
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, pp=2, cp=cp, tp=tp)
+    on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
+
+
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, loss_parallel, args) -> None:
@@ -146,7 +174,7 @@ def _bf16_loss() -> None:
     hook = model.layers["1"].attention.register_forward_pre_hook(
         lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs)
     )
-    assert model(tokens).dtype == torch.bfloat16
+    assert model.stages[0](tokens).dtype == torch.bfloat16
     assert seen == [torch.bfloat16, torch.float32, torch.float32]  # x, cos, sin
     hook.remove()
     result = train_step(
@@ -245,7 +273,7 @@ def _bad_second_step() -> tuple[int, int]:
     for step in (1, 2, 3):
         tokens, labels = (part.chunk(2)[rank] for part in global_batch(step))
         if step == 2 and rank == 1:
-            model.register_forward_hook(lambda m, i, logits: logits * float("inf"))
+            model.stages[0].register_forward_hook(lambda m, i, logits: logits * float("inf"))
         train_step(
             model,
             [(tokens, labels)],
@@ -255,7 +283,7 @@ def _bad_second_step() -> tuple[int, int]:
             meshes=meshes,
             health=health,
         )
-        model._forward_hooks.clear()
+        model.stages[0]._forward_hooks.clear()
         weights.append([whole(p).clone() for p in model.parameters()])
     for after_1, after_2, after_3 in zip(*weights, strict=True):
         assert torch.equal(after_1, after_2)

@@ -1,6 +1,7 @@
 """A Llama small enough for every test, odd where that finds mistakes; and ways to build it."""
 
 import dataclasses
+import functools
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,9 +9,11 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
 from meshwright.models.llama.model import Llama
-from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.local_model import LocalModel, build_local_model
+from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.parallelize_llama import parallelize_llama
+from meshwright.parallelisms.pipeline_split import split_evenly
 
 # 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
@@ -35,13 +38,36 @@ def parallel_llama(
     args: LlamaArgs = TINY,
     seed: int = 0,
     param_dtype: torch.dtype = torch.float32,
+    microbatches: tuple[int, int] = (1, 1),
+    schedule: str = "1F1B",
+    stages_per_rank: int = 1,
     **options: object,
-):
-    """As the trainer builds it, and the meshes it is on."""
+) -> tuple[LocalModel, Meshes]:
+    """As the trainer builds it, and the meshes it is on.
+
+    Args:
+        microbatches: their number, and the sequences in each (needed for a pipeline).
+    """
     meshes = build_meshes(dims, "cpu")
-    with torch.device("meta"):
-        model = Llama(args, SEQ_LEN)
-    parallelize_llama(model, meshes, param_dtype=param_dtype, reduce_dtype=torch.float32, **options)
-    model.to_empty(device="cpu")
-    initialize(model, seed)
+    num_stages = dims.pp * stages_per_rank
+    model = build_local_model(
+        functools.partial(Llama, args, SEQ_LEN),
+        functools.partial(
+            parallelize_llama,
+            meshes=meshes,
+            param_dtype=param_dtype,
+            reduce_dtype=torch.float32,
+            **options,
+        ),
+        split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
+        meshes=meshes,
+        schedule=schedule,
+        num_microbatches=microbatches[0],
+        activation_shape=(microbatches[1], SEQ_LEN, args.dim),
+        vocab_size=args.vocab_size,
+        dtype=param_dtype,
+        device=torch.device("cpu"),
+    )
+    for stage in model.stages:
+        initialize(stage, seed)
     return model, meshes

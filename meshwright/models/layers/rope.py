@@ -45,10 +45,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, N, H) -
     """Rotate each pair (x[2i], x[2i+1]) by its angle, in fp32; pairs lie as in Meta's weights.
 
     Args:
-        cos, sin: (S, H/2) fp32.
+        cos, sin: (S, H/2) or (B, S, H/2) fp32.
     """
     pairs = x.float().unflatten(-1, (-1, 2))
     even, odd = pairs.unbind(-1)  # (B, S, N, H/2) each
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return rotated.flatten(-2).type_as(x)

@@ -44,10 +44,10 @@ class Llama(Decoder):
         super().__init__()
         self.args = args
         self.seq_len = seq_len
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): LlamaBlock(args) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = (
+        self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output: nn.Linear | TiedProjection | None = (
             TiedProjection()
             if args.tie_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -85,14 +85,16 @@ class Llama(Decoder):
         return 0.02
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if positions is None:
             cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
         for block in self.layers.values():
             x = block(x, cos, sin)
-        x = self.norm(x)
+        if self.norm is not None:
+            x = self.norm(x)
         if isinstance(self.output, TiedProjection):
+            assert self.tok_embeddings is not None  # a pipeline does not cut it off
             return self.output(x, self.tok_embeddings.weight)
-        return self.output(x)
+        return x if self.output is None else self.output(x)

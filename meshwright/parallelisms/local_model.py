@@ -1,0 +1,85 @@
+"""What one rank has of the model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.pipeline_parallel import Pipeline, keep_modules
+from meshwright.parallelisms.pipeline_split import stages_of_rank
+
+
+class LocalModel(nn.Module):
+    """This rank's stages, and a view of all their parameters under the plain model's names.
+
+    It has no forward: a step calls `stages[0]`, or `pipeline` where there is one.
+    """
+
+    stages: tuple[Decoder, ...]
+    """In the order of the model; without a pipeline one, the whole model."""
+    pipeline: Pipeline | None
+
+    def __init__(self, stages: Sequence[Decoder], pipeline: Pipeline | None = None) -> None:
+        super().__init__()
+        self.stages, self.pipeline = tuple(stages), pipeline
+        self.layers = nn.ModuleDict()
+        for stage in stages:
+            self.layers.update(dict(stage.layers.items()))
+            for name, child in stage.named_children():
+                if name != "layers":
+                    self.add_module(name, child)
+
+
+def build_local_model(
+    build: Callable[[], Decoder],
+    parallelize: Callable[[Decoder], None],
+    stage_modules: Sequence[Sequence[str]],
+    *,
+    meshes: Meshes,
+    schedule: str,
+    num_microbatches: int,
+    activation_shape: tuple[int, int, int],
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LocalModel:
+    """Build this rank's stages on meta, cut and parallelise them, and give them memory.
+
+    Values are arbitrary yet. Collective: all ranks of the job must call it.
+
+    Args:
+        build: the whole model.
+        parallelize: as `parallelize_llama`, with its options bound.
+        stage_modules: names of the modules of every stage; one stage: no pipeline.
+        activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
+        dtype: of activations.
+    """
+    num_stages, stages = len(stage_modules), {}
+    for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
+        with torch.device("meta"):
+            stages[index] = build()
+        keep_modules(stages[index], stage_modules[index])
+        parallelize(stages[index])
+        stages[index].to_empty(device=device)
+    if num_stages == 1:
+        return LocalModel([stages[0]])
+    batch, seq_len, dim = activation_shape
+    seq_len //= meshes.cp.size()
+    with torch.device("meta"):
+        activation = torch.empty(
+            batch, seq_len // meshes.tp.size(), dim, dtype=dtype, requires_grad=True
+        )
+        logits = torch.empty(batch, seq_len, vocab_size, dtype=dtype, requires_grad=True)
+    pipeline = Pipeline(
+        stages,
+        num_stages,
+        schedule,
+        mesh=meshes.pp,
+        num_microbatches=num_microbatches,
+        activation=activation,
+        logits=logits,
+        device=device,
+    )
+    return LocalModel([*stages.values()], pipeline)

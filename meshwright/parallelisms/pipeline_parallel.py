@@ -1,0 +1,108 @@
+"""Pipeline parallelism: each rank has some of the layers, and microbatches travel through them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from meshwright.models.decoder import Decoder
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def keep_modules(model: Decoder, names: Sequence[str]) -> None:
+    """Make `model` the stage that has the modules `names`, in place; best on the meta device."""
+    for name in list(model.layers):
+        if f"layers.{name}" not in names:
+            del model.layers[name]
+    for name, _ in list(model.named_children()):
+        if name != "layers" and name not in names:
+            setattr(model, name, None)
+
+
+class Pipeline:
+    """This rank's part of a schedule of `torch.distributed.pipelining`.
+
+    The model was cut by layer, not traced, so whatever a layer does (casts, custom kernels) it
+    still does.
+
+    Args:
+        stages: this rank's, by index.
+        num_stages: over all ranks.
+        schedule: name of the schedule's class in torch.
+        mesh: the pp axis.
+        activation: (B, S/cp/tp, D) on meta: what stages hand on.
+        logits: (B, S/cp, V) on meta: what the last one gives.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Decoder],
+        num_stages: int,
+        schedule: str,
+        *,
+        mesh: DeviceMesh,
+        num_microbatches: int,
+        activation: Tensor,
+        logits: Tensor,
+        device: torch.device,
+    ) -> None:
+        # shapes are given: torch would find them by an extra forward and backward of every stage
+        tokens = torch.empty(activation.shape[0], logits.shape[1], dtype=torch.int64, device="meta")
+        wrapped = [
+            PipelineStage(
+                module,
+                index,
+                num_stages,
+                device,
+                input_args=activation if index else tokens,
+                output_args=activation if index < num_stages - 1 else logits,
+                group=mesh.get_group(),
+            )
+            for index, module in stages.items()
+        ]
+        cls = get_schedule_class(schedule)
+        self._schedule = cls(
+            wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
+            num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,  # the loss is divided once, by the global number of labels
+        )
+        self._has_last = num_stages - 1 in stages
+        self._loss_fn: LossFn | None = None
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        assert self._loss_fn is not None
+        return self._loss_fn(logits, labels)
+
+    def run(
+        self, batches: Sequence[tuple[Tensor, Tensor]], positions: Tensor, loss_fn: LossFn
+    ) -> Tensor:
+        """Forward and backward of every microbatch, gradients communicated once at the end.
+
+        Collective: every rank of the pp axis must call it.
+
+        Args:
+            batches: (tokens, labels) a microbatch, each (B, S/cp) int64; the same on all ranks.
+            positions: (S/cp,) int64 of the tokens.
+            loss_fn: of the last stage's logits and a microbatch's labels.
+
+        Returns:
+            () fp32: sum of the losses; zero on ranks without the last stage.
+        """
+        tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        self._loss_fn = loss_fn
+        losses: list[Tensor] = []
+        self._schedule.step(
+            tokens,
+            positions=positions.expand(len(tokens), -1),  # torch cuts it into microbatches too
+            target=labels,
+            losses=losses,
+            return_outputs=False,
+        )
+        if not self._has_last:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()

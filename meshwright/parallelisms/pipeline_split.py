@@ -1,0 +1,215 @@
+"""The stages of a pipeline: which modules each has, and which rank has which. Free of torch."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwright.config.job_config import Parallelism
+from meshwright.errors import check, did_you_mean
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule of `torch.distributed.pipelining` asks for."""
+
+    stages_per_rank: tuple[int, int | None]
+    """Fewest and most."""
+    is_v: bool = False
+    """Rank r of p has stages r and 2p - 1 - r, else r, r + p, r + 2p, ..."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed apart, which compiled blocks cannot."""
+    microbatches: str = ""
+    """Rule on their number. stages: at least one a stage; rounds: full rounds over the ranks."""
+
+
+SCHEDULES = {
+    "GPipe": Schedule((1, 1)),
+    "1F1B": Schedule((1, 1), microbatches="stages"),
+    "Interleaved1F1B": Schedule((2, None), microbatches="rounds"),
+    "InterleavedZeroBubble": Schedule((2, None), splits_backward=True, microbatches="rounds"),
+    "ZBVZeroBubble": Schedule((2, 2), is_v=True, splits_backward=True),
+    "DualPipeV": Schedule((2, 2), is_v=True, splits_backward=True, microbatches="stages"),
+}
+
+
+def num_stages(parallelism: Parallelism) -> int:
+    """Stages over all ranks.
+
+    Raises:
+        ConfigError: if the schedule cannot have so many on a rank.
+    """
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    per_rank = parallelism.pipeline_parallel_stages_per_rank
+    name = parallelism.pipeline_parallel_schedule
+    fewest, most = SCHEDULES[name].stages_per_rank
+    if per_rank == -1:
+        parts = len(parallelism.module_fqns_per_model_part)
+        per_rank = max(fewest, parts // parallelism.pipeline_parallel_degree)
+    takes = f"{fewest}" if fewest == most else f"{fewest} or more"
+    check(
+        fewest <= per_rank <= (most or per_rank),
+        "parallelism.pipeline_parallel_stages_per_rank",
+        per_rank,
+        f"schedule {name} takes {takes}",
+        f"set it to {fewest}, or choose another pipeline_parallel_schedule",
+    )
+    return per_rank * parallelism.pipeline_parallel_degree
+
+
+def check_schedule(
+    parallelism: Parallelism, num_microbatches: int, per_microbatch: int, is_compiled: bool
+) -> None:
+    """Check that the schedule can run.
+
+    Args:
+        num_microbatches: of each rank in an optimizer step.
+        per_microbatch: sequences in one over all ranks.
+
+    Raises:
+        ConfigError: if it has too few microbatches, or what it does cannot be compiled.
+    """
+    ranks, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if ranks == 1:
+        return
+    stages = num_stages(parallelism)
+    nearest = num_microbatches
+    distance = 0
+    while not takes_microbatches(name, nearest, ranks, stages):
+        distance = -distance if distance > 0 else 1 - distance  # 1, -1, 2, -2, ...
+        nearest = num_microbatches + distance
+    rule = {
+        "stages": f"{name} needs at least one a stage, {stages}",
+        "rounds": f"{name} needs at least one a rank, {ranks}, and full rounds over the ranks",
+    }.get(SCHEDULES[name].microbatches, f"{name} needs at least one a rank, {ranks}")
+    check(
+        nearest == num_microbatches,
+        "training.global_batch_size",
+        num_microbatches * per_microbatch,
+        f"makes {num_microbatches} microbatches of {per_microbatch} sequences; {rule}",
+        f"the nearest is {nearest * per_microbatch}; or lower training.local_batch_size",
+    )
+    check(
+        not (is_compiled and SCHEDULES[name].splits_backward),
+        "parallelism.pipeline_parallel_schedule",
+        name,
+        "computes gradients of inputs and of weights apart, which compiled blocks cannot",
+        "set compile.enable = false, or choose Interleaved1F1B",
+    )
+
+
+def assign_modules(
+    parallelism: Parallelism, num_layers: int, *, layer: int, embedding: int, output: int
+) -> list[list[str]]:
+    """Names of the modules of every stage: as the config says, else split evenly.
+
+    Args:
+        layer, embedding, output: parameters of each.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages, or the config leaves out a module,
+            repeats one, or orders them otherwise than the model does.
+    """
+    key = "parallelism.module_fqns_per_model_part"
+    given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
+    check(
+        not given or parallelism.pipeline_parallel_degree > 1,
+        key,
+        given,
+        "there is no pipeline to split the model for",
+        "set pipeline_parallel_degree, or leave it out",
+    )
+    check(
+        stages <= num_layers,
+        "parallelism.pipeline_parallel_degree",
+        parallelism.pipeline_parallel_degree,
+        f"makes {stages} stages, but the model has {num_layers} layers, and each needs one",
+        f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
+    )
+    if not given:
+        return split_evenly(num_layers, stages, layer=layer, embedding=embedding, output=output)
+    check(
+        len(given) == stages,
+        key,
+        given,
+        f"has {len(given)} parts for {stages} stages",
+        "set pipeline_parallel_stages_per_rank, or merge or split parts",
+    )
+    wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    names = [name for part in given for name in part]
+    for name in names:
+        check(name in wanted, key, name, "no such module", did_you_mean(name, wanted))
+    for name in wanted:
+        found = names.count(name)
+        check(found == 1, key, given, f"{name} is there {found} times", "name it once")
+    check(
+        names == wanted,
+        key,
+        given,
+        "is not in the order of the model",
+        f"the order is {', '.join(wanted[:2])}, ..., {', '.join(wanted[-3:])}",
+    )
+    for part in given:
+        check(
+            any(name.startswith("layers.") for name in part)
+            and ("norm" in part) == ("output" in part),
+            key,
+            part,
+            "a stage needs a layer, and norm and output stay together",
+        )
+    return given
+
+
+def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, stages: int) -> bool:
+    """Whether `schedule` can run with so many microbatches a step, ranks, and stages in all.
+
+    At least one a rank is asked of every schedule: with fewer, ranks would never work at once.
+    """
+    if num_microbatches < num_ranks:
+        return False
+    if SCHEDULES[schedule].microbatches == "stages":
+        return num_microbatches >= stages
+    if SCHEDULES[schedule].microbatches == "rounds":
+        return num_microbatches % (num_microbatches // num_ranks) == 0
+    return True
+
+
+def stages_of_rank(rank: int, num_ranks: int, num_stages: int, schedule: str) -> list[int]:
+    """Indices of the stages that a rank has, ascending."""
+    if SCHEDULES[schedule].is_v:
+        return [rank, 2 * num_ranks - 1 - rank]
+    return list(range(rank, num_stages, num_ranks))
+
+
+def split_evenly(
+    num_layers: int, num_stages: int, *, layer: int, embedding: int, output: int
+) -> list[list[str]]:
+    """Names of the modules of each stage, so that the costliest stage is as cheap as can be.
+
+    Every stage has at least one layer; the first also the embedding, the last also norm and output.
+
+    Args:
+        layer, embedding, output: cost of each. With parameters as the cost, it stands for time in
+            layers and output, and for memory in all three.
+    """
+    heaviest = [0] * (num_layers + 1)  # of the best split of the first n layers into s stages
+    squares = [0] * (num_layers + 1)  # its sum of squared costs: between equals, the most even
+    starts: list[list[int]] = []  # by stage and n: where the last of those s stages begins
+    for stage in range(num_stages):
+        extra = (embedding if stage == 0 else 0) + (output if stage == num_stages - 1 else 0)
+        found = [(0, 0, 0)] * (num_layers + 1)
+        for end in range(stage + 1, num_layers + 1):
+            options = [
+                (max(heaviest[start], cost), squares[start] + cost**2, start)
+                for start in range(stage, end if stage else 1)
+                for cost in [(end - start) * layer + extra]
+            ]
+            found[end] = min(options)
+        heaviest, squares, begins = (list(column) for column in zip(*found, strict=True))
+        starts.append(begins)
+    bounds = [num_layers]
+    for begins in reversed(starts):
+        bounds.insert(0, begins[bounds[0]])
+    parts = [[f"layers.{index}" for index in range(start, end)] for start, end in pairwise(bounds)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
