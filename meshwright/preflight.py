@@ -68,7 +68,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     """
     check_sections(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
-    spec, model_args = _resolve_model(config)
+    spec, model_args = resolve_model(config)
     check_divisible(config, model_args)
     stage_modules = _plan_pipeline(config, model_args)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
@@ -114,7 +114,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     return plan
 
 
-def _resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
+def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
     """The family, and the flavor's dimensions with `model.args` over them."""
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))

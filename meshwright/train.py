@@ -7,7 +7,7 @@ import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import meshwright
 from meshwright import hardware
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
 from meshwright.datasets.loader import BatchShape, Loader
@@ -124,16 +125,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             stage.init_buffers()
     loader = build_loader(plan, documents, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
-    schedule = config.lr_scheduler
-    learning_rate = partial(  # as a fraction of the peak
-        warmup_stable_decay,
-        steps=steps,
-        warmup_steps=schedule.warmup_steps,
-        decay_ratio=schedule.decay_ratio,
-        decay_type=schedule.decay_type,
-        min_lr_factor=schedule.min_lr_factor,
-    )
-    health = Health.on(device)
+    lr_at, health = learning_rate(config), Health.on(device)
 
     with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
         for step in range(saved["step"] + 1, steps + 1):
@@ -144,7 +136,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 (tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True))
                 for tokens, labels in data.batches
             ]
-            lr = config.optimizer.lr * learning_rate(step)
+            lr = lr_at(step)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             result = train_step(
@@ -230,6 +222,20 @@ def build_loader(
         cursor=cursor,
         pin_memory=device.type == "cuda",
     )
+
+
+def learning_rate(config: JobConfig) -> Callable[[int], float]:
+    """The learning rate at each step, counted from 1."""
+    schedule = config.lr_scheduler
+    fraction = partial(
+        warmup_stable_decay,
+        steps=config.training.steps,
+        warmup_steps=schedule.warmup_steps,
+        decay_ratio=schedule.decay_ratio,
+        decay_type=schedule.decay_type,
+        min_lr_factor=schedule.min_lr_factor,
+    )
+    return lambda step: config.optimizer.lr * fraction(step)
 
 
 def build_reporter(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import RankPool
+from meshwright.proof.ranks import RankPool
 
 RunOnRanks = Callable[..., list[Any]]
 

@@ -6,14 +6,16 @@ from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import ConfigError
 from meshwright.preflight import preflight
 
-USAGE = "check RANKS --job.config_file CONFIG [--section.key value ...]   silent if it can run"
-
 
 def main(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks."""
     ranks, *overrides = arguments or [""]
     if not (ranks.isdecimal() and int(ranks) > 0):
-        raise ConfigError("", f"RANKS = {ranks!r}: must be a positive number\n  usage: {USAGE}")
+        raise ConfigError(
+            "",
+            f"RANKS = {ranks!r}: must be a positive number"
+            "\n  fix: meshwright check RANKS --job.config_file CONFIG",
+        )
     config, provenance = load_config(overrides)
     with config_errors(provenance):
         preflight(config, int(ranks))

@@ -1,15 +1,26 @@
 """The command `meshwright`."""
 
 import sys
-from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 
-from meshwright.cli import check_job, show_config
 from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
-    "check": (check_job.main, check_job.USAGE),
-    "config": (show_config.main, show_config.USAGE),
+CONFIG = "--job.config_file CONFIG [--section.key value ...]"
+COMMANDS = {
+    "check": ("meshwright.cli.check_job:main", f"RANKS {CONFIG}", "silent if the job can run"),
+    "config": (
+        "meshwright.cli.show_config:main",
+        f"[--help] {CONFIG}",
+        "the whole config, as TOML; with --help what every key means",
+    ),
+    "prove": (
+        "meshwright.cli.prove:main",
+        f"[--every-mesh] [--output FOLDER] {CONFIG}",
+        "train it in small on many meshes, on this machine's CPU, and compare with one process",
+    ),
 }
+"""By name: what runs it, its arguments, and what it is for. Named by string, for only some of them
+need torch, which takes a second to load."""
 
 
 def main() -> None:
@@ -17,13 +28,13 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         print("usage: meshwright COMMAND ...\n")
-        for _, usage in COMMANDS.values():
-            print(f"  meshwright {usage}")
+        for name, (_, usage, purpose) in COMMANDS.items():
+            print(f"  meshwright {name} {usage}\n      {purpose}")
         return
     try:
         if name not in COMMANDS:
             raise ConfigError("", f"unknown command {name}\n  fix: {did_you_mean(name, COMMANDS)}")
-        COMMANDS[name][0](arguments)
+        resolve_name(COMMANDS[name][0])(arguments)
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)

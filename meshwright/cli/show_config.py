@@ -6,10 +6,6 @@ from textwrap import fill
 from meshwright.config.job_config import JobConfig, Section
 from meshwright.config.loader import load_config, to_toml
 
-USAGE = (
-    "config [--help] --job.config_file CONFIG [--section.key value ...]   the whole config, as TOML"
-)
-
 
 def main(arguments: Sequence[str]) -> None:
     """Print the config with all defaults, or with --help the documentation of every key."""

@@ -20,6 +20,9 @@ InputPath = Annotated[str, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
+BYTES = "bytes"
+"""Stands where a tokenizer's path would, for the one that has no file."""
+
 OUTPUT_PATH = "output path"
 
 OrFilledIn = Annotated[int, Field(ge=-1)]
@@ -68,7 +71,8 @@ class Model(Section):
     """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
 
     tokenizer_path: InputPath = ""
-    """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one."""
+    """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one; or
+    "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
 
 class Training(Section):

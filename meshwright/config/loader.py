@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.job_config import INPUT_PATH, OUTPUT_PATH, JobConfig, Section
+from meshwright.config.job_config import BYTES, INPUT_PATH, OUTPUT_PATH, JobConfig, Section
 from meshwright.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
@@ -205,7 +205,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             field = _field((name, key))
             if field is None or not (isinstance(value, str) and value):
                 continue
-            if INPUT_PATH in field.metadata:
+            if INPUT_PATH in field.metadata and value != BYTES:
                 section[key] = os.path.normpath(folder / Path(value).expanduser())
             elif OUTPUT_PATH in field.metadata:
                 section[key] = str(Path(value).expanduser())

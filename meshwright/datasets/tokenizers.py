@@ -8,6 +8,7 @@ from typing import Protocol
 import sentencepiece
 import tokenizers
 
+from meshwright.config.job_config import BYTES
 from meshwright.errors import ConfigError
 
 KEY = "model.tokenizer_path"
@@ -88,8 +89,23 @@ class HuggingFaceTokenizer:
         return text
 
 
+class ByteTokenizer:
+    """UTF-8 bytes, then BOS and EOS: needs no file."""
+
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    fingerprint = BYTES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
 def build_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in the file `path`, or in the folder `path` under its usual name.
+    """The tokenizer in the file `path`, or in the folder `path` under its usual name; or bytes.
 
     Raises:
         ConfigError: if there is none, or it cannot be read.
@@ -97,8 +113,11 @@ def build_tokenizer(path: str) -> Tokenizer:
     if not path:
         raise ConfigError(
             KEY,
-            f"{KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their folder",
+            f"{KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their folder; "
+            f"or {BYTES!r}, which needs no file",
         )
+    if path == BYTES:
+        return ByteTokenizer()
     file = Path(path)
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]

@@ -29,7 +29,7 @@ BLOCK = 1 << 16  # elements at a time: temporaries stay in the cache
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
     for name, parameter in model.named_parameters():
-        local, offset = _local_box(parameter)
+        local, offset = local_box(parameter)
         std = model.initial_std(name)
         if std is None:
             local.fill_(1.0)
@@ -38,8 +38,8 @@ def initialize(model: Decoder, seed: int) -> None:
     model.init_buffers()
 
 
-def _local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of `parameter`, and the offset of that box in the whole."""
+def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of `parameter`, sharded or not, and the offset of it in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
-from tests.helpers.ranks import tree
+from tests.helpers.files import tree
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "run_llama_train.sh"

@@ -18,7 +18,9 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "datasets optim checkpoint metrics profiling supervise",
     "specs step",
     "preflight",
-    "train cli",
+    "train",
+    "proof",
+    "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 NEEDS_NO_TORCH = ("preflight.py", "cli/main.py")

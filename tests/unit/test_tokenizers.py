@@ -24,6 +24,14 @@ def test_the_shipped_sentencepiece_model() -> None:
     assert len(ids) < 0.7 * len(TEXT.encode())
 
 
+def test_bytes_need_no_file() -> None:
+    tokenizer = build_tokenizer("bytes")
+    ids = tokenizer.encode(TEXT)
+    assert ids == list(TEXT.encode())
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == TEXT
+    assert max(*ids, tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
+
+
 @pytest.fixture
 def llama3_style(tmp_path: Path) -> Path:
     """A small byte-level BPE with Llama 3's special tokens."""

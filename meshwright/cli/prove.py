@@ -1,0 +1,47 @@
+"""`meshwright prove`: show that a config trains the same model on every mesh."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.config.loader import config_errors, load_config
+from meshwright.preflight import resolve_model
+from meshwright.proof import report
+from meshwright.proof.cases import default_cases, every_mesh, reference_case
+from meshwright.proof.prove import Row, prove
+from meshwright.proof.shrink import shrink
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the proof; exit with 1 unless every case equals one process.
+
+    Raises:
+        ConfigError: if the config cannot be read, or names no known model.
+    """
+    parser = argparse.ArgumentParser("meshwright prove", add_help=False, allow_abbrev=False)
+    parser.add_argument("--every-mesh", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    config, provenance = load_config(overrides)
+    with config_errors(provenance):
+        _, args = resolve_model(config)
+    small = shrink(config, args)
+    cases = default_cases(config, small, args)
+    if options.every_mesh:
+        cases += every_mesh(small, args)
+    folder = options.output or Path(config.job.dump_folder) / "proof"
+
+    print(f"{report.EXPLANATION}\n")
+    print(report.line(report.COLUMNS))
+    rows: list[Row] = []
+    for row in prove(reference_case(small), cases):
+        rows.append(row)
+        print(report.line(report.cells(row)), flush=True)
+        for failure in row.verdict.failures:
+            print(f"    {failure}")
+    report.write(folder, small, rows)
+    failed = sum(bool(row.verdict.failures) for row in rows)
+    print(f"\n{len(rows) - failed} of {len(rows)} cases equal one process; see {folder}/proof.html")
+    if failed:
+        sys.exit(1)

@@ -1,0 +1,146 @@
+"""From the measurements of all ranks to a verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.proof.measure import Box, Measurement
+
+LOSS_BOUND = 1e-5
+"""Relative, for the loss of every step."""
+GRADIENT_BOUND = 1e-4
+"""Relative: for a parameter's gradient the norm of the difference over the norm; also for the
+global norm of every step."""
+
+
+@dataclass
+class Verdict:
+    """How far a case is from the reference, where, and what that breaks."""
+
+    failures: list[str] = field(default_factory=list)
+    """One line each, naming the quantity or the parameter; none: the case is proved."""
+    num_different_weights: int = 0
+    num_different_samples: int = 0
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+    gradient_error: float = 0.0
+    worst_gradient: str = ""
+    """Name of the parameter."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process has seen."""
+
+    seen: Measurement
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter."""
+    gradient_norms: Mapping[str, float]
+    """2-norm of every parameter's gradient."""
+
+
+def compare(reference: Reference, ranks: Sequence[Measurement]) -> Verdict:
+    """Hold every rank's measurement against the reference."""
+    verdict = Verdict()
+    _compare_weights(verdict, reference, ranks)
+    _compare_samples(verdict, reference.seen, ranks)
+    verdict.loss_error = _compare_series(
+        verdict, "loss", reference.seen.losses, [rank.losses for rank in ranks], LOSS_BOUND
+    )
+    verdict.norm_error = _compare_series(
+        verdict,
+        "gradient norm",
+        reference.seen.grad_norms,
+        [rank.grad_norms for rank in ranks],
+        GRADIENT_BOUND,
+    )
+    _compare_gradients(verdict, reference, ranks)
+    return verdict
+
+
+def _compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]) -> None:
+    for name, shape in reference.shapes.items():
+        boxes = [(i, rank.weights[name]) for i, rank in enumerate(ranks) if name in rank.weights]
+        held = {(box.offset, box.shape) for _, box in boxes}
+        num_held = sum(math.prod(shape) for _, shape in held)
+        if num_held != math.prod(shape):
+            verdict.failures.append(
+                f"initial {name}: ranks hold {num_held} of {math.prod(shape)} elements"
+            )
+        wrong = [i for i, box in boxes if box.num_different]
+        if wrong:
+            verdict.num_different_weights += sum(box.num_different for _, box in boxes)
+            verdict.failures.append(f"initial {name}: differs on rank {_ranks(wrong)}")
+
+
+def _compare_samples(
+    verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement]
+) -> None:
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        for place, sample in rank.samples.items():
+            if sample != reference.samples.get(place):
+                found.setdefault(place, []).append(number)
+    verdict.num_different_samples = len(found)
+    if found:
+        (step, index), wrong = min(found.items())
+        verdict.failures.append(
+            f"batches: {len(found)} samples differ; the first is sample {index} of step {step}, "
+            f"on rank {_ranks(wrong)}"
+        )
+    read = {place for rank in ranks for place in rank.samples}
+    if missing := reference.samples.keys() - read:
+        verdict.failures.append(f"batches: {len(missing)} samples are read by no rank")
+
+
+def _compare_series(
+    verdict: Verdict,
+    quantity: str,
+    wanted: Sequence[float],
+    ranks: Sequence[Sequence[float]],
+    bound: float,
+) -> float:
+    """Largest relative error over steps and ranks."""
+    errors = [
+        (_relative(abs(got - want), want), step, rank, got, want)
+        for rank, series in enumerate(ranks)
+        for step, (got, want) in enumerate(zip(series, wanted, strict=True), 1)
+    ]
+    bad = [entry for entry in errors if not entry[0] <= bound]
+    if bad:
+        error, step, rank, got, want = min(bad, key=lambda entry: entry[1])
+        verdict.failures.append(
+            f"{quantity}: {got:.7g} instead of {want:.7g} at step {step} on rank {rank}, "
+            f"relative error {error:.1e}"
+        )
+    return max(error for error, *_ in errors)
+
+
+def _compare_gradients(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]
+) -> None:
+    bad = []
+    for name, norm in reference.gradient_norms.items():
+        worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
+        for rank in ranks:
+            if (box := rank.gradients.get(name)) is not None:
+                worst[box.offset] = _larger(worst.get(box.offset, 0.0), box)
+        error = _relative(math.sqrt(sum(worst.values())), norm)
+        if not error <= verdict.gradient_error:
+            verdict.gradient_error, verdict.worst_gradient = error, name
+        if not error <= GRADIENT_BOUND:
+            bad.append((error, name))
+    for error, name in sorted(bad, reverse=True):
+        verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
+
+
+def _larger(error: float, box: Box) -> float:
+    return box.error if math.isnan(box.error) else max(error, box.error)
+
+
+def _relative(difference: float, of: float) -> float:
+    return difference / of if of else (0.0 if difference == 0 else math.inf)
+
+
+def _ranks(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))

@@ -1,0 +1,93 @@
+"""Real gloo ranks: processes that are started once and then run many functions.
+
+Starting one takes seconds, nearly all of them `import torch`; a case takes less.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank."""
+
+
+class RankPool:
+    """`world_size` CPU ranks in one process group, that run functions sent to them.
+
+    Args:
+        timeout_s: for a collective: a deadlock fails after that, not after half an hour.
+    """
+
+    def __init__(self, world_size: int, timeout_s: int = 60) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        # the ranks meet at a file: a free port is a race
+        url = f"file://{self._folder.name}/meet"
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, world_size, url, timeout_s, theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()  # else a rank that dies is never noticed
+
+    def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
+        """`fn(*args)` on every rank; what each returned. `fn` must be a module's own function.
+
+        Raises:
+            RankError: with the traceback of the first rank to fail; the pool is then closed.
+        """
+        results: dict[int, Any] = {}
+        for connection in self._connections:
+            connection.send((fn, args))
+        while len(results) < len(self._connections):
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
+            for ready in wait(waiting):
+                assert isinstance(ready, Connection)
+                rank = self._connections.index(ready)
+                try:
+                    is_ok, results[rank] = ready.recv()
+                except EOFError:
+                    is_ok, results[rank] = False, "its process ended"
+                if not is_ok:
+                    self.close()
+                    raise RankError(f"rank {rank}: {results[rank]}")
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> None:
+        """End the ranks, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    # each rank would keep a pool of compilers, whose locks outlive it when it is killed
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
+    while True:
+        try:
+            fn, args = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send((True, fn(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))

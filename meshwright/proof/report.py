@@ -1,0 +1,121 @@
+"""A proof for people (a table, a page) and for programs (JSON)."""
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import meshwright
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
+from meshwright.proof.compare import GRADIENT_BOUND, LOSS_BOUND
+from meshwright.proof.prove import Row
+
+COLUMNS = (
+    *(
+        "case",
+        "ranks",
+        "weights",
+        "batches",
+        "loss",
+        "norm",
+        "gradient",
+        "of",
+        "seconds",
+        "verdict",
+    ),
+)
+EXPLANATION = (
+    "Every case trains the same small model as one process does. weights, batches: how many "
+    "initial weights and samples differ, bit by bit. loss, norm: largest relative error of the "
+    "loss and of the gradient norm, over all steps and ranks. gradient: largest relative error "
+    "(norm of the difference over norm) of a parameter's gradient at step 1, and the parameter. "
+    f"Bounds: 0, 0, {LOSS_BOUND:g}, {GRADIENT_BOUND:g}, {GRADIENT_BOUND:g}."
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The row as text, in the order of `COLUMNS`."""
+    verdict = row.verdict
+    return (
+        row.case.name,
+        str(row.case.world_size),
+        str(verdict.num_different_weights),
+        str(verdict.num_different_samples),
+        f"{verdict.loss_error:.1e}",
+        f"{verdict.norm_error:.1e}",
+        f"{verdict.gradient_error:.1e}",
+        verdict.worst_gradient or "-",
+        f"{row.seconds:.1f}",
+        "FAILED" if verdict.failures else "equal",
+    )
+
+
+def line(texts: Sequence[str]) -> str:
+    """One line of the table on a console."""
+    widths = (48, 5, 7, 7, 8, 8, 8, 32, 7, 7)
+    return "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
+
+
+def write(folder: Path, small: JobConfig, rows: Sequence[Row]) -> None:
+    """Write `proof.json`, `proof.html` and `proof.md` (the table alone, for documents)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "proof.json").write_text(json.dumps(_as_json(small, rows), indent=1), "utf-8")
+    (folder / "proof.html").write_text(_as_html(small, rows), "utf-8")
+    table = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    table += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    (folder / "proof.md").write_text("\n".join(table) + "\n", "utf-8")
+
+
+def _as_json(small: JobConfig, rows: Sequence[Row]) -> dict[str, object]:
+    return {
+        "proved": not any(row.verdict.failures for row in rows),
+        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+        "bounds": {"loss": LOSS_BOUND, "grad_norm": GRADIENT_BOUND, "gradient": GRADIENT_BOUND},
+        "config": small.model_dump(),
+        "cases": [
+            {
+                "name": row.case.name,
+                "ranks": row.case.world_size,
+                "seconds": round(row.seconds, 2),
+                **dataclasses.asdict(row.verdict),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _as_html(small: JobConfig, rows: Sequence[Row]) -> str:
+    failed = sum(bool(row.verdict.failures) for row in rows)
+    title = f"{len(rows) - failed} of {len(rows)} cases equal one process"
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    body = "".join(
+        f'<tr class="{"bad" if row.verdict.failures else "good"}">'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
+        + "</tr>"
+        for row in rows
+    )
+    failures = "".join(
+        f"<h2>{html.escape(row.case.name)}</h2><ul>"
+        + "".join(f"<li><pre>{html.escape(text)}</pre></li>" for text in row.verdict.failures)
+        + "</ul>"
+        for row in rows
+        if row.verdict.failures
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ text-align: left; padding: .2rem .7rem; border-bottom: 1px solid #ddd }}
+.bad td:last-child {{ color: #b00; font-weight: bold }} .good td:last-child {{ color: #070 }}
+pre {{ white-space: pre-wrap }}
+</style></head><body>
+<h1>{title}</h1><p>{html.escape(EXPLANATION)}</p>
+<table><tr>{head}</tr>{body}</table>{failures}
+<h2>Versions</h2><p>meshwright {meshwright.__version__}, torch {torch.__version__}</p>
+<h2>The small job</h2><pre>{html.escape(to_toml(small, True))}</pre>
+</body></html>
+"""

@@ -1,0 +1,73 @@
+"""A user's config as a small job with the same structure. Free of torch."""
+
+import math
+
+from meshwright.config.job_config import (
+    BYTES,
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    JobConfig,
+    Metrics,
+    Parallelism,
+    Profiling,
+)
+from meshwright.models.llama import LlamaArgs
+
+GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
+SEQ_LEN = 32
+STEPS = 20
+NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
+VOCAB_SIZE = 259  # odd, and room for bytes
+HEAD_DIM = 4
+LARGEST_TP = 4
+
+
+def largest_tp(args: LlamaArgs) -> int:
+    """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut."""
+    return math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim, LARGEST_TP)
+
+
+def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
+    """The job on one process that every mesh is compared with.
+
+    Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
+    clipping. Replaced: dimensions, by small ones that divide where the user's do and are odd where
+    that finds mistakes; data, by the standard library's source as bytes; precision, by fp32.
+    """
+    tp = largest_tp(args)
+    kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
+    heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
+    dimensions = {
+        "dim": heads * HEAD_DIM,
+        "n_layers": NUM_LAYERS,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "hidden_dim": 22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
+        "vocab_size": VOCAB_SIZE,
+    }
+    model = {"args": config.model.args | dimensions, "tokenizer_path": BYTES}
+    training = {
+        "dataset": "python_stdlib",
+        "dataset_path": "",
+        "local_batch_size": GLOBAL_BATCH,
+        "global_batch_size": GLOBAL_BATCH,
+        "seq_len": SEQ_LEN,
+        "steps": STEPS,
+        "mixed_precision_param": "float32",
+        "mixed_precision_reduce": "float32",
+    }
+    warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "training": config.training.model_copy(update=training),
+            "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
+            "parallelism": Parallelism(),
+            "activation_checkpoint": ActivationCheckpoint(),
+            "compile": Compile(),
+            "checkpoint": Checkpoint(),
+            "metrics": Metrics(enable_tensorboard=False),
+            "profiling": Profiling(),
+        }
+    )
