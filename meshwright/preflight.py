@@ -143,10 +143,9 @@ def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     per_microbatch = dp * training.local_batch_size
     pipeline_split.check_schedule(
-        parallelism,
-        training.global_batch_size // per_microbatch,
-        per_microbatch,
-        config.compile.enable,
+        config,
+        num_microbatches=training.global_batch_size // per_microbatch,
+        per_microbatch=per_microbatch,
     )
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwright.config.job_config import Parallelism
+from meshwright.config.job_config import JobConfig, Parallelism
 from meshwright.errors import check, did_you_mean
 
 
@@ -16,7 +16,7 @@ class Schedule:
     is_v: bool = False
     """Rank r of p has stages r and 2p - 1 - r, else r, r + p, r + 2p, ..."""
     splits_backward: bool = False
-    """Gradients of inputs and of weights are computed apart, which compiled blocks cannot."""
+    """Gradients of inputs and of weights are computed in two passes through the graph."""
     microbatches: str = ""
     """Rule on their number. stages: at least one a stage; rounds: full rounds over the ranks."""
 
@@ -56,9 +56,7 @@ def num_stages(parallelism: Parallelism) -> int:
     return per_rank * parallelism.pipeline_parallel_degree
 
 
-def check_schedule(
-    parallelism: Parallelism, num_microbatches: int, per_microbatch: int, is_compiled: bool
-) -> None:
+def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: int) -> None:
     """Check that the schedule can run.
 
     Args:
@@ -66,8 +64,9 @@ def check_schedule(
         per_microbatch: sequences in one over all ranks.
 
     Raises:
-        ConfigError: if it has too few microbatches, or what it does cannot be compiled.
+        ConfigError: if it has too few microbatches, or cannot be combined with what else is asked.
     """
+    parallelism = config.parallelism
     ranks, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if ranks == 1:
         return
@@ -88,13 +87,23 @@ def check_schedule(
         f"makes {num_microbatches} microbatches of {per_microbatch} sequences; {rule}",
         f"the nearest is {nearest * per_microbatch}; or lower training.local_batch_size",
     )
-    check(
-        not (is_compiled and SCHEDULES[name].splits_backward),
-        "parallelism.pipeline_parallel_schedule",
-        name,
-        "computes gradients of inputs and of weights apart, which compiled blocks cannot",
-        "set compile.enable = false, or choose Interleaved1F1B",
-    )
+    if SCHEDULES[name].splits_backward:
+        key, what = "parallelism.pipeline_parallel_schedule", "computes gradients in two passes"
+        check(
+            not config.compile.enable,
+            key,
+            name,
+            f"{what}, which compiled blocks cannot",
+            "set compile.enable = false, or choose Interleaved1F1B",
+        )
+        ac = config.activation_checkpoint
+        check(
+            ac.mode != "selective" or ac.selective_ac_option != "op",
+            key,
+            name,
+            f"{what}, and what activation checkpointing saves by op is gone after the first",
+            'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
+        )
 
 
 def assign_modules(

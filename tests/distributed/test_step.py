@@ -153,6 +153,24 @@ def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
     on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1F1B", {"compile_backend": "inductor"}),
+        ("Interleaved1F1B", {"compile_backend": "inductor", "ac_mode": "selective"}),
+        ("1F1B", {"ac_mode": "full"}),
+        ("ZBVZeroBubble", {"ac_mode": "full"}),
+        ("DualPipeV", {"ac_mode": "selective", "selective_ac_option": "2"}),
+        ("1F1B", {"reshard_after_forward": "always"}),
+        ("1F1B", {"enable_loss_parallel": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_options_in_a_pipeline(on_ranks, schedule, options) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2, tp=2)
+    on_ranks(4, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
+
+
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, loss_parallel, args) -> None:

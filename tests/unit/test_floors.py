@@ -23,7 +23,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-NEEDS_NO_TORCH = ("preflight.py", "cli/main.py")
+NEEDS_NO_TORCH = ("preflight.py", "cli/check_job.py", "cli/show_config.py")
 
 
 def imports(file: Path) -> set[str]:
@@ -64,7 +64,7 @@ def test_checking_a_config_does_not_import_torch(start: str) -> None:
                 path = PACKAGE.joinpath(*parts[1:])
                 candidates = [path.with_suffix(".py"), path / "__init__.py"]
                 todo += [c for c in candidates if c.exists() and c not in seen]
-    assert len(seen) > 5
+    assert len(seen) > 3
 
 
 def test_what_the_model_table_names_exists() -> None:

@@ -1,0 +1,197 @@
+"""Which modules each stage gets, and every way to ask for a pipeline that cannot be."""
+
+import pytest
+
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.parallelisms.pipeline_split import SCHEDULES, split_evenly, stages_of_rank
+from meshwright.preflight import preflight
+
+PIPELINE = {
+    "parallelism.pipeline_parallel_degree": 2,
+    "parallelism.data_parallel_shard_degree": 1,
+    "model.tokenizer_path": "bytes",
+    "training.local_batch_size": 1,
+}
+
+
+def plan(world_size: int = 2, **keys: object):
+    words = {**PIPELINE, **{key.replace("__", "."): value for key, value in keys.items()}}
+    config, _ = load_config([f"--{key}={value}" for key, value in words.items()])
+    return preflight(config, world_size)
+
+
+def sizes(parts: list[list[str]]) -> list[int]:
+    """Layers of each stage."""
+    return [sum(name.startswith("layers.") for name in part) for part in parts]
+
+
+def test_layers_are_dealt_out_evenly_and_in_order() -> None:
+    parts = split_evenly(10, 4, layer=1, embedding=0, output=0)
+    assert sorted(sizes(parts)) == [2, 2, 3, 3]
+    names = [name for part in parts for name in part]
+    layers = [f"layers.{i}" for i in range(10)]
+    assert names == ["tok_embeddings", *layers, "norm", "output"]
+
+
+@pytest.mark.parametrize(
+    ("embedding", "output", "want"),
+    [
+        (0, 200, [4, 4, 4, 2]),
+        (100, 100, [3, 4, 4, 3]),
+        (200, 0, [2, 4, 4, 4]),
+        (900, 900, [1, 6, 6, 1]),
+    ],
+)
+def test_embedding_and_output_weigh(embedding, output, want) -> None:
+    parts = split_evenly(sum(want), 4, layer=100, embedding=embedding, output=output)
+    assert sizes(parts) == want
+
+
+def test_a_large_vocabulary_takes_the_place_of_layers() -> None:
+    # 2048 x 256 weights at each end are little beside a layer; 40,000 x 256 are as eleven layers
+    assert sizes(plan().stage_modules) == [3, 3]
+    many = plan(model__args__n_layers=12, model__args__vocab_size=4 * 2048, world_size=2)
+    assert sizes(many.stage_modules) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [("1F1B", [[0], [1]]), ("Interleaved1F1B", [[0, 2], [1, 3]]), ("DualPipeV", [[0, 3], [1, 2]])],
+)
+def test_which_rank_has_which_stages(schedule, want) -> None:
+    stages = sum(map(len, want))
+    assert [stages_of_rank(rank, 2, stages, schedule) for rank in (0, 1)] == want
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
+    made = plan(parallelism__pipeline_parallel_schedule=schedule)
+    assert made.num_microbatches == len(made.stage_modules)
+
+
+def test_an_explicit_split() -> None:
+    parts = [
+        ["tok_embeddings", "layers.0"],
+        [f"layers.{i}" for i in range(1, 6)] + ["norm", "output"],
+    ]
+    written = str(parts).replace("'", '"')
+    assert plan(parallelism__module_fqns_per_model_part=written).stage_modules == parts
+
+
+def _parts(*parts: str) -> dict[str, str]:
+    quoted = ", ".join(
+        "[" + ", ".join(f'"{name}"' for name in part.split()) + "]" for part in parts
+    )
+    return {"parallelism__module_fqns_per_model_part": f"[{quoted}]"}
+
+
+LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says", "fix"),
+    [
+        (
+            {"training__global_batch_size": 1},
+            "makes 1 microbatches of 1 sequences; 1F1B needs at least one a stage, 2",
+            "the nearest is 2",
+        ),
+        (
+            {
+                "training__global_batch_size": 5,
+                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+            },
+            "needs at least one a rank, 2, and full rounds over the ranks",
+            "the nearest is 6",
+        ),
+        (
+            {
+                "training__global_batch_size": 3,
+                "parallelism__pipeline_parallel_schedule": "DualPipeV",
+            },
+            "DualPipeV needs at least one a stage, 4",
+            "the nearest is 4",
+        ),
+        (
+            {"training__global_batch_size": 1, "parallelism__pipeline_parallel_schedule": "GPipe"},
+            "GPipe needs at least one a rank, 2",
+            "the nearest is 2",
+        ),
+        (
+            {"model__args__n_layers": 1},
+            "makes 2 stages, but the model has 1 layers",
+            "use at most 1",
+        ),
+        (
+            {"parallelism__pipeline_parallel_stages_per_rank": 2},
+            "schedule 1F1B takes 1",
+            "set it to 1, or choose another",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "parallelism__pipeline_parallel_stages_per_rank": 3,
+            },
+            "schedule ZBVZeroBubble takes 2",
+            "set it to 2",
+        ),
+        (
+            {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble", "compile__enable": "true"},
+            "which compiled blocks cannot",
+            "set compile.enable = false",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
+                "activation_checkpoint__mode": "selective",
+            },
+            "saves by op is gone after the first",
+            'selective_ac_option = "2"',
+        ),
+        (
+            {"model__args__tie_embeddings": "true"},
+            "would share the embedding",
+            "model.args.tie_embeddings = false",
+        ),
+        (
+            _parts(f"tok_embeddings {LAYERS} norm output"),
+            "has 1 parts for 2 stages",
+            "merge or split parts",
+        ),
+        (
+            _parts("tok_embeddings layers.0", "layers.1 layers.2 norm output"),
+            "layers.3 is there 0 times",
+            "name it once",
+        ),
+        (
+            _parts("tok_embeddings layer.0", "layers.1 norm output"),
+            "no such module",
+            "did you mean layers.0?",
+        ),
+        (
+            _parts(
+                f"tok_embeddings {LAYERS}".replace("layers.0 layers.1", "layers.1 layers.0"),
+                "norm output",
+            ),
+            "is not in the order of the model",
+            "the order is",
+        ),
+        (_parts("tok_embeddings", f"{LAYERS} norm output"), "a stage needs a layer", ""),
+        (_parts(f"tok_embeddings {LAYERS} norm", "output"), "a stage needs a layer", ""),
+    ],
+)
+def test_what_cannot_be(keys, says, fix) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(**keys)
+    assert says in str(error.value)
+    assert fix in str(error.value)
+
+
+def test_a_split_without_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match="there is no pipeline"):
+        plan(
+            1,
+            parallelism__pipeline_parallel_degree=1,
+            **_parts(f"tok_embeddings {LAYERS} norm output"),
+        )
