@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.config.checks import check_divisible, check_sections
 from meshwright.config.loader import config_errors, load_config
 from meshwright.preflight import resolve_model
 from meshwright.proof import report
@@ -17,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the proof; exit with 1 unless every case equals one process.
 
     Raises:
-        ConfigError: if the config cannot be read, or names no known model.
+        ConfigError: if the config could not run on any number of ranks.
     """
     parser = argparse.ArgumentParser("meshwright prove", add_help=False, allow_abbrev=False)
     parser.add_argument("--every-mesh", action="store_true")
@@ -25,7 +26,9 @@ def main(arguments: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(arguments)
     config, provenance = load_config(overrides)
     with config_errors(provenance):
+        check_sections(config)
         _, args = resolve_model(config)
+        check_divisible(config, args)
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if options.every_mesh:

@@ -169,6 +169,15 @@ def test_what_is_kept_and_what_is_not() -> None:
     assert plan.model_args.n_kv_heads % largest_tp(tied) == 0
 
 
+def test_a_config_that_cannot_run_is_not_proved(monkeypatch, capsys) -> None:
+    arguments = ["prove", "--parallelism.tensor_parallel_degree", "3"]
+    monkeypatch.setattr("sys.argv", ["meshwright", *arguments])
+    with pytest.raises(SystemExit) as exit_code:
+        main()
+    assert exit_code.value.code == 2
+    assert "does not divide n_heads = 8" in capsys.readouterr().err
+
+
 def test_the_command(tmp_path, monkeypatch, capsys) -> None:
     arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
     monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])

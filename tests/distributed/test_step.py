@@ -215,6 +215,33 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
     on_ranks(2, _bf16_loss)
 
 
+def _bf16_figures(pp: int) -> tuple[float, float]:
+    """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
+    model, meshes = parallel_llama(
+        ParallelDims(dp_replicate=1, dp_shard=1, pp=pp),
+        DEEP,
+        param_dtype=torch.bfloat16,
+        microbatches=(2, 4),
+    )
+    batches = list(zip(*(part.split(4) for part in global_batch(1)), strict=True))
+    result = train_step(
+        model,
+        batches,
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    return result.loss.item(), result.grad_norm.item()
+
+
+def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
+    (alone,) = on_ranks(1, _bf16_figures, 1)
+    for figures in on_ranks(2, _bf16_figures, 2):
+        assert figures == pytest.approx(alone, rel=1e-6)  # bf16 that differed would show at 1e-3
+
+
 class NoSync(TorchDispatchMode):
     """Fails on what would make the host wait for a device: reading a tensor's value."""
 
