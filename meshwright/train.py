@@ -134,6 +134,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         min_lr_factor=schedule.min_lr_factor,
     )
     health = Health.on(device)
+    reduction = config.parallelism.fsdp_reduce_gradients
 
     with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
         for step in range(saved["step"] + 1, steps + 1):
@@ -155,6 +156,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 max_norm=config.training.max_norm,
                 meshes=meshes,
                 health=health,
+                reduce_every_microbatch=reduction == "every_microbatch",
             )
             reporter.count(data_time_s)
 

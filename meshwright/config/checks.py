@@ -101,6 +101,20 @@ def check_sections(config: JobConfig) -> None:
         f"is less than profiler_warmup + profiler_active = {needed}",
         f"raise it to {needed} or more",
     )
+    _check_fsdp(config)
+
+
+def _check_fsdp(config: JobConfig) -> None:
+    """Options of FSDP that a pipeline leaves no room for."""
+    parallelism = config.parallelism
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    check(
+        not has_pipeline or parallelism.fsdp_reduce_gradients == "last_microbatch",
+        "parallelism.fsdp_reduce_gradients",
+        parallelism.fsdp_reduce_gradients,
+        "a pipeline's schedule reduces gradients once, after its last microbatch",
+        "leave it out, or set parallelism.pipeline_parallel_degree = 1",
+    )
 
 
 class HasHeads(Protocol):

@@ -193,6 +193,10 @@ class Parallelism(Section):
     block, whose backward comes next; with a pipeline none, for every microbatch would gather them
     again."""
 
+    fsdp_reduce_gradients: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
+    """When gradients are reduce-scattered. last_microbatch: once a step, until when every rank has
+    all of them; every_microbatch: it keeps its shard alone. Copies (HSDP) add up once a step."""
+
 
 class ActivationCheckpoint(Section):
     """[activation_checkpoint] What backward recomputes instead of keeping in memory."""

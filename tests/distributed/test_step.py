@@ -49,7 +49,11 @@ def reference(args: LlamaArgs) -> tuple[list[tuple[float, float]], dict[str, tor
 
 
 def steps_on_mesh(
-    dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs = TINY
+    dims: ParallelDims,
+    num_microbatches: int,
+    options: dict,
+    args: LlamaArgs = TINY,
+    reduce_every_microbatch: bool = False,
 ) -> None:
     # inductor adds in another order, and three steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
@@ -68,6 +72,7 @@ def steps_on_mesh(
             max_norm=0.5,
             meshes=meshes,
             health=health,
+            reduce_every_microbatch=reduce_every_microbatch,
         )
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
@@ -109,6 +114,16 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
 def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
+)
+def test_reducing_every_microbatch_does_not_change_the_numbers(
+    on_ranks, replicate, shard, tp
+) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+    on_ranks(replicate * shard * tp, steps_on_mesh, dims, 2, {}, TINY, True)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +254,10 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives() -> Counter[str]:
+def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
-    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    model, meshes = parallel_llama(dims)
+    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
             model,
@@ -252,14 +267,19 @@ def _collectives() -> Counter[str]:
             max_norm=0.5,
             meshes=meshes,
             health=Health.on(torch.device("cpu")),
+            reduce_every_microbatch=reduce_every_microbatch,
         )
     return counter.counts
 
 
-def test_gradients_are_reduced_once_a_step(on_ranks) -> None:
+@pytest.mark.parametrize(("replicate", "every"), [(1, False), (1, True), (2, False), (2, True)])
+def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
     groups = 2 + TINY.n_layers  # embedding, blocks, output
-    for counts in on_ranks(2, _collectives):
-        assert counts["_reduce_scatter_base_"] == groups
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=2)
+    for counts in on_ranks(dims.dp, _collectives, dims, every):
+        assert counts["_reduce_scatter_base_"] == groups * (4 if every else 1)
+        # the number of labels, and the loss with the norm; and copies add up gradients once a step
+        assert counts["allreduce_"] == 2 + (groups if replicate > 1 else 0)
         # every group for every forward, and for every backward but the last block and the output
         assert counts["_allgather_base_"] == 4 * (groups + groups - 2)
 

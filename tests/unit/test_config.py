@@ -126,6 +126,9 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -174,6 +177,10 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
+        (
+            [*PIPELINE, "--parallelism.fsdp_reduce_gradients", "every_microbatch"],
+            "a pipeline's schedule reduces gradients once",
+        ),
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
