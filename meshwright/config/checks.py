@@ -109,6 +109,13 @@ def _check_fsdp(config: JobConfig) -> None:
     parallelism = config.parallelism
     has_pipeline = parallelism.pipeline_parallel_degree > 1
     check(
+        not has_pipeline or parallelism.fsdp_prefetch_layers == 1,
+        "parallelism.fsdp_prefetch_layers",
+        parallelism.fsdp_prefetch_layers,
+        "a pipeline's stages stay gathered, there is nothing to gather ahead",
+        "leave it out, or set parallelism.pipeline_parallel_degree = 1",
+    )
+    check(
         not has_pipeline or parallelism.fsdp_reduce_gradients == "last_microbatch",
         "parallelism.fsdp_reduce_gradients",
         parallelism.fsdp_reduce_gradients,

@@ -193,6 +193,10 @@ class Parallelism(Section):
     block, whose backward comes next; with a pipeline none, for every microbatch would gather them
     again."""
 
+    fsdp_prefetch_layers: PositiveInt = 1
+    """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
+    and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
+
     fsdp_reduce_gradients: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
     """When gradients are reduce-scattered. last_microbatch: once a step, until when every rank has
     all of them; every_microbatch: it keeps its shard alone. Copies (HSDP) add up once a step."""

@@ -1,9 +1,10 @@
 """FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
-import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -20,6 +21,7 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: Reshard,
+    prefetch_layers: int = 1,
 ) -> None:
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
@@ -31,28 +33,55 @@ def apply_fsdp(
         mesh: (fsdp) or (dp_replicate, fsdp).
         param_dtype: of the gathered parameters, and with them of activations.
         reduce_dtype: in which gradients are summed.
+        prefetch_layers: groups gathered ahead of the one that computes, at least 1.
     """
     # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
     # would also cast the fp32 rotary cache, which is an input of each block.
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision)
+
+    def shard(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+        return fully_shard(
+            [*modules],
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+        )[0]
+
     never = reshard_after_forward == "never"
     is_tied = isinstance(model.output, TiedProjection)
+    groups: list[FSDPModule] = []  # in the order of forward
     if model.tok_embeddings is not None and not is_tied:
-        shard(model.tok_embeddings, reshard_after_forward=not never)
+        groups.append(shard(model.tok_embeddings, reshard_after_forward=not never))
     *blocks, last = model.layers.values()
     for block in blocks:
-        shard(block, reshard_after_forward=not never)
+        groups.append(shard(block, reshard_after_forward=not never))
     # backward begins with these two: freed, they would be gathered twice in a row
     at_end = reshard_after_forward == "always"
-    shard(last, reshard_after_forward=at_end)
+    groups.append(shard(last, reshard_after_forward=at_end))
     if model.norm is not None and model.output is not None and not is_tied:
-        shard([model.norm, model.output], reshard_after_forward=at_end)
-    shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
+        groups.append(shard(model.norm, model.output, reshard_after_forward=at_end))
+    # a tied embedding, needed at both ends, stays here
+    root = shard(model, reshard_after_forward=False)
+    if prefetch_layers > 1:  # one is what FSDP2 does by itself
+        _prefetch(root, groups, prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
+
+
+def _prefetch(root: FSDPModule, groups: Sequence[FSDPModule], ahead: int) -> None:
+    """Make each group gather the next `ahead` of them too, before it computes.
+
+    Args:
+        groups: in the order of forward, without `root`, which forward and backward both meet first
+            (a tied embedding is in its group).
+    """
+    forward, backward = [root, *groups], [root, *reversed(groups)]
+    for index in range(len(forward)):
+        following = slice(index + 1, index + 1 + ahead)
+        forward[index].set_modules_to_forward_prefetch(forward[following])
+        backward[index].set_modules_to_backward_prefetch(backward[following])
 
 
 def sum_gradients(model: Decoder) -> None:

@@ -19,6 +19,7 @@ def parallelize_llama(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: data_parallel.Reshard = "default",
+    prefetch_layers: int = 1,
     enable_loss_parallel: bool = True,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
@@ -50,4 +51,5 @@ def parallelize_llama(
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=reshard_after_forward,
+            prefetch_layers=prefetch_layers,
         )

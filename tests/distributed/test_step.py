@@ -1,6 +1,7 @@
 """The step on several ranks against a loop in plain PyTorch on one."""
 
 import dataclasses
+import functools
 from collections import Counter
 
 import pytest
@@ -106,10 +107,12 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
         {"ac_mode": "selective", "selective_ac_option": "2"},
         {"reshard_after_forward": "always"},
         {"reshard_after_forward": "never"},
+        {"prefetch_layers": 2},
+        {"prefetch_layers": 9, "ac_mode": "full"},
         {"compile_backend": "inductor"},
         {"compile_backend": "inductor", "ac_mode": "selective"},
     ],
-    ids=lambda options: "-".join(options.values()),
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
@@ -282,6 +285,53 @@ def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
         assert counts["allreduce_"] == 2 + (groups if replicate > 1 else 0)
         # every group for every forward, and for every backward but the last block and the output
         assert counts["_allgather_base_"] == 4 * (groups + groups - 2)
+
+
+def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
+    """All-gathers issued when each block begins forward, and those of backward at its backward."""
+    model, _ = parallel_llama(
+        ParallelDims(dp_replicate=1, dp_shard=2),
+        args,
+        prefetch_layers=ahead,
+        reshard_after_forward="always",
+    )
+    forward: list[int] = []
+    backward: list[int] = []
+    tokens, _ = global_batch(1)
+    with CountCollectives() as counter:
+        gathers = functools.partial(counter.counts.__getitem__, "_allgather_base_")
+        for block in model.layers.values():
+            # hooks on its first and its last product: hooks on the block could come before FSDP's
+            block.attention.wq.register_forward_pre_hook(lambda m, i: forward.append(gathers()))
+            block.feed_forward.w2.register_full_backward_pre_hook(
+                lambda m, g: backward.append(gathers())
+            )
+        loss = model.stages[0](tokens).sum()
+        before = gathers()
+        loss.backward()
+    return forward, [count - before for count in backward]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_layers_are_gathered_ahead(on_ranks, ahead) -> None:
+    args = dataclasses.replace(TINY, n_layers=5)
+    # in forward the embedding comes before the blocks, in backward the output. FSDP2's own
+    # prefetching waits in forward for the next module, which a GPU's queue makes one ahead
+    early = ahead if ahead > 1 else 0
+    forward = [min(2 + block + early, 7) for block in range(5)]
+    backward = [min(2 + block + ahead, 7) for block in range(5)]
+    for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
+        assert seen == (forward, backward)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None:
+    args = dataclasses.replace(TIED, n_layers=5)
+    early = ahead if ahead > 1 else 0
+    forward = [min(2 + block + early, 6) for block in range(5)]
+    backward = [min(1 + block + ahead, 5) for block in range(5)]  # the embedding is still there
+    for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
+        assert seen == (forward, backward)
 
 
 def _bad_second_step() -> tuple[int, int]:

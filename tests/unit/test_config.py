@@ -178,6 +178,10 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
         (
+            [*PIPELINE, "--parallelism.fsdp_prefetch_layers", "2"],
+            "there is nothing to gather ahead",
+        ),
+        (
             [*PIPELINE, "--parallelism.fsdp_reduce_gradients", "every_microbatch"],
             "a pipeline's schedule reduces gradients once",
         ),
