@@ -211,6 +211,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         activation_shape=(training.local_batch_size, training.seq_len, args.dim),
         vocab_size=args.vocab_size,
         dtype=dtype,
+        master_dtype=getattr(torch, training.dtype),
         device=device,
     )
 

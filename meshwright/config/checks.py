@@ -101,6 +101,14 @@ def check_sections(config: JobConfig) -> None:
         f"is less than profiler_warmup + profiler_active = {needed}",
         f"raise it to {needed} or more",
     )
+    training = config.training
+    check(
+        training.dtype == "float32" or training.mixed_precision_param == training.dtype,
+        "training.dtype",
+        training.dtype,
+        f"leaves no bits for mixed_precision_param = {training.mixed_precision_param!r}",
+        'set training.mixed_precision_param = "bfloat16"',
+    )
     _check_fsdp(config)
 
 

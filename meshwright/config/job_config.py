@@ -100,8 +100,12 @@ class Training(Section):
     steps: PositiveInt = 10000
     """Optimizer steps of the whole job, those before a resume included."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
+    but updates below about 2^-9 of a weight are lost."""
+
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of parameters and activations in forward and backward; the optimizer sees fp32."""
+    """Type of parameters and activations in forward and backward."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
@@ -117,7 +121,7 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    """[optimizer] Fused AdamW or Adam over fp32 master weights."""
+    """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Adam differs in adding weight decay to the gradient."""
@@ -199,7 +203,8 @@ class Parallelism(Section):
 
     fsdp_reduce_gradients: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
     """When gradients are reduce-scattered. last_microbatch: once a step, until when every rank has
-    all of them; every_microbatch: it keeps its shard alone. Copies (HSDP) add up once a step."""
+    all of them; every_microbatch: it keeps the sum of its shard alone, in `training.dtype`. Copies
+    (HSDP) add up once a step."""
 
 
 class ActivationCheckpoint(Section):

@@ -43,6 +43,7 @@ def build_local_model(
     activation_shape: tuple[int, int, int],
     vocab_size: int,
     dtype: torch.dtype,
+    master_dtype: torch.dtype,
     device: torch.device,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and parallelise them, and give them memory.
@@ -55,12 +56,15 @@ def build_local_model(
         stage_modules: names of the modules of every stage; one stage: no pipeline.
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
+        master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
     """
     num_stages, stages = len(stage_modules), {}
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
         keep_modules(stages[index], stage_modules[index])
+        for parameter in stages[index].parameters():
+            parameter.data = parameter.data.to(master_dtype)
         parallelize(stages[index])
         stages[index].to_empty(device=device)
     if num_stages == 1:

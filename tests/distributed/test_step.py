@@ -215,6 +215,46 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
     on_ranks(2, _bf16_loss)
 
 
+def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
+    model, meshes = parallel_llama(
+        dims,
+        param_dtype=torch.bfloat16,
+        master_dtype=torch.bfloat16,
+        microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
+    )
+    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    size, rank = GLOBAL_BATCH // (dims.dp * num_microbatches), meshes.dp.get_local_rank()
+    for step, want in enumerate(reference(TINY)[0], 1):
+        parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
+        result = train_step(
+            model,
+            list(zip(*parts, strict=True)),
+            optimizer,
+            step=step,
+            max_norm=0.5,
+            meshes=meshes,
+            health=health,
+        )
+        # the 8 bits of a weight after an update of half its size
+        assert result.loss.item() == pytest.approx(want[0], rel=5e-3), f"step {step}"
+        assert result.grad_norm.item() == pytest.approx(want[1], rel=5e-2), f"step {step}"
+    assert result.grad_norm.dtype == result.loss.dtype == torch.float32
+    state = [tensor for slot in optimizer.state.values() for tensor in slot.values()]
+    assert {tensor.dtype for tensor in state if tensor.dim()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in state if not tensor.dim()} == {torch.float32}  # step counts
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for stage in model.stages:
+        assert {buffer.dtype for buffer in stage.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 2)]
+)
+def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+    on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
+
+
 class NoSync(TorchDispatchMode):
     """Fails on what would make the host wait for a device: reading a tensor's value."""
 

@@ -38,6 +38,7 @@ def parallel_llama(
     args: LlamaArgs = TINY,
     seed: int = 0,
     param_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
     microbatches: tuple[int, int] = (1, 1),
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
@@ -66,6 +67,7 @@ def parallel_llama(
         activation_shape=(microbatches[1], SEQ_LEN, args.dim),
         vocab_size=args.vocab_size,
         dtype=param_dtype,
+        master_dtype=master_dtype,
         device=torch.device("cpu"),
     )
     for stage in model.stages:

@@ -178,6 +178,10 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
         (
+            ["--training.dtype", "bfloat16", "--training.mixed_precision_param", "float32"],
+            'set training.mixed_precision_param = "bfloat16"',
+        ),
+        (
             [*PIPELINE, "--parallelism.fsdp_prefetch_layers", "2"],
             "there is nothing to gather ahead",
         ),
