@@ -65,7 +65,8 @@ def train_step(
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
 
-    Nothing waits for the device: the caller moves results to the host when it wants to see them.
+    Nothing waits for the device, unless parameters are offloaded from it: the caller moves results
+    to the host when it wants to see them.
     If the global loss or norm is not finite, `health` notes the step and parameters stay as they
     are, at this step and all that follow. Collective: every rank of the job must call it, with the
     same number of microbatches.
@@ -107,7 +108,10 @@ def train_step(
     _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
     # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and
     # state as they are, decided on the device
-    optimizer.found_inf = (health.first_bad_step <= step).float()  # type: ignore[attr-defined]
+    found_inf = (health.first_bad_step <= step).float()
+    # the optimizer would move it itself, but not wait: too early a read for offloaded parameters
+    parameter_device = next(model.parameters()).device
+    optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)

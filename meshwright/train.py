@@ -196,6 +196,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         prefetch_layers=config.parallelism.fsdp_prefetch_layers,
+        enable_cpu_offload=training.enable_cpu_offload,
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
@@ -213,6 +214,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         dtype=dtype,
         master_dtype=getattr(torch, training.dtype),
         device=device,
+        enable_cpu_offload=training.enable_cpu_offload,
     )
 
 

@@ -110,6 +110,10 @@ class Training(Section):
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
+    there; the device gets parameters layer by layer. Slow: for what does not fit otherwise."""
+
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
 

@@ -6,7 +6,13 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
@@ -22,6 +28,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: Reshard,
     prefetch_layers: int = 1,
+    enable_cpu_offload: bool = False,
 ) -> None:
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
@@ -34,6 +41,7 @@ def apply_fsdp(
         param_dtype: of the gathered parameters, and with them of activations.
         reduce_dtype: in which gradients are summed.
         prefetch_layers: groups gathered ahead of the one that computes, at least 1.
+        enable_cpu_offload: keep shards on the CPU, where the model must then be given its memory.
     """
     # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
     # would also cast the fp32 rotary cache, which is an input of each block.
@@ -41,11 +49,15 @@ def apply_fsdp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
 
+    # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
     def shard(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
         return fully_shard(
             [*modules],
             mesh=mesh,
             mp_policy=precision,
+            offload_policy=offload if enable_cpu_offload else OffloadPolicy(),
             reshard_after_forward=reshard_after_forward,
         )[0]
 

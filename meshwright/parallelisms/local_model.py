@@ -45,6 +45,7 @@ def build_local_model(
     dtype: torch.dtype,
     master_dtype: torch.dtype,
     device: torch.device,
+    enable_cpu_offload: bool = False,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and parallelise them, and give them memory.
 
@@ -57,6 +58,7 @@ def build_local_model(
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
         master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
+        device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
     """
     num_stages, stages = len(stage_modules), {}
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
@@ -66,7 +68,7 @@ def build_local_model(
         for parameter in stages[index].parameters():
             parameter.data = parameter.data.to(master_dtype)
         parallelize(stages[index])
-        stages[index].to_empty(device=device)
+        allocate(stages[index], torch.device("cpu") if enable_cpu_offload else device, device)
     if num_stages == 1:
         return LocalModel([stages[0]])
     batch, seq_len, dim = activation_shape
@@ -87,3 +89,11 @@ def build_local_model(
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
+
+
+def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Give what is on meta in `model` memory on these devices; values are arbitrary."""
+    model.to_empty(device=parameters)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(buffers))

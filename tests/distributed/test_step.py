@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.loss import IGNORE
@@ -117,6 +118,26 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
 def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+
+
+def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
+    model, _ = parallel_llama(dims, microbatches=(dims.pp, 1), enable_cpu_offload=True)
+    for stage in model.stages:
+        assert isinstance(stage, FSDPModule)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                for group in fully_shard.state(module)._fsdp_param_groups:
+                    assert group.offload_policy == CPUOffloadPolicy(pin_memory=False), group
+    steps_on_mesh(dims, num_microbatches, {"enable_cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp", "pp"),
+    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+)
+def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, pp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp)
+    on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def parallel_llama(
     param_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype = torch.float32,
     microbatches: tuple[int, int] = (1, 1),
+    enable_cpu_offload: bool = False,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
     **options: object,
@@ -58,6 +59,7 @@ def parallel_llama(
             meshes=meshes,
             param_dtype=param_dtype,
             reduce_dtype=torch.float32,
+            enable_cpu_offload=enable_cpu_offload,
             **options,
         ),
         split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
@@ -69,6 +71,7 @@ def parallel_llama(
         dtype=param_dtype,
         master_dtype=master_dtype,
         device=torch.device("cpu"),
+        enable_cpu_offload=enable_cpu_offload,
     )
     for stage in model.stages:
         initialize(stage, seed)

@@ -178,6 +178,24 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
         assert_close(losses(folder), want)
 
 
+def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
+    """Nor does it matter whether they were on when a checkpoint was saved."""
+    options = (
+        "--training.enable_cpu_offload",
+        *("--parallelism.fsdp_prefetch_layers", 2),
+        *("--parallelism.fsdp_reduce_gradients", "every_microbatch"),
+    )
+    for start, name in ((0, "new"), (15, "resumed")):
+        folder = tmp_path / name
+        if start:
+            shutil.copytree(uninterrupted, folder)
+        load = ["--checkpoint.load_step", start] if start else []
+        result = launch(folder, *options, "--training.local_batch_size", 1, *load)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert_close(losses(folder), losses(uninterrupted))
+        assert commit.saved_steps(folder / "checkpoint") == [15, 20]
+
+
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
     before = tree(uninterrupted)
     for key, value in {"model.args.dim": 64, "training.seed": 1}.items():

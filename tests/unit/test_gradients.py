@@ -19,3 +19,9 @@ def test_the_sum_of_squares_is_exact_for_large_gradients(dtype) -> None:
     got = local_square_sum(parameters, torch.device("cpu"))
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_the_sum_goes_where_it_is_wanted() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    assert local_square_sum([parameter], torch.device("meta")).device.type == "meta"
