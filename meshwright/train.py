@@ -194,6 +194,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         meshes=meshes,
         param_dtype=dtype,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        fp32_modules=plan.fp32_modules,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         prefetch_layers=config.parallelism.fsdp_prefetch_layers,
         enable_cpu_offload=training.enable_cpu_offload,
@@ -213,6 +214,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         vocab_size=args.vocab_size,
         dtype=dtype,
         master_dtype=getattr(torch, training.dtype),
+        fp32_modules=plan.fp32_modules,
         device=device,
         enable_cpu_offload=training.enable_cpu_offload,
     )

@@ -2,11 +2,13 @@
 
 import math
 import os
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check
+from meshwright.errors import check, did_you_mean
 
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
@@ -189,3 +191,54 @@ def check_writable(folder: str) -> None:
         f"{existing} is not a folder that can be written to",
         "name another folder",
     )
+
+
+class HasModules(Protocol):
+    """The modules that a config can name."""
+
+    @property
+    def module_names(self) -> list[str]: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
+    """Names of the modules that `training.fp32_modules` matches, without those inside another.
+
+    Raises:
+        ConfigError: if a pattern matches none, or one that cannot differ from what is around it.
+    """
+    key, patterns, names = "training.fp32_modules", config.training.fp32_modules, args.module_names
+    valid = {re.sub(r"\d+", "*", name) for name in names}
+    for pattern in patterns:
+        is_found = any(fnmatchcase(name, pattern) for name in names)
+        check(is_found, key, pattern, "matches no module", did_you_mean(pattern, valid))
+    found = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    inside = tuple(f"{name}." for name in found)
+    outermost = [name for name in names if name in found and not name.startswith(inside)]
+    check(
+        not args.tie_embeddings or found.isdisjoint({"tok_embeddings", "output"}),
+        key,
+        patterns,
+        "names the embedding or the output, which are one matrix (model.args.tie_embeddings)",
+        "leave both out, or set model.args.tie_embeddings = false",
+    )
+    whole_blocks = 'name whole blocks, as "layers.0", or '
+    has_inside = any(name.count(".") > 1 for name in outermost)
+    check(
+        not (has_inside and config.compile.enable),
+        key,
+        patterns,
+        "names modules inside a block, where torch.compile cannot trace FSDP's casts",
+        f"{whole_blocks}set compile.enable = false",
+    )
+    checkpoint = config.activation_checkpoint
+    check(
+        not has_inside or (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "op"),
+        key,
+        patterns,
+        "names modules inside a block, where FSDP's operations differ when it is recomputed, and "
+        'activation_checkpoint.selective_ac_option = "op" counts them',
+        f'{whole_blocks}set activation_checkpoint.mode = "full"',
+    )
+    return outermost

@@ -107,6 +107,10 @@ class Training(Section):
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of parameters and activations in forward and backward."""
 
+    fp32_modules: list[str] = []
+    """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
+    stay fp32; what they hand on is in mixed_precision_param again, but for the output's logits."""
+
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
 

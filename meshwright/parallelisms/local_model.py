@@ -1,6 +1,6 @@
 """What one rank has of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ def build_local_model(
     vocab_size: int,
     dtype: torch.dtype,
     master_dtype: torch.dtype,
+    fp32_modules: Collection[str],
     device: torch.device,
     enable_cpu_offload: bool = False,
 ) -> LocalModel:
@@ -58,6 +59,7 @@ def build_local_model(
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
         master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
+        fp32_modules: names of modules whose parameters, and for the output whose logits, are fp32.
         device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
     """
     num_stages, stages = len(stage_modules), {}
@@ -65,8 +67,9 @@ def build_local_model(
         with torch.device("meta"):
             stages[index] = build()
         keep_modules(stages[index], stage_modules[index])
-        for parameter in stages[index].parameters():
-            parameter.data = parameter.data.to(master_dtype)
+        for name, parameter in stages[index].named_parameters():
+            if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
+                parameter.data = parameter.data.to(master_dtype)
         parallelize(stages[index])
         allocate(stages[index], torch.device("cpu") if enable_cpu_offload else device, device)
     if num_stages == 1:
@@ -77,7 +80,13 @@ def build_local_model(
         activation = torch.empty(
             batch, seq_len // meshes.tp.size(), dim, dtype=dtype, requires_grad=True
         )
-        logits = torch.empty(batch, seq_len, vocab_size, dtype=dtype, requires_grad=True)
+        logits = torch.empty(
+            batch,
+            seq_len,
+            vocab_size,
+            dtype=torch.float32 if "output" in fp32_modules else dtype,
+            requires_grad=True,
+        )
     pipeline = Pipeline(
         stages,
         num_stages,

@@ -1,5 +1,7 @@
 """The order in which Llama is made parallel."""
 
+from collections.abc import Collection
+
 import torch
 
 from meshwright.models.decoder import Decoder
@@ -18,6 +20,7 @@ def parallelize_llama(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    fp32_modules: Collection[str] = (),
     reshard_after_forward: data_parallel.Reshard = "default",
     prefetch_layers: int = 1,
     enable_cpu_offload: bool = False,
@@ -51,6 +54,7 @@ def parallelize_llama(
             meshes.fsdp,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            fp32_modules=fp32_modules,
             reshard_after_forward=reshard_after_forward,
             prefetch_layers=prefetch_layers,
             enable_cpu_offload=enable_cpu_offload,

@@ -236,6 +236,143 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
     on_ranks(2, _bf16_loss)
 
 
+FP32_MODULES = ("layers.0", "layers.1.attention", "layers.1.ffn_norm", "layers.2.attention.core")
+FP32_MODULES += ("layers.2.feed_forward.w2", "norm", "output")
+
+
+def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[float, float]:
+    """Loss and gradient norm of a step in bf16 but for `fp32_modules`, in plain PyTorch."""
+    model = plain_llama(args)
+    inside = tuple(f"{name}." for name in fp32_modules)
+    for name in fp32_modules:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, inputs: tuple(x.float() for x in inputs))
+        if name != "output":
+            module.register_forward_hook(lambda m, inputs, output: output.bfloat16())
+    weights = {
+        name: weight if name.startswith(inside) else weight.bfloat16()
+        for name, weight in model.named_parameters()
+    }
+    tokens, labels = global_batch(1)
+    logits = torch.func.functional_call(model, weights, (tokens,))
+    assert logits.dtype == (torch.float32 if "output" in fp32_modules else torch.bfloat16)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+    return loss.item(), norm.item()
+
+
+def _assert_dtype(name: str, dtype: torch.dtype, module: torch.nn.Module, inputs: tuple) -> None:
+    assert (inputs[0].dtype, module.weight.dtype) == (dtype, dtype), name
+
+
+def _step_with_fp32_modules(
+    dims: ParallelDims,
+    fp32_modules: tuple[str, ...],
+    options: dict,
+    tolerance: float,
+    args: LlamaArgs = TINY,
+) -> None:
+    num_microbatches = 4 if args is DEEP else 2
+    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+    model, meshes = parallel_llama(
+        dims,
+        args,
+        param_dtype=torch.bfloat16,
+        fp32_modules=fp32_modules,
+        microbatches=(num_microbatches, size),
+        **options,
+    )
+    inside = tuple(f"{name}." for name in fp32_modules)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm):
+            dtype = torch.float32 if f"{name}.".startswith(inside) else torch.bfloat16
+            module.register_forward_pre_hook(functools.partial(_assert_dtype, name, dtype))
+    parts = [part.split(size)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(1)]
+    result = train_step(
+        model,
+        list(zip(*parts, strict=True)),
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    got, want = (result.loss.item(), result.grad_norm.item()), mixed_reference(args, fp32_modules)
+    assert got[0] == pytest.approx(want[0], rel=tolerance)
+    assert got[1] == pytest.approx(want[1], rel=100 * tolerance)
+
+
+@pytest.mark.parametrize("fp32_modules", [(), FP32_MODULES], ids=["none", "some"])
+@pytest.mark.parametrize(
+    ("replicate", "shard", "cp", "pp"),
+    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+)
+def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, cp, pp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, pp=pp)
+    ranks = replicate * shard * cp * pp
+    # context parallelism multiplies by parts of the keys, which bf16 shows
+    on_ranks(ranks, _step_with_fp32_modules, dims, fp32_modules, {}, 1e-5 if cp == 1 else 1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ac_mode": "full"},
+        {"ac_mode": "selective", "selective_ac_option": "2"},
+        {"prefetch_layers": 2, "ac_mode": "full"},
+        {"reshard_after_forward": "always"},
+        {"enable_cpu_offload": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_fp32_modules_with_other_options(on_ranks, options) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_fp32_modules_with_tensor_parallelism(on_ranks, loss_parallel) -> None:
+    options = {"enable_loss_parallel": loss_parallel}
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-4)
+
+
+def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
+    bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
+    model, meshes = parallel_llama(
+        dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules
+    )
+    for name, parameter in model.named_parameters():
+        is_kept = name.startswith(tuple(f"{module}." for module in fp32_modules))
+        assert parameter.dtype == (torch.float32 if is_kept else bf16), name
+    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    result = train_step(
+        model,
+        [(tokens, labels)],
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    want_loss, want_norm = reference(TINY)[0][0]
+    assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
+    assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
+def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
+    on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
+
+
 def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
     model, meshes = parallel_llama(
         dims,

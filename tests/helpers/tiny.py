@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,6 +41,7 @@ def parallel_llama(
     param_dtype: torch.dtype = torch.float32,
     master_dtype: torch.dtype = torch.float32,
     microbatches: tuple[int, int] = (1, 1),
+    fp32_modules: Collection[str] = (),
     enable_cpu_offload: bool = False,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
@@ -59,6 +61,7 @@ def parallel_llama(
             meshes=meshes,
             param_dtype=param_dtype,
             reduce_dtype=torch.float32,
+            fp32_modules=fp32_modules,
             enable_cpu_offload=enable_cpu_offload,
             **options,
         ),
@@ -70,6 +73,7 @@ def parallel_llama(
         vocab_size=args.vocab_size,
         dtype=param_dtype,
         master_dtype=master_dtype,
+        fp32_modules=fp32_modules,
         device=torch.device("cpu"),
         enable_cpu_offload=enable_cpu_offload,
     )

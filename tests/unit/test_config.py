@@ -178,6 +178,23 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
         (
+            ["--training.fp32_modules", '["layers.0.atention"]'],
+            "matches no module\n  fix: did you mean layers.*.attention?",
+        ),
+        (["--training.fp32_modules", '["layers"]'], "matches no module"),
+        (
+            ["--training.fp32_modules", '["out*"]', "--model.args.tie_embeddings", "true"],
+            "which are one matrix",
+        ),
+        (
+            ["--training.fp32_modules", '["layers.0.*"]', "--compile.enable"],
+            'name whole blocks, as "layers.0", or set compile.enable = false',
+        ),
+        (
+            ["--training.fp32_modules", '["*norm"]', "--activation_checkpoint.mode", "selective"],
+            'or set activation_checkpoint.mode = "full"',
+        ),
+        (
             ["--training.dtype", "bfloat16", "--training.mixed_precision_param", "float32"],
             'set training.mixed_precision_param = "bfloat16"',
         ),
@@ -204,6 +221,21 @@ def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> Non
     error = error_of([*base, *words], ranks=2)
     assert says in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        ('["output"]', ["output"]),
+        ('["layers.*.ffn_norm"]', [f"layers.{index}.ffn_norm" for index in range(6)]),
+        ('["layers.1*", "layers.1.ffn_norm"]', ["layers.1"]),
+        ('["*"]', ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output"]),
+    ],
+)
+def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> None:
+    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
+    config, _ = load_config([*words, "--training.fp32_modules", patterns])
+    assert preflight(config, 1).fp32_modules == found
 
 
 def test_a_missing_toml_is_named() -> None:
