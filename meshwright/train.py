@@ -20,6 +20,7 @@ import meshwright
 from meshwright import hardware
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
 from meshwright.datasets.loader import BatchShape, Loader
@@ -90,6 +91,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    check_device(config, device.type)
     start_process_group(device, config.comm.init_timeout_seconds)
     if plan.resume_step >= steps:
         logger.info(
@@ -199,6 +201,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         prefetch_layers=config.parallelism.fsdp_prefetch_layers,
         enable_cpu_offload=training.enable_cpu_offload,
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
+        enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         compile_backend=config.compile.backend if config.compile.enable else None,

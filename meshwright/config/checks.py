@@ -10,6 +10,8 @@ from typing import Protocol
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import check, did_you_mean
 
+ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
+
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
     """`config` with every -1 replaced by what it stands for on `world_size` ranks.
@@ -112,6 +114,42 @@ def check_sections(config: JobConfig) -> None:
         'set training.mixed_precision_param = "bfloat16"',
     )
     _check_fsdp(config)
+    _check_async_tensor_parallel(config)
+
+
+def _check_async_tensor_parallel(config: JobConfig) -> None:
+    """What overlaps is found in compiled graphs with collectives of tensor parallelism."""
+    key, is_on = ASYNC_TENSOR_PARALLEL, config.parallelism.enable_async_tensor_parallel
+    check(
+        not is_on or config.parallelism.tensor_parallel_degree > 1,
+        key,
+        is_on,
+        "there is no tensor parallelism",
+        "set parallelism.tensor_parallel_degree above 1, or leave it out",
+    )
+    check(
+        not is_on or (config.compile.enable and config.compile.backend == "inductor"),
+        key,
+        is_on,
+        "inductor does it, and nothing is compiled by inductor",
+        'set compile.enable = true and compile.backend = "inductor", or leave it out',
+    )
+
+
+def check_device(config: JobConfig, device_type: str) -> None:
+    """Rules that only a rank can check, which knows its device.
+
+    Raises:
+        ConfigError: naming the first that is broken.
+    """
+    is_on = config.parallelism.enable_async_tensor_parallel
+    check(
+        not is_on or device_type == "cuda",
+        ASYNC_TENSOR_PARALLEL,
+        is_on,
+        f"needs GPUs, and this machine trains on its {device_type}",
+        "leave it out",
+    )
 
 
 def _check_fsdp(config: JobConfig) -> None:

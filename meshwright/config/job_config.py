@@ -182,6 +182,10 @@ class Parallelism(Section):
     """With tensor parallelism, gather the logits before the loss instead of computing it on each
     rank's part of the vocabulary."""
 
+    enable_async_tensor_parallel: bool = False
+    """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
+    collectives and the products beside them into pieces that overlap."""
+
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 

@@ -25,6 +25,7 @@ def parallelize_llama(
     prefetch_layers: int = 1,
     enable_cpu_offload: bool = False,
     enable_loss_parallel: bool = True,
+    enable_async_tensor_parallel: bool = False,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
     compile_backend: str | None = None,
@@ -40,6 +41,8 @@ def parallelize_llama(
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
+    if enable_async_tensor_parallel:
+        tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel.apply_cp(model, meshes.cp)
     activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)

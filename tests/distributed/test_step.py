@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -234,6 +236,24 @@ def _bf16_loss() -> None:
 
 def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
     on_ranks(2, _bf16_loss)
+
+
+def _async_tensor_parallelism() -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    with torch._inductor.config.patch(_micro_pipeline_tp=False):
+        _, meshes = parallel_llama(dims)
+        group = meshes.tp.get_group().group_name
+        assert not torch._inductor.config._micro_pipeline_tp
+        assert not is_symm_mem_enabled_for_group(group)
+        with warnings.catch_warnings(action="error"):
+            _, meshes = parallel_llama(dims, enable_async_tensor_parallel=True)
+        group = meshes.tp.get_group().group_name
+        assert torch._inductor.config._micro_pipeline_tp
+        assert is_symm_mem_enabled_for_group(group)
+
+
+def test_async_tensor_parallelism_is_left_to_inductor(on_ranks) -> None:
+    on_ranks(2, _async_tensor_parallelism)  # what inductor makes of it takes a GPU to see
 
 
 FP32_MODULES = ("layers.0", "layers.1.attention", "layers.1.ffn_norm", "layers.2.attention.core")

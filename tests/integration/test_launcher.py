@@ -267,6 +267,15 @@ def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    options = ("--parallelism.tensor_parallel_degree", 2, "--compile.enable")
+    result = launch(folder, "--parallelism.enable_async_tensor_parallel", *options)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.count("needs GPUs, and this machine trains on its cpu") == 1
+    assert not folder.exists()
+
+
 def test_torchrun_alone_reports_a_bad_config_too(tmp_path: Path) -> None:
     overrides = ["--job.dump_folder", str(tmp_path / "out"), "--training.seq_len", "-1"]
     result = subprocess.run(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
@@ -126,6 +127,10 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+ASYNC_TP = (
+    "--parallelism.enable_async_tensor_parallel",
+    *("--parallelism.tensor_parallel_degree", "2"),
+)
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 
 
@@ -177,6 +182,15 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
+        (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
+        (
+            ASYNC_TP,
+            "nothing is compiled by inductor",
+        ),
+        (
+            [*ASYNC_TP, "--compile.enable", "--compile.backend", "eager"],
+            "nothing is compiled by inductor",
+        ),
         (
             ["--training.fp32_modules", '["layers.0.atention"]'],
             "matches no module\n  fix: did you mean layers.*.attention?",
@@ -236,6 +250,13 @@ def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> No
     words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
     config, _ = load_config([*words, "--training.fp32_modules", patterns])
     assert preflight(config, 1).fp32_modules == found
+
+
+def test_async_tensor_parallelism_needs_a_gpu() -> None:
+    config, _ = load_config([*ASYNC_TP, "--compile.enable"])
+    check_device(config, "cuda")
+    with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
+        check_device(config, "cpu")
 
 
 def test_a_missing_toml_is_named() -> None:
