@@ -13,7 +13,13 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
-from meshwright.config.checks import check_divisible, check_sections, check_writable, fill_in
+from meshwright.config.checks import (
+    check_divisible,
+    check_sections,
+    check_writable,
+    fill_in,
+    find_fp32_modules,
+)
 from meshwright.config.job_config import JobConfig, Training
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import SUFFIXES, find_files
@@ -38,6 +44,8 @@ class Plan:
     dims: ParallelDims
     stage_modules: list[list[str]]
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
+    fp32_modules: list[str]
+    """Names of those that `training.fp32_modules` matches."""
     checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
@@ -71,6 +79,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     spec, model_args = resolve_model(config)
     check_divisible(config, model_args)
     stage_modules = _plan_pipeline(config, model_args)
+    fp32_modules = find_fp32_modules(config, model_args)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
@@ -106,6 +115,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
             pp=config.parallelism.pipeline_parallel_degree,
         ),
         stage_modules=stage_modules,
+        fp32_modules=fp32_modules,
         checkpoint_folder=folder,
         resume_step=resume_step or 0,
     )

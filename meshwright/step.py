@@ -61,10 +61,12 @@ def train_step(
     max_norm: float,
     meshes: Meshes,
     health: Health,
+    reduce_every_microbatch: bool = False,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
 
-    Nothing waits for the device: the caller moves results to the host when it wants to see them.
+    Nothing waits for the device, unless parameters are offloaded from it: the caller moves results
+    to the host when it wants to see them.
     If the global loss or norm is not finite, `health` notes the step and parameters stay as they
     are, at this step and all that follow. Collective: every rank of the job must call it, with the
     same number of microbatches.
@@ -76,6 +78,8 @@ def train_step(
         optimizer: fused; its learning rate is set.
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
+        reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
+            ones: less memory for more communication. Of no effect in a pipeline.
     """
     first, _ = batches[0]
     positions = local_positions(first.shape[1], meshes.cp, first.device)
@@ -88,7 +92,9 @@ def train_step(
         if model.pipeline is not None:
             loss = model.pipeline.run(batches, positions, loss_fn)
         else:
-            loss = _accumulate(model.stages[0], batches, positions, loss_fn)
+            loss = _accumulate(
+                model.stages[0], batches, positions, loss_fn, reduce_every_microbatch
+            )
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
@@ -102,7 +108,10 @@ def train_step(
     _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
     # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and
     # state as they are, decided on the device
-    optimizer.found_inf = (health.first_bad_step <= step).float()  # type: ignore[attr-defined]
+    found_inf = (health.first_bad_step <= step).float()
+    # the optimizer would move it itself, but not wait: too early a read for offloaded parameters
+    parameter_device = next(model.parameters()).device
+    optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)
@@ -113,12 +122,15 @@ def _accumulate(
     batches: Sequence[tuple[Tensor, Tensor]],
     positions: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
+    reduce_every_microbatch: bool,
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; the sum of their losses."""
     loss = torch.zeros((), device=positions.device)
     for index, (tokens, labels) in enumerate(batches):
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
+            is_last = index == len(batches) - 1
+            model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
+            model.set_requires_all_reduce(is_last)  # copies communicate once a step
         share = loss_fn(model(tokens, positions), labels)
         share.backward()
         loss += share.detach()

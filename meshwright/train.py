@@ -20,6 +20,7 @@ import meshwright
 from meshwright import hardware
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
@@ -91,6 +92,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    check_device(config, device.type)
     start_process_group(device, config.comm.init_timeout_seconds)
     if plan.resume_step >= steps:
         logger.info(
@@ -126,6 +128,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     loader = build_loader(plan, documents, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     lr_at, health = learning_rate(config), Health.on(device)
+    reduction = config.parallelism.fsdp_reduce_gradients
 
     with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
         for step in range(saved["step"] + 1, steps + 1):
@@ -147,6 +150,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 max_norm=config.training.max_norm,
                 meshes=meshes,
                 health=health,
+                reduce_every_microbatch=reduction == "every_microbatch",
             )
             reporter.count(data_time_s)
 
@@ -184,8 +188,12 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         meshes=meshes,
         param_dtype=dtype,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        fp32_modules=plan.fp32_modules,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        prefetch_layers=config.parallelism.fsdp_prefetch_layers,
+        enable_cpu_offload=training.enable_cpu_offload,
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
+        enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         compile_backend=config.compile.backend if config.compile.enable else None,
@@ -200,7 +208,10 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         activation_shape=(training.local_batch_size, training.seq_len, args.dim),
         vocab_size=args.vocab_size,
         dtype=dtype,
+        master_dtype=getattr(torch, training.dtype),
+        fp32_modules=plan.fp32_modules,
         device=device,
+        enable_cpu_offload=training.enable_cpu_offload,
     )
 
 

@@ -2,11 +2,15 @@
 
 import math
 import os
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check
+from meshwright.errors import check, did_you_mean
+
+ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
@@ -101,6 +105,71 @@ def check_sections(config: JobConfig) -> None:
         f"is less than profiler_warmup + profiler_active = {needed}",
         f"raise it to {needed} or more",
     )
+    training = config.training
+    check(
+        training.dtype == "float32" or training.mixed_precision_param == training.dtype,
+        "training.dtype",
+        training.dtype,
+        f"leaves no bits for mixed_precision_param = {training.mixed_precision_param!r}",
+        'set training.mixed_precision_param = "bfloat16"',
+    )
+    _check_fsdp(config)
+    _check_async_tensor_parallel(config)
+
+
+def _check_async_tensor_parallel(config: JobConfig) -> None:
+    """What overlaps is found in compiled graphs with collectives of tensor parallelism."""
+    key, is_on = ASYNC_TENSOR_PARALLEL, config.parallelism.enable_async_tensor_parallel
+    check(
+        not is_on or config.parallelism.tensor_parallel_degree > 1,
+        key,
+        is_on,
+        "there is no tensor parallelism",
+        "set parallelism.tensor_parallel_degree above 1, or leave it out",
+    )
+    check(
+        not is_on or (config.compile.enable and config.compile.backend == "inductor"),
+        key,
+        is_on,
+        "inductor does it, and nothing is compiled by inductor",
+        'set compile.enable = true and compile.backend = "inductor", or leave it out',
+    )
+
+
+def check_device(config: JobConfig, device_type: str) -> None:
+    """Rules that only a rank can check, which knows its device.
+
+    Raises:
+        ConfigError: naming the first that is broken.
+    """
+    is_on = config.parallelism.enable_async_tensor_parallel
+    check(
+        not is_on or device_type == "cuda",
+        ASYNC_TENSOR_PARALLEL,
+        is_on,
+        f"needs GPUs, and this machine trains on its {device_type}",
+        "leave it out",
+    )
+
+
+def _check_fsdp(config: JobConfig) -> None:
+    """Options of FSDP that a pipeline leaves no room for."""
+    parallelism = config.parallelism
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    check(
+        not has_pipeline or parallelism.fsdp_prefetch_layers == 1,
+        "parallelism.fsdp_prefetch_layers",
+        parallelism.fsdp_prefetch_layers,
+        "a pipeline's stages stay gathered, there is nothing to gather ahead",
+        "leave it out, or set parallelism.pipeline_parallel_degree = 1",
+    )
+    check(
+        not has_pipeline or parallelism.fsdp_reduce_gradients == "last_microbatch",
+        "parallelism.fsdp_reduce_gradients",
+        parallelism.fsdp_reduce_gradients,
+        "a pipeline's schedule reduces gradients once, after its last microbatch",
+        "leave it out, or set parallelism.pipeline_parallel_degree = 1",
+    )
 
 
 class HasHeads(Protocol):
@@ -160,3 +229,54 @@ def check_writable(folder: str) -> None:
         f"{existing} is not a folder that can be written to",
         "name another folder",
     )
+
+
+class HasModules(Protocol):
+    """The modules that a config can name."""
+
+    @property
+    def module_names(self) -> list[str]: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
+    """Names of the modules that `training.fp32_modules` matches, without those inside another.
+
+    Raises:
+        ConfigError: if a pattern matches none, or one that cannot differ from what is around it.
+    """
+    key, patterns, names = "training.fp32_modules", config.training.fp32_modules, args.module_names
+    valid = {re.sub(r"\d+", "*", name) for name in names}
+    for pattern in patterns:
+        is_found = any(fnmatchcase(name, pattern) for name in names)
+        check(is_found, key, pattern, "matches no module", did_you_mean(pattern, valid))
+    found = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    inside = tuple(f"{name}." for name in found)
+    outermost = [name for name in names if name in found and not name.startswith(inside)]
+    check(
+        not args.tie_embeddings or found.isdisjoint({"tok_embeddings", "output"}),
+        key,
+        patterns,
+        "names the embedding or the output, which are one matrix (model.args.tie_embeddings)",
+        "leave both out, or set model.args.tie_embeddings = false",
+    )
+    whole_blocks = 'name whole blocks, as "layers.0", or '
+    has_inside = any(name.count(".") > 1 for name in outermost)
+    check(
+        not (has_inside and config.compile.enable),
+        key,
+        patterns,
+        "names modules inside a block, where torch.compile cannot trace FSDP's casts",
+        f"{whole_blocks}set compile.enable = false",
+    )
+    checkpoint = config.activation_checkpoint
+    check(
+        not has_inside or (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "op"),
+        key,
+        patterns,
+        "names modules inside a block, where FSDP's operations differ when it is recomputed, and "
+        'activation_checkpoint.selective_ac_option = "op" counts them',
+        f'{whole_blocks}set activation_checkpoint.mode = "full"',
+    )
+    return outermost

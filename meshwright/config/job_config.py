@@ -104,11 +104,23 @@ class Training(Section):
     steps: PositiveInt = 10000
     """Optimizer steps of the whole job, those before a resume included."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
+    but updates below about 2^-9 of a weight are lost."""
+
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of parameters and activations in forward and backward; the optimizer sees fp32."""
+    """Type of parameters and activations in forward and backward."""
+
+    fp32_modules: list[str] = []
+    """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
+    stay fp32; what they hand on is in mixed_precision_param again, but for the output's logits."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
+
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
+    there; the device gets parameters layer by layer. Slow: for what does not fit otherwise."""
 
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
@@ -121,7 +133,7 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    """[optimizer] Fused AdamW or Adam over fp32 master weights."""
+    """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Adam differs in adding weight decay to the gradient."""
@@ -174,6 +186,10 @@ class Parallelism(Section):
     """With tensor parallelism, gather the logits before the loss instead of computing it on each
     rank's part of the vocabulary."""
 
+    enable_async_tensor_parallel: bool = False
+    """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
+    collectives and the products beside them into pieces that overlap."""
+
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
@@ -196,6 +212,15 @@ class Parallelism(Section):
     """Free a block's gathered parameters between forward and backward. default: all but the last
     block, whose backward comes next; with a pipeline none, for every microbatch would gather them
     again."""
+
+    fsdp_prefetch_layers: PositiveInt = 1
+    """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
+    and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
+
+    fsdp_reduce_gradients: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
+    """When gradients are reduce-scattered. last_microbatch: once a step, until when every rank has
+    all of them; every_microbatch: it keeps the sum of its shard alone, in `training.dtype`. Copies
+    (HSDP) add up once a step."""
 
 
 class ActivationCheckpoint(Section):

@@ -1,11 +1,20 @@
 """FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
-import functools
+import dataclasses
+from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
@@ -19,7 +28,10 @@ def apply_fsdp(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    fp32_modules: Collection[str] = (),
     reshard_after_forward: Reshard,
+    prefetch_layers: int = 1,
+    enable_cpu_offload: bool = False,
 ) -> None:
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
@@ -31,28 +43,78 @@ def apply_fsdp(
         mesh: (fsdp) or (dp_replicate, fsdp).
         param_dtype: of the gathered parameters, and with them of activations.
         reduce_dtype: in which gradients are summed.
+        fp32_modules: names of modules, none within another, that are not cast to `param_dtype` but
+            are groups of their own, with casts around them.
+        prefetch_layers: layers gathered ahead of the one that computes, at least 1.
+        enable_cpu_offload: keep shards on the CPU, where the model must then be given its memory.
     """
+    kept = {module for name, module in model.named_modules() if name in fp32_modules}
     # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
     # would also cast the fp32 rotary cache, which is an input of each block.
-    precision = MixedPrecisionPolicy(
+    low = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision)
+    high = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=reduce_dtype, output_dtype=param_dtype
+    )
+    # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+    def group(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+        policy = high if modules[0] in kept else low
+        if modules[0] is model.output:  # the loss takes fp32 logits as they are
+            policy = dataclasses.replace(policy, output_dtype=None)
+        return fully_shard(
+            [*modules],
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload if enable_cpu_offload else OffloadPolicy(),
+            reshard_after_forward=reshard_after_forward,
+        )[0]
+
+    layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
+    at_end = reshard_after_forward == "always"
     is_tied = isinstance(model.output, TiedProjection)
     if model.tok_embeddings is not None and not is_tied:
-        shard(model.tok_embeddings, reshard_after_forward=not never)
-    *blocks, last = model.layers.values()
-    for block in blocks:
-        shard(block, reshard_after_forward=not never)
-    # backward begins with these two: freed, they would be gathered twice in a row
-    at_end = reshard_after_forward == "always"
-    shard(last, reshard_after_forward=at_end)
-    if model.norm is not None and model.output is not None and not is_tied:
-        shard([model.norm, model.output], reshard_after_forward=at_end)
-    shard(model, reshard_after_forward=False)  # a tied embedding, needed at both ends, stays here
+        layers.append([group(model.tok_embeddings, reshard_after_forward=not never)])
+    *_, last = model.layers.values()
+    for block in model.layers.values():
+        # backward begins with the last and the output: freed, they would be gathered twice in a row
+        reshard = at_end if block is last else not never
+        within = [module for module in block.modules() if module in kept and module is not block]
+        inner = [group(module, reshard_after_forward=reshard) for module in within]
+        layers.append([group(block, reshard_after_forward=reshard), *inner])
+    ends = [end for end in (model.norm, model.output) if end is not None]
+    if is_tied:
+        ends = [end for end in ends if end in kept]
+    if kept.intersection(ends):
+        layers += [[group(end, reshard_after_forward=at_end)] for end in ends]
+    elif ends:
+        layers.append([group(*ends, reshard_after_forward=at_end)])
+    # a tied embedding, needed at both ends, stays in the root's group
+    root = group(model, reshard_after_forward=False)
+    if prefetch_layers > 1:  # one is what FSDP2 does by itself
+        _prefetch(root, layers, prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
+
+
+def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:
+    """Make each layer gather the next `ahead` of them too, before it computes.
+
+    Args:
+        layers: groups of each, in the order of forward, the one around the others first. Without
+            `root`, which forward and backward both meet first (a tied embedding is in its group).
+    """
+    forward = [[root], *layers]
+    backward = [[root], *([first, *reversed(within)] for first, *within in reversed(layers))]
+    for index in range(len(forward)):
+        following = slice(index, index + 1 + ahead)
+        first, *gathered = chain.from_iterable(forward[following])
+        first.set_modules_to_forward_prefetch(gathered)
+        first, *gathered = chain.from_iterable(backward[following])
+        first.set_modules_to_backward_prefetch(gathered)
 
 
 def sum_gradients(model: Decoder) -> None:

@@ -2,18 +2,22 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+
+CPU_CHUNK = 1 << 15  # elements: as many as torch does not spread over threads
 
 
 def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """This rank's share of the squared 2-norm of all gradients; over all ranks it adds up to it.
 
     Each element counts once: a gradient that n ranks have in full counts 1/n on each of them.
+
+    Args:
+        device: where the result is wanted; gradients may be on another.
 
     Returns:
         () fp32. Parameters without a gradient count nothing.
@@ -29,5 +33,18 @@ def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -
             by_replicas[1].append(grad)
     total = torch.zeros((), device=device)
     for replicas, grads in by_replicas.items():
-        total += get_total_norm(grads).float().square() / replicas
+        total += _square_sum(grads).to(device) / replicas
     return total
+
+
+def _square_sum(grads: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements of `grads`, whatever their types: () fp32."""
+    parts: list[Tensor] = []
+    for grad in grads:
+        # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
+        # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low)
+        parts += grad.flatten().split(CPU_CHUNK) if grad.device.type == "cpu" else [grad]
+    # What torch.nn.utils.get_total_norm calls, which cannot be told a type: it would round the
+    # norm of bf16 gradients to bf16. If it goes, one torch.linalg.vector_norm a part would do.
+    norms = torch._foreach_norm(parts, 2, torch.float32)
+    return torch.stack(norms).square().sum()

@@ -1,6 +1,6 @@
 """What one rank has of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -43,7 +43,10 @@ def build_local_model(
     activation_shape: tuple[int, int, int],
     vocab_size: int,
     dtype: torch.dtype,
+    master_dtype: torch.dtype,
+    fp32_modules: Collection[str],
     device: torch.device,
+    enable_cpu_offload: bool = False,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and parallelise them, and give them memory.
 
@@ -55,14 +58,20 @@ def build_local_model(
         stage_modules: names of the modules of every stage; one stage: no pipeline.
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
+        master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
+        fp32_modules: names of modules whose parameters, and for the output whose logits, are fp32.
+        device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
     """
     num_stages, stages = len(stage_modules), {}
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
         keep_modules(stages[index], stage_modules[index])
+        for name, parameter in stages[index].named_parameters():
+            if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
+                parameter.data = parameter.data.to(master_dtype)
         parallelize(stages[index])
-        stages[index].to_empty(device=device)
+        allocate(stages[index], torch.device("cpu") if enable_cpu_offload else device, device)
     if num_stages == 1:
         return LocalModel([stages[0]])
     batch, seq_len, dim = activation_shape
@@ -71,7 +80,13 @@ def build_local_model(
         activation = torch.empty(
             batch, seq_len // meshes.tp.size(), dim, dtype=dtype, requires_grad=True
         )
-        logits = torch.empty(batch, seq_len, vocab_size, dtype=dtype, requires_grad=True)
+        logits = torch.empty(
+            batch,
+            seq_len,
+            vocab_size,
+            dtype=torch.float32 if "output" in fp32_modules else dtype,
+            requires_grad=True,
+        )
     pipeline = Pipeline(
         stages,
         num_stages,
@@ -83,3 +98,11 @@ def build_local_model(
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
+
+
+def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Give what is on meta in `model` memory on these devices; values are arbitrary."""
+    model.to_empty(device=parameters)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(buffers))

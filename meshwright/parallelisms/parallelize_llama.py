@@ -1,5 +1,7 @@
 """The order in which Llama is made parallel."""
 
+from collections.abc import Collection
+
 import torch
 
 from meshwright.models.decoder import Decoder
@@ -18,8 +20,12 @@ def parallelize_llama(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    fp32_modules: Collection[str] = (),
     reshard_after_forward: data_parallel.Reshard = "default",
+    prefetch_layers: int = 1,
+    enable_cpu_offload: bool = False,
     enable_loss_parallel: bool = True,
+    enable_async_tensor_parallel: bool = False,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
     compile_backend: str | None = None,
@@ -31,10 +37,12 @@ def parallelize_llama(
     3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
     4. Compile block by block, so that one graph serves every layer.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
-       cast to `param_dtype`, which is its work (in fp32 it would only copy).
+       cast to `param_dtype` or to offload, which is its work (else it would only copy).
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
+    if enable_async_tensor_parallel:
+        tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel.apply_cp(model, meshes.cp)
     activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
@@ -43,11 +51,14 @@ def parallelize_llama(
             block.compile(fullgraph=True, backend=compile_backend)
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
-    if meshes.world.size() > 1 or param_dtype != torch.float32:
+    if meshes.world.size() > 1 or param_dtype != torch.float32 or enable_cpu_offload:
         data_parallel.apply_fsdp(
             model,
             meshes.fsdp,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
+            fp32_modules=fp32_modules,
             reshard_after_forward=reshard_after_forward,
+            prefetch_layers=prefetch_layers,
+            enable_cpu_offload=enable_cpu_offload,
         )

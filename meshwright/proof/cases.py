@@ -97,8 +97,9 @@ def _own_shapes(config: JobConfig, args: LlamaArgs) -> list[Degrees]:
 
 def _own_options(config: JobConfig) -> dict[str, Any]:
     """How the config computes, without its degrees and what depends on the size of the model."""
-    size = {*KEYS.values(), "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"}
-    parallelism = config.parallelism.model_dump(exclude=size)
+    left_out = {*KEYS.values(), "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"}
+    left_out.add("enable_async_tensor_parallel")  # needs GPUs
+    parallelism = config.parallelism.model_dump(exclude=left_out)
     return {
         "parallelism": parallelism,
         "activation_checkpoint": config.activation_checkpoint.model_dump(),

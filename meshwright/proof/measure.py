@@ -80,6 +80,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     gradients = _keep_gradients(model, optimizer)
     documents = DATASETS[training.dataset].open(training)
     loader = build_loader(plan, documents, meshes, device, Cursor())
+    reduction = plan.config.parallelism.fsdp_reduce_gradients
     health, lr_at = Health.on(device), learning_rate(plan.config)
     for step in range(1, training.steps + 1):
         batches = next(loader).batches
@@ -99,6 +100,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
             else float("inf"),  # to see gradients as they are
             meshes=meshes,
             health=health,
+            reduce_every_microbatch=reduction == "every_microbatch",
         )
         seen.losses.append(result.loss.item())
         seen.grad_norms.append(result.grad_norm.item())

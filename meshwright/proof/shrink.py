@@ -54,7 +54,9 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
         "global_batch_size": GLOBAL_BATCH,
         "seq_len": SEQ_LEN,
         "steps": STEPS,
+        "dtype": "float32",
         "mixed_precision_param": "float32",
+        "fp32_modules": [],
         "mixed_precision_reduce": "float32",
     }
     warmup_steps = min(config.lr_scheduler.warmup_steps, 2)

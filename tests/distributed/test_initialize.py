@@ -7,12 +7,15 @@ from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.helpers.tiny import TIED, TINY, parallel_llama, plain_llama, whole
 
 
-def _compare_with_plain(dims: ParallelDims, args) -> None:
-    sharded, _ = parallel_llama(dims, args)
+def _compare_with_plain(dims: ParallelDims, args, dtype: torch.dtype = torch.float32) -> None:
+    sharded, _ = parallel_llama(
+        dims, args, param_dtype=dtype, master_dtype=dtype, microbatches=(dims.pp, 1)
+    )
     plain = plain_llama(args)
     wanted = dict(plain.named_parameters())
     for name, got in sharded.named_parameters():
-        assert torch.equal(whole(got), wanted[name]), name
+        assert got.dtype == dtype
+        assert torch.equal(whole(got), wanted[name].to(dtype)), name
     for stage in sharded.stages:
         for (name, want), got in zip(plain.named_buffers(), stage.buffers(), strict=True):
             assert torch.equal(got, want), name
@@ -33,3 +36,9 @@ def test_initial_weights_do_not_depend_on_the_mesh(
 ) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     on_ranks(replicate * shard * cp * tp, _compare_with_plain, dims, args)
+
+
+@pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)])
+def test_initial_weights_in_bf16_are_those_in_fp32_rounded(on_ranks, shard, tp, pp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+    on_ranks(shard * tp * pp, _compare_with_plain, dims, TINY, torch.bfloat16)

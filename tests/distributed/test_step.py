@@ -1,11 +1,15 @@
 """The step on several ranks against a loop in plain PyTorch on one."""
 
 import dataclasses
+import functools
+import warnings
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.loss import IGNORE
@@ -49,7 +53,11 @@ def reference(args: LlamaArgs) -> tuple[list[tuple[float, float]], dict[str, tor
 
 
 def steps_on_mesh(
-    dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs = TINY
+    dims: ParallelDims,
+    num_microbatches: int,
+    options: dict,
+    args: LlamaArgs = TINY,
+    reduce_every_microbatch: bool = False,
 ) -> None:
     # inductor adds in another order, and three steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
@@ -68,6 +76,7 @@ def steps_on_mesh(
             max_norm=0.5,
             meshes=meshes,
             health=health,
+            reduce_every_microbatch=reduce_every_microbatch,
         )
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
@@ -101,14 +110,46 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
         {"ac_mode": "selective", "selective_ac_option": "2"},
         {"reshard_after_forward": "always"},
         {"reshard_after_forward": "never"},
+        {"prefetch_layers": 2},
+        {"prefetch_layers": 9, "ac_mode": "full"},
         {"compile_backend": "inductor"},
         {"compile_backend": "inductor", "ac_mode": "selective"},
     ],
-    ids=lambda options: "-".join(options.values()),
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+
+
+def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
+    model, _ = parallel_llama(dims, microbatches=(dims.pp, 1), enable_cpu_offload=True)
+    for stage in model.stages:
+        assert isinstance(stage, FSDPModule)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                for group in fully_shard.state(module)._fsdp_param_groups:
+                    assert group.offload_policy == CPUOffloadPolicy(pin_memory=False), group
+    steps_on_mesh(dims, num_microbatches, {"enable_cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp", "pp"),
+    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+)
+def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, pp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp)
+    on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "tp"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
+)
+def test_reducing_every_microbatch_does_not_change_the_numbers(
+    on_ranks, replicate, shard, tp
+) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
+    on_ranks(replicate * shard * tp, steps_on_mesh, dims, 2, {}, TINY, True)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +283,201 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
         assert figures == pytest.approx(alone, rel=1e-6)  # bf16 that differed would show at 1e-3
 
 
+def _async_tensor_parallelism() -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    with torch._inductor.config.patch(_micro_pipeline_tp=False):
+        _, meshes = parallel_llama(dims)
+        group = meshes.tp.get_group().group_name
+        assert not torch._inductor.config._micro_pipeline_tp
+        assert not is_symm_mem_enabled_for_group(group)
+        with warnings.catch_warnings(action="error"):
+            _, meshes = parallel_llama(dims, enable_async_tensor_parallel=True)
+        group = meshes.tp.get_group().group_name
+        assert torch._inductor.config._micro_pipeline_tp
+        assert is_symm_mem_enabled_for_group(group)
+
+
+def test_async_tensor_parallelism_is_left_to_inductor(on_ranks) -> None:
+    on_ranks(2, _async_tensor_parallelism)  # what inductor makes of it takes a GPU to see
+
+
+FP32_MODULES = ("layers.0", "layers.1.attention", "layers.1.ffn_norm", "layers.2.attention.core")
+FP32_MODULES += ("layers.2.feed_forward.w2", "norm", "output")
+
+
+def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[float, float]:
+    """Loss and gradient norm of a step in bf16 but for `fp32_modules`, in plain PyTorch."""
+    model = plain_llama(args)
+    inside = tuple(f"{name}." for name in fp32_modules)
+    for name in fp32_modules:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, inputs: tuple(x.float() for x in inputs))
+        if name != "output":
+            module.register_forward_hook(lambda m, inputs, output: output.bfloat16())
+    weights = {
+        name: weight if name.startswith(inside) else weight.bfloat16()
+        for name, weight in model.named_parameters()
+    }
+    tokens, labels = global_batch(1)
+    logits = torch.func.functional_call(model, weights, (tokens,))
+    assert logits.dtype == (torch.float32 if "output" in fp32_modules else torch.bfloat16)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+    return loss.item(), norm.item()
+
+
+def _assert_dtype(name: str, dtype: torch.dtype, module: torch.nn.Module, inputs: tuple) -> None:
+    assert (inputs[0].dtype, module.weight.dtype) == (dtype, dtype), name
+
+
+def _step_with_fp32_modules(
+    dims: ParallelDims,
+    fp32_modules: tuple[str, ...],
+    options: dict,
+    tolerance: float,
+    args: LlamaArgs = TINY,
+) -> None:
+    num_microbatches = 4 if args is DEEP else 2
+    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+    model, meshes = parallel_llama(
+        dims,
+        args,
+        param_dtype=torch.bfloat16,
+        fp32_modules=fp32_modules,
+        microbatches=(num_microbatches, size),
+        **options,
+    )
+    inside = tuple(f"{name}." for name in fp32_modules)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm):
+            dtype = torch.float32 if f"{name}.".startswith(inside) else torch.bfloat16
+            module.register_forward_pre_hook(functools.partial(_assert_dtype, name, dtype))
+    parts = [part.split(size)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(1)]
+    result = train_step(
+        model,
+        list(zip(*parts, strict=True)),
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    got, want = (result.loss.item(), result.grad_norm.item()), mixed_reference(args, fp32_modules)
+    assert got[0] == pytest.approx(want[0], rel=tolerance)
+    assert got[1] == pytest.approx(want[1], rel=100 * tolerance)
+
+
+@pytest.mark.parametrize("fp32_modules", [(), FP32_MODULES], ids=["none", "some"])
+@pytest.mark.parametrize(
+    ("replicate", "shard", "cp", "pp"),
+    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+)
+def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, cp, pp) -> None:
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, pp=pp)
+    ranks = replicate * shard * cp * pp
+    # context parallelism multiplies by parts of the keys, which bf16 shows
+    on_ranks(ranks, _step_with_fp32_modules, dims, fp32_modules, {}, 1e-5 if cp == 1 else 1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ac_mode": "full"},
+        {"ac_mode": "selective", "selective_ac_option": "2"},
+        {"prefetch_layers": 2, "ac_mode": "full"},
+        {"reshard_after_forward": "always"},
+        {"enable_cpu_offload": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_fp32_modules_with_other_options(on_ranks, options) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_fp32_modules_with_tensor_parallelism(on_ranks, loss_parallel) -> None:
+    options = {"enable_loss_parallel": loss_parallel}
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-4)
+
+
+def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
+    bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
+    model, meshes = parallel_llama(
+        dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules
+    )
+    for name, parameter in model.named_parameters():
+        is_kept = name.startswith(tuple(f"{module}." for module in fp32_modules))
+        assert parameter.dtype == (torch.float32 if is_kept else bf16), name
+    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    result = train_step(
+        model,
+        [(tokens, labels)],
+        adamw(model),
+        step=1,
+        max_norm=0.5,
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    want_loss, want_norm = reference(TINY)[0][0]
+    assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
+    assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
+def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
+    on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
+
+
+def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
+    model, meshes = parallel_llama(
+        dims,
+        param_dtype=torch.bfloat16,
+        master_dtype=torch.bfloat16,
+        microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
+    )
+    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    size, rank = GLOBAL_BATCH // (dims.dp * num_microbatches), meshes.dp.get_local_rank()
+    for step, want in enumerate(reference(TINY)[0], 1):
+        parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
+        result = train_step(
+            model,
+            list(zip(*parts, strict=True)),
+            optimizer,
+            step=step,
+            max_norm=0.5,
+            meshes=meshes,
+            health=health,
+        )
+        # the 8 bits of a weight after an update of half its size
+        assert result.loss.item() == pytest.approx(want[0], rel=5e-3), f"step {step}"
+        assert result.grad_norm.item() == pytest.approx(want[1], rel=5e-2), f"step {step}"
+    assert result.grad_norm.dtype == result.loss.dtype == torch.float32
+    state = [tensor for slot in optimizer.state.values() for tensor in slot.values()]
+    assert {tensor.dtype for tensor in state if tensor.dim()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in state if not tensor.dim()} == {torch.float32}  # step counts
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for stage in model.stages:
+        assert {buffer.dtype for buffer in stage.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 2)]
+)
+def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+    on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
+
+
 class NoSync(TorchDispatchMode):
     """Fails on what would make the host wait for a device: reading a tensor's value."""
 
@@ -284,10 +520,10 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives() -> Counter[str]:
+def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
-    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    model, meshes = parallel_llama(dims)
+    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
             model,
@@ -297,16 +533,68 @@ def _collectives() -> Counter[str]:
             max_norm=0.5,
             meshes=meshes,
             health=Health.on(torch.device("cpu")),
+            reduce_every_microbatch=reduce_every_microbatch,
         )
     return counter.counts
 
 
-def test_gradients_are_reduced_once_a_step(on_ranks) -> None:
+@pytest.mark.parametrize(("replicate", "every"), [(1, False), (1, True), (2, False), (2, True)])
+def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
     groups = 2 + TINY.n_layers  # embedding, blocks, output
-    for counts in on_ranks(2, _collectives):
-        assert counts["_reduce_scatter_base_"] == groups
+    dims = ParallelDims(dp_replicate=replicate, dp_shard=2)
+    for counts in on_ranks(dims.dp, _collectives, dims, every):
+        assert counts["_reduce_scatter_base_"] == groups * (4 if every else 1)
+        # the number of labels, and the loss with the norm; and copies add up gradients once a step
+        assert counts["allreduce_"] == 2 + (groups if replicate > 1 else 0)
         # every group for every forward, and for every backward but the last block and the output
         assert counts["_allgather_base_"] == 4 * (groups + groups - 2)
+
+
+def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
+    """All-gathers issued when each block begins forward, and those of backward at its backward."""
+    model, _ = parallel_llama(
+        ParallelDims(dp_replicate=1, dp_shard=2),
+        args,
+        prefetch_layers=ahead,
+        reshard_after_forward="always",
+    )
+    forward: list[int] = []
+    backward: list[int] = []
+    tokens, _ = global_batch(1)
+    with CountCollectives() as counter:
+        gathers = functools.partial(counter.counts.__getitem__, "_allgather_base_")
+        for block in model.layers.values():
+            # hooks on its first and its last product: hooks on the block could come before FSDP's
+            block.attention.wq.register_forward_pre_hook(lambda m, i: forward.append(gathers()))
+            block.feed_forward.w2.register_full_backward_pre_hook(
+                lambda m, g: backward.append(gathers())
+            )
+        loss = model.stages[0](tokens).sum()
+        before = gathers()
+        loss.backward()
+    return forward, [count - before for count in backward]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_layers_are_gathered_ahead(on_ranks, ahead) -> None:
+    args = dataclasses.replace(TINY, n_layers=5)
+    # in forward the embedding comes before the blocks, in backward the output. FSDP2's own
+    # prefetching waits in forward for the next module, which a GPU's queue makes one ahead
+    early = ahead if ahead > 1 else 0
+    forward = [min(2 + block + early, 7) for block in range(5)]
+    backward = [min(2 + block + ahead, 7) for block in range(5)]
+    for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
+        assert seen == (forward, backward)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None:
+    args = dataclasses.replace(TIED, n_layers=5)
+    early = ahead if ahead > 1 else 0
+    forward = [min(2 + block + early, 6) for block in range(5)]
+    backward = [min(1 + block + ahead, 5) for block in range(5)]  # the embedding is still there
+    for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
+        assert seen == (forward, backward)
 
 
 def _bad_second_step() -> tuple[int, int]:

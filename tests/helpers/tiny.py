@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,7 +39,10 @@ def parallel_llama(
     args: LlamaArgs = TINY,
     seed: int = 0,
     param_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
     microbatches: tuple[int, int] = (1, 1),
+    fp32_modules: Collection[str] = (),
+    enable_cpu_offload: bool = False,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
     **options: object,
@@ -57,6 +61,8 @@ def parallel_llama(
             meshes=meshes,
             param_dtype=param_dtype,
             reduce_dtype=torch.float32,
+            fp32_modules=fp32_modules,
+            enable_cpu_offload=enable_cpu_offload,
             **options,
         ),
         split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
@@ -66,7 +72,10 @@ def parallel_llama(
         activation_shape=(microbatches[1], SEQ_LEN, args.dim),
         vocab_size=args.vocab_size,
         dtype=param_dtype,
+        master_dtype=master_dtype,
+        fp32_modules=fp32_modules,
         device=torch.device("cpu"),
+        enable_cpu_offload=enable_cpu_offload,
     )
     for stage in model.stages:
         initialize(stage, seed)

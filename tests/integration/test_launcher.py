@@ -178,6 +178,24 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
         assert_close(losses(folder), want)
 
 
+def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
+    """Nor does it matter whether they were on when a checkpoint was saved."""
+    options = (
+        "--training.enable_cpu_offload",
+        *("--parallelism.fsdp_prefetch_layers", 2),
+        *("--parallelism.fsdp_reduce_gradients", "every_microbatch"),
+    )
+    for start, name in ((0, "new"), (15, "resumed")):
+        folder = tmp_path / name
+        if start:
+            shutil.copytree(uninterrupted, folder)
+        load = ["--checkpoint.load_step", start] if start else []
+        result = launch(folder, *options, "--training.local_batch_size", 1, *load)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert_close(losses(folder), losses(uninterrupted))
+        assert commit.saved_steps(folder / "checkpoint") == [15, 20]
+
+
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
     before = tree(uninterrupted)
     for key, value in {"model.args.dim": 64, "training.seed": 1}.items():
@@ -247,6 +265,15 @@ def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
         "  fix: did you mean training.steps?\n"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    options = ("--parallelism.tensor_parallel_degree", 2, "--compile.enable")
+    result = launch(folder, "--parallelism.enable_async_tensor_parallel", *options)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.count("needs GPUs, and this machine trains on its cpu") == 1
+    assert not folder.exists()
 
 
 def test_torchrun_alone_reports_a_bad_config_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
@@ -126,6 +127,13 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+ASYNC_TP = (
+    "--parallelism.enable_async_tensor_parallel",
+    *("--parallelism.tensor_parallel_degree", "2"),
+)
+PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -174,6 +182,44 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
+        (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
+        (
+            ASYNC_TP,
+            "nothing is compiled by inductor",
+        ),
+        (
+            [*ASYNC_TP, "--compile.enable", "--compile.backend", "eager"],
+            "nothing is compiled by inductor",
+        ),
+        (
+            ["--training.fp32_modules", '["layers.0.atention"]'],
+            "matches no module\n  fix: did you mean layers.*.attention?",
+        ),
+        (["--training.fp32_modules", '["layers"]'], "matches no module"),
+        (
+            ["--training.fp32_modules", '["out*"]', "--model.args.tie_embeddings", "true"],
+            "which are one matrix",
+        ),
+        (
+            ["--training.fp32_modules", '["layers.0.*"]', "--compile.enable"],
+            'name whole blocks, as "layers.0", or set compile.enable = false',
+        ),
+        (
+            ["--training.fp32_modules", '["*norm"]', "--activation_checkpoint.mode", "selective"],
+            'or set activation_checkpoint.mode = "full"',
+        ),
+        (
+            ["--training.dtype", "bfloat16", "--training.mixed_precision_param", "float32"],
+            'set training.mixed_precision_param = "bfloat16"',
+        ),
+        (
+            [*PIPELINE, "--parallelism.fsdp_prefetch_layers", "2"],
+            "there is nothing to gather ahead",
+        ),
+        (
+            [*PIPELINE, "--parallelism.fsdp_reduce_gradients", "every_microbatch"],
+            "a pipeline's schedule reduces gradients once",
+        ),
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
@@ -189,6 +235,28 @@ def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> Non
     error = error_of([*base, *words], ranks=2)
     assert says in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        ('["output"]', ["output"]),
+        ('["layers.*.ffn_norm"]', [f"layers.{index}.ffn_norm" for index in range(6)]),
+        ('["layers.1*", "layers.1.ffn_norm"]', ["layers.1"]),
+        ('["*"]', ["tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output"]),
+    ],
+)
+def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> None:
+    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
+    config, _ = load_config([*words, "--training.fp32_modules", patterns])
+    assert preflight(config, 1).fp32_modules == found
+
+
+def test_async_tensor_parallelism_needs_a_gpu() -> None:
+    config, _ = load_config([*ASYNC_TP, "--compile.enable"])
+    check_device(config, "cuda")
+    with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
+        check_device(config, "cpu")
 
 
 def test_a_missing_toml_is_named() -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.models.counting import flops_per_token, num_params
 from meshwright.models.llama import FLAVORS, LlamaArgs, RopeScaling
 from meshwright.models.llama.model import Llama
-from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_llama
 
 GQA = LlamaArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, hidden_dim=96, vocab_size=131)
 SCALED = RopeScaling(factor=8.0, original_seq_len=16)  # S = 32 lies beyond it
@@ -147,3 +147,9 @@ def test_first_loss_is_about_the_logarithm_of_the_vocabulary() -> None:
     logits = plain_llama()(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert abs(loss.item() - torch.tensor(TINY.vocab_size).log().item()) < 0.7
+
+
+@pytest.mark.parametrize("args", [TINY, TIED])
+def test_modules_are_named_as_they_are(args) -> None:
+    names = [name for name, _ in Llama(args, 4).named_modules()]
+    assert args.module_names == [name for name in names if name not in ("", "layers")]

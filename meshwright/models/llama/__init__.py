@@ -37,6 +37,13 @@ class RopeScaling:
             )
 
 
+BLOCK_MODULES = (
+    *("attention_norm", "attention", "attention.wq", "attention.wk", "attention.wv"),
+    *("attention.wo", "attention.core", "ffn_norm"),
+    *("feed_forward", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+)
+
+
 @dataclass(frozen=True)
 class LlamaArgs:
     """What fixes the shapes of a Llama.
@@ -62,6 +69,14 @@ class LlamaArgs:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     """The output projection is the embedding."""
+
+    @property
+    def module_names(self) -> list[str]:
+        """Names of the modules that compute, in the order of the model."""
+        names = ["tok_embeddings"]
+        for index in range(self.n_layers):
+            names += [f"layers.{index}", *(f"layers.{index}.{name}" for name in BLOCK_MODULES)]
+        return [*names, "norm", "output"]
 
     def __post_init__(self) -> None:
         _check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")

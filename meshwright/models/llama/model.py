@@ -52,8 +52,9 @@ class Llama(Decoder):
             if args.tie_embeddings
             else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
-        self.register_buffer("cos", torch.empty(seq_len, args.head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(seq_len, args.head_dim // 2), persistent=False)
+        for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
+            cache = torch.empty(seq_len, args.head_dim // 2, dtype=torch.float32)
+            self.register_buffer(name, cache, persistent=False)
 
     def init_buffers(self) -> None:
         """Fill the rotary cache, on the device where it is."""
