@@ -202,6 +202,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         partial(pkgutil.resolve_name(plan.spec.model), args, training.seq_len),
         parallelize,
         plan.stage_modules,
+        frozen=plan.frozen,
         meshes=meshes,
         schedule=config.parallelism.pipeline_parallel_schedule,
         num_microbatches=plan.num_microbatches,
@@ -314,6 +315,7 @@ def _manifest(plan: Plan, step: int, tokens_seen: int, cursor: Cursor) -> dict[s
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "model_args": dataclasses.asdict(plan.model_args),
+        "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
     }

@@ -67,6 +67,10 @@ class Model(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
 
+    frozen: list[str] = []
+    """Parameters to leave as they are, as glob patterns of their names: "tok_embeddings.*",
+    "layers.[01].*", "*norm.weight"."""
+
     tokenizer_path: InputPath = ""
     """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one."""
 

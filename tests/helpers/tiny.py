@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,7 @@ def parallel_llama(
     microbatches: tuple[int, int] = (1, 1),
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
+    frozen: Collection[str] = (),
     **options: object,
 ) -> tuple[LocalModel, Meshes]:
     """As the trainer builds it, and the meshes it is on.
@@ -60,6 +62,7 @@ def parallel_llama(
             **options,
         ),
         split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
+        frozen=frozen,
         meshes=meshes,
         schedule=schedule,
         num_microbatches=microbatches[0],

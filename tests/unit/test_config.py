@@ -1,10 +1,12 @@
 """What a TOML and a command line come to, and what is said of those that come to nothing."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
@@ -144,6 +146,9 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--model.tokenizer_path", "/no/such.model"], "no such file or folder"),
         (["--model.tokenizer_path", str(DEBUG)], "not a SentencePieceTokenizer"),
         (["--model.tokenizer_path", "/proc/self"], "holds no tokenizer.json or tokenizer.model"),
+        (["--model.frozen", '["layer.*"]'], "model.frozen = 'layer.*': matches no parameter"),
+        (["--model.frozen", '["tok*", "*.weight"]'], "leaves no parameter to train"),
+        (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
         (["--training.dataset", "c5"], "choose from arrow, c4, json"),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
@@ -189,6 +194,21 @@ def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> Non
     error = error_of([*base, *words], ranks=2)
     assert says in error
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
+    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
+    plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]'])[0], 1)
+    commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
+    manifest = {
+        "model_args": dataclasses.asdict(plan.model_args),
+        "data_identity": plan.data_identity,
+        "frozen": sorted(plan.frozen),
+    }
+    commit.publish(plan.checkpoint_folder, 5, manifest)
+    assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
+    more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
+    assert preflight(more, 1).resume_step == 5
 
 
 def test_a_missing_toml_is_named() -> None:

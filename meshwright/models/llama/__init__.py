@@ -1,10 +1,19 @@
 """Llama's dimensions as data. Free of torch, so that a config is checked before torch is loaded."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
+
+BLOCK_MODULES = (
+    "attention_norm",
+    *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")),
+    "ffn_norm",
+    *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+)
+"""Modules of a layer that have a weight, in its order."""
 
 
 def _check_positive(args: object, *names: str) -> None:
@@ -80,6 +89,16 @@ class LlamaArgs:
     def head_dim(self) -> int:
         """Width H of one head."""
         return self.dim // self.n_heads
+
+    def parameter_names(self) -> Iterator[str]:
+        """Names of all parameters of the model, in its order."""
+        yield "tok_embeddings.weight"
+        for layer in range(self.n_layers):
+            for module in BLOCK_MODULES:
+                yield f"layers.{layer}.{module}.weight"
+        yield "norm.weight"
+        if not self.tie_embeddings:
+            yield "output.weight"
 
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
