@@ -33,6 +33,7 @@ from meshwright.models.counting import flops_per_token, num_params
 from meshwright.models.initialize import initialize
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.optim.schedules import warmup_stable_decay
+from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
@@ -101,7 +102,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         )
         dist.destroy_process_group()
         return
-    # before anything is written: what is wrong with the data may show only now
+    # before anything is written: what torch or the data lacks shows only now
+    find_ops(config.activation_checkpoint.saved_ops)
     documents = DATASETS[config.training.dataset].open(config.training)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
@@ -196,6 +198,8 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        saved_ops=config.activation_checkpoint.saved_ops,
+        memory_budget=config.activation_checkpoint.memory_budget,
         compile_backend=config.compile.backend if config.compile.enable else None,
     )
     return build_local_model(

@@ -1,7 +1,10 @@
 """The order in which Llama is made parallel."""
 
+from collections.abc import Sequence
+
 import torch
 
+from meshwright.config.job_config import SAVED_OPS
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
@@ -22,6 +25,8 @@ def parallelize_llama(
     enable_loss_parallel: bool = True,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
+    saved_ops: Sequence[str] = SAVED_OPS,
+    memory_budget: float = 0.5,
     compile_backend: str | None = None,
 ) -> None:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
@@ -37,10 +42,20 @@ def parallelize_llama(
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
     if meshes.cp.size() > 1:
         context_parallel.apply_cp(model, meshes.cp)
-    activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
+    activation_checkpoint.apply_ac(
+        model.layers,
+        ac_mode,
+        selective_ac_option=selective_ac_option,
+        saved_ops=saved_ops,
+    )
     if compile_backend is not None:
+        backend: str | activation_checkpoint.Backend = compile_backend
+        if ac_mode == "memory_budget":
+            backend = activation_checkpoint.keep_within_budget(
+                compile_backend, memory_budget, has_meshes=meshes.tp.size() > 1
+            )
         for block in model.layers.values():
-            block.compile(fullgraph=True, backend=compile_backend)
+            block.compile(fullgraph=True, backend=backend)
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
     if meshes.world.size() > 1 or param_dtype != torch.float32:

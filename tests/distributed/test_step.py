@@ -109,6 +109,8 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
         {"reshard_after_forward": "never"},
         {"compile_backend": "inductor"},
         {"compile_backend": "inductor", "ac_mode": "selective"},
+        {"compile_backend": "inductor", "ac_mode": "memory_budget"},
+        {"compile_backend": "aot_eager", "ac_mode": "memory_budget"},
     ],
     ids=lambda options: "-".join(options.values()),
 )
@@ -126,7 +128,7 @@ def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
     on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
 
 
-@pytest.mark.parametrize("ac_mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("ac_mode", ["none", "full", "selective", "memory_budget"])
 def test_context_parallelism_compiled(on_ranks, ac_mode) -> None:
     options = {"compile_backend": "inductor", "ac_mode": ac_mode}
     on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=1, cp=2), 2, options)

@@ -182,6 +182,20 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
+        (["--activation_checkpoint.mode", "memory_budget"], "set compile.enable = true"),
+        (
+            [
+                f"--{s}"
+                for s in (
+                    "activation_checkpoint.mode=memory_budget",
+                    "compile.enable=true",
+                    "compile.backend=eager",
+                )
+            ],
+            "backend eager decides nothing",
+        ),
+        (["--activation_checkpoint.memory_budget", "1.5"], "memory_budget = 1.5"),
+        (["--activation_checkpoint.saved_ops", '["mm"]'], "saved_ops.0 = 'mm': string should"),
         (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),
         (["--job.dump_folder", f"{DEBUG}/x"], "is not a folder that can be written to"),
         (["--checkpoint.load_step", "5"], "not among the checkpoints"),
