@@ -7,7 +7,9 @@ calls it again, for those who start torchrun themselves.
 import dataclasses
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +44,8 @@ class Plan:
     model_args: LlamaArgs
     tokenizer: Tokenizer
     dims: ParallelDims
+    frozen: frozenset[str]
+    """Names of the parameters that are not trained."""
     stage_modules: list[list[str]]
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
@@ -114,6 +118,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
             tp=config.parallelism.tensor_parallel_degree,
             pp=config.parallelism.pipeline_parallel_degree,
         ),
+        frozen=_find_frozen(config.model.frozen, model_args),
         stage_modules=stage_modules,
         fp32_modules=fp32_modules,
         checkpoint_folder=folder,
@@ -145,6 +150,18 @@ def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
     message = mistake["msg"].removeprefix("Value error, ")
     value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
     raise ConfigError(key, f"{key}{value}: {message}")
+
+
+def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
+    """Names of the parameters that `model.frozen` means; some are left to be trained."""
+    key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
+        check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
+        frozen |= found
+    check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
+    return frozenset(frozen)
 
 
 def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
@@ -212,3 +229,12 @@ def _check_checkpoint(plan: Plan) -> None:
             f"checkpoint {checkpoint} was saved with {saved.get(key)!r}",
             "use another job.dump_folder, or what it was saved with",
         )
+    trained_now = sorted(set(manifest.get("frozen", ())) - plan.frozen)
+    check(
+        not trained_now,
+        "model.frozen",
+        plan.config.model.frozen,
+        f"checkpoint {checkpoint} has no optimizer state for what was frozen: "
+        + ", ".join(trained_now[:3]),
+        "use another job.dump_folder, or keep it frozen",
+    )

@@ -35,6 +35,7 @@ from meshwright.models.counting import flops_per_token, num_params
 from meshwright.models.initialize import initialize
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.optim.schedules import warmup_stable_decay
+from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
@@ -104,7 +105,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         )
         dist.destroy_process_group()
         return
-    # before anything is written: what is wrong with the data may show only now
+    # before anything is written: what torch or the data lacks shows only now
+    find_ops(config.activation_checkpoint.saved_ops)
     documents = DATASETS[config.training.dataset].open(config.training)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
@@ -196,12 +198,15 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        saved_ops=config.activation_checkpoint.saved_ops,
+        memory_budget=config.activation_checkpoint.memory_budget,
         compile_backend=config.compile.backend if config.compile.enable else None,
     )
     return build_local_model(
         partial(pkgutil.resolve_name(plan.spec.model), args, training.seq_len),
         parallelize,
         plan.stage_modules,
+        frozen=plan.frozen,
         meshes=meshes,
         schedule=config.parallelism.pipeline_parallel_schedule,
         num_microbatches=plan.num_microbatches,
@@ -331,6 +336,7 @@ def _manifest(plan: Plan, step: int, tokens_seen: int, cursor: Cursor) -> dict[s
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "model_args": dataclasses.asdict(plan.model_args),
+        "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
     }

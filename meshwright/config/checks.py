@@ -96,6 +96,14 @@ def check_sections(config: JobConfig) -> None:
         "nothing is loaded while checkpoint.enable is false",
         "set checkpoint.enable = true",
     )
+    check(
+        config.activation_checkpoint.mode != "memory_budget"
+        or (config.compile.enable and config.compile.backend != "eager"),
+        "activation_checkpoint.mode",
+        "memory_budget",
+        "it is the compiler that decides, and backend eager decides nothing",
+        'set compile.enable = true and compile.backend = "inductor", or choose another mode',
+    )
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     check(

@@ -70,6 +70,10 @@ class Model(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
 
+    frozen: list[str] = []
+    """Parameters to leave as they are, as glob patterns of their names: "tok_embeddings.*",
+    "layers.[01].*", "*norm.weight"."""
+
     tokenizer_path: InputPath = ""
     """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one; or
     "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
@@ -223,15 +227,32 @@ class Parallelism(Section):
     (HSDP) add up once a step."""
 
 
+SAVED_OPS = [
+    "aten.mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+]
+
+
 class ActivationCheckpoint(Section):
     """[activation_checkpoint] What backward recomputes instead of keeping in memory."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """full: every block."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """full: every block. memory_budget: what the compiler finds cheapest (`compile.enable`)."""
 
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
-    """With mode = selective: "op" keeps the outputs of matmuls and attention and recomputes the
-    rest; a number n recomputes every n-th block whole."""
+    """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
+    number n recomputes every n-th block whole."""
+
+    saved_ops: list[Annotated[str, Field(pattern=r"^\w+\.\w+$")]] = SAVED_OPS
+    """Operators of torch.ops whose outputs selective "op" keeps: those that cost much for the
+    memory that they need. Norms and pointwise steps are cheap."""
+
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """With mode = memory_budget: how much is kept of what a compiled block would keep otherwise.
+    1: as without recomputation; 0: as with full."""
 
 
 class Compile(Section):

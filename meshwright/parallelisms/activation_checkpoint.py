@@ -1,36 +1,40 @@
 """Activation checkpointing: what backward computes again instead of keeping in memory."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
+from torch._functorch import config as partitioner
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-Mode = Literal["none", "full", "selective"]
+from meshwright.errors import check
 
-SAVED_OPS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
-"""Dear to compute for the memory that their outputs take; norms and pointwise steps are cheap."""
+Mode = Literal["none", "full", "selective", "memory_budget"]
+Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+
+MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
+"""Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to
+tell what memory a mesh takes."""
 
 
-def apply_ac(blocks: nn.ModuleDict, mode: Mode, selective_ac_option: str) -> None:
+def apply_ac(
+    blocks: nn.ModuleDict,
+    mode: Mode,
+    *,
+    selective_ac_option: str,
+    saved_ops: Sequence[str],
+) -> None:
     """Wrap the forward of `blocks` in place; names of modules and parameters stay as they are.
+
+    With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
 
     Args:
         selective_ac_option: with mode "selective", "op" or the n of "every n-th block".
+        saved_ops: with "op", as `find_ops` takes them.
     """
     for index, block in enumerate(blocks.values()):
         if mode == "full":
@@ -38,10 +42,70 @@ def apply_ac(blocks: nn.ModuleDict, mode: Mode, selective_ac_option: str) -> Non
         elif mode == "selective" and selective_ac_option == "op":
             _recompute(
                 block,
-                context_fn=functools.partial(create_selective_checkpoint_contexts, _save_dear_ops),
+                context_fn=functools.partial(
+                    create_selective_checkpoint_contexts, find_ops(saved_ops)
+                ),
             )
         elif mode == "selective" and index % int(selective_ac_option) == 0:
             _recompute(block)
+
+
+@functools.cache  # the compiler takes equal graphs with another backend for others
+def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = False) -> Backend:
+    """The compiler `backend`, keeping this part, in [0, 1], of what it would keep for backward.
+
+    Args:
+        has_meshes: graphs have device meshes among their inputs, as under tensor parallelism.
+
+    Raises:
+        ConfigError: if torch cannot tell what memory a mesh takes.
+    """
+    check(
+        not has_meshes or hasattr(partitioner, MESHES_HAVE_NO_SIZE),
+        "activation_checkpoint.mode",
+        "memory_budget",
+        f"torch {torch.__version__} cannot with tensor parallelism",
+        "use torch 2.13, or another mode",
+    )
+    options: dict[str, object] = {"activation_memory_budget": memory_budget}
+    if has_meshes:
+        options[MESHES_HAVE_NO_SIZE] = True
+    compile_graph = lookup_backend(backend)
+
+    def compile_within_budget(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        with partitioner.patch(options):
+            return compile_graph(graph, inputs)
+
+    return compile_within_budget
+
+
+def find_ops(names: Sequence[str]) -> list[OpOverload]:
+    """Every overload of the operators that `activation_checkpoint.saved_ops` names.
+
+    Raises:
+        ConfigError: if torch has no such operator.
+    """
+    found: list[OpOverload] = []
+    for name in names:
+        namespace, _, operator = name.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
+        check(
+            bool(overloads),
+            "activation_checkpoint.saved_ops",
+            name,
+            f"torch {torch.__version__} has no such operator",
+            'names are those of torch.ops, like "aten.mm"',
+        )
+        found += [getattr(packet, overload) for overload in overloads]
+    return found
+
+
+def recomputes_attention(mode: Mode, selective_ac_option: str, saved_ops: Sequence[str]) -> bool:
+    """Whether any block computes its attention again, on the CPU."""
+    if mode == "selective" and selective_ac_option == "op":
+        return "aten._scaled_dot_product_flash_attention_for_cpu" not in saved_ops
+    return mode in ("full", "selective")
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:
@@ -58,9 +122,3 @@ def _recompute(block: nn.Module, **options: Any) -> None:
         )
 
     block.forward = recomputed
-
-
-def _save_dear_ops(
-    context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -43,9 +43,10 @@ def apply_cp(model: Decoder, mesh: DeviceMesh) -> None:
     Keys and values are gathered, queries stay. With grouped heads those are the smaller part, and
     unlike a ring it needs no kernel of its own. Collective in forward and backward.
     """
+    attend = functools.partial(_attend, mesh=mesh)  # one for all: else each block is compiled anew
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
-        core.forward = functools.partial(_attend, mesh=mesh)
+        core.forward = attend
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh) -> Tensor:

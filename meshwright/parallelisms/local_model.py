@@ -37,6 +37,7 @@ def build_local_model(
     parallelize: Callable[[Decoder], None],
     stage_modules: Sequence[Sequence[str]],
     *,
+    frozen: Collection[str] = (),
     meshes: Meshes,
     schedule: str,
     num_microbatches: int,
@@ -56,30 +57,34 @@ def build_local_model(
         build: the whole model.
         parallelize: as `parallelize_llama`, with its options bound.
         stage_modules: names of the modules of every stage; one stage: no pipeline.
+        frozen: names of the parameters that are not trained.
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
         master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
         fp32_modules: names of modules whose parameters, and for the output whose logits, are fp32.
         device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
     """
-    num_stages, stages = len(stage_modules), {}
+    num_stages, stages, first_trained = len(stage_modules), {}, 0
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
+        first_trained = _first_trained(stages[index], stage_modules, frozen)
         keep_modules(stages[index], stage_modules[index])
         for name, parameter in stages[index].named_parameters():
             if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
                 parameter.data = parameter.data.to(master_dtype)
         parallelize(stages[index])
+        # not before: torch's SequenceParallel makes norms anew, trainable (2.13). FSDP2 asks which
+        # parameters are trained no sooner than in the first forward.
+        for name, parameter in stages[index].named_parameters():
+            parameter.requires_grad_(name not in frozen)
         allocate(stages[index], torch.device("cpu") if enable_cpu_offload else device, device)
     if num_stages == 1:
         return LocalModel([stages[0]])
     batch, seq_len, dim = activation_shape
     seq_len //= meshes.cp.size()
     with torch.device("meta"):
-        activation = torch.empty(
-            batch, seq_len // meshes.tp.size(), dim, dtype=dtype, requires_grad=True
-        )
+        activation = torch.empty(batch, seq_len // meshes.tp.size(), dim, dtype=dtype)
         logits = torch.empty(
             batch,
             seq_len,
@@ -93,6 +98,7 @@ def build_local_model(
         schedule,
         mesh=meshes.pp,
         num_microbatches=num_microbatches,
+        first_trained=first_trained,
         activation=activation,
         logits=logits,
         device=device,
@@ -106,3 +112,19 @@ def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) 
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(buffers))
+
+
+def _first_trained(
+    model: Decoder, stage_modules: Sequence[Sequence[str]], frozen: Collection[str]
+) -> int:
+    """Index of the first stage that has a parameter to train.
+
+    Args:
+        model: the whole.
+    """
+    for index, modules in enumerate(stage_modules):
+        for module in modules:
+            parameters = model.get_submodule(module).named_parameters(prefix=module)
+            if any(name not in frozen for name, _ in parameters):
+                return index
+    raise ValueError("every parameter is frozen")

@@ -1,9 +1,11 @@
 """The order in which Llama is made parallel."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
+from meshwright.config.job_config import SAVED_OPS
+from meshwright.errors import check
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
@@ -28,6 +30,8 @@ def parallelize_llama(
     enable_async_tensor_parallel: bool = False,
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
+    saved_ops: Sequence[str] = SAVED_OPS,
+    memory_budget: float = 0.5,
     compile_backend: str | None = None,
 ) -> None:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
@@ -45,10 +49,33 @@ def parallelize_llama(
         tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel.apply_cp(model, meshes.cp)
-    activation_checkpoint.apply_ac(model.layers, ac_mode, selective_ac_option)
+    activation_checkpoint.apply_ac(
+        model.layers,
+        ac_mode,
+        selective_ac_option=selective_ac_option,
+        saved_ops=saved_ops,
+    )
+    # torch takes attention for random; on CPU it saves a random state for it, and that in the place
+    # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
+    # functionalize_rng_ops). On CUDA it saves no state.
+    check(
+        compile_backend in (None, "eager")
+        or meshes.tp.size() == 1
+        or meshes.tp.device_type != "cpu"
+        or not activation_checkpoint.recomputes_attention(ac_mode, selective_ac_option, saved_ops),
+        "activation_checkpoint.mode",
+        ac_mode,
+        "torch cannot compile recomputed attention under tensor parallelism on a CPU",
+        'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
+    )
     if compile_backend is not None:
+        backend: str | activation_checkpoint.Backend = compile_backend
+        if ac_mode == "memory_budget":
+            backend = activation_checkpoint.keep_within_budget(
+                compile_backend, memory_budget, has_meshes=meshes.tp.size() > 1
+            )
         for block in model.layers.values():
-            block.compile(fullgraph=True, backend=compile_backend)
+            block.compile(fullgraph=True, backend=backend)
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
     if meshes.world.size() > 1 or param_dtype != torch.float32 or enable_cpu_offload:

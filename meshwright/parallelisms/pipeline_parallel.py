@@ -9,6 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.pipeline_split import SCHEDULES
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -33,6 +34,7 @@ class Pipeline:
         stages: this rank's, by index.
         num_stages: over all ranks.
         schedule: name of the schedule's class in torch.
+        first_trained: index of the first stage that has a parameter to train.
         mesh: the pp axis.
         activation: (B, S/cp/tp, D) on meta: what stages hand on.
         logits: (B, S/cp, V) on meta: what the last one gives.
@@ -46,20 +48,28 @@ class Pipeline:
         *,
         mesh: DeviceMesh,
         num_microbatches: int,
+        first_trained: int,
         activation: Tensor,
         logits: Tensor,
         device: torch.device,
     ) -> None:
         # shapes are given: torch would find them by an extra forward and backward of every stage
         tokens = torch.empty(activation.shape[0], logits.shape[1], dtype=torch.int64, device="meta")
+        # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
+        # the same: torch finds no gradients of weights where the input needs none (2.13).
+        needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
+        passed_on = [  # to each stage
+            activation.detach().requires_grad_(index >= needs_gradient)
+            for index in range(num_stages)
+        ]
         wrapped = [
             PipelineStage(
                 module,
                 index,
                 num_stages,
                 device,
-                input_args=activation if index else tokens,
-                output_args=activation if index < num_stages - 1 else logits,
+                input_args=passed_on[index] if index else tokens,
+                output_args=passed_on[index + 1] if index < num_stages - 1 else logits,
                 group=mesh.get_group(),
             )
             for index, module in stages.items()

@@ -1,4 +1,4 @@
-"""The meshes and options that a proof runs. Free of torch."""
+"""The meshes and options that a proof runs."""
 
 import itertools
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.config.job_config import JobConfig
 from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.activation_checkpoint import recomputes_attention
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.proof.shrink import GLOBAL_BATCH, largest_tp
 
@@ -45,8 +46,14 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     cases = []
     shapes = _own_shapes(config, args)
     own_options = _own_options(config)
+    ac = config.activation_checkpoint
+    recomputes = recomputes_attention(ac.mode, ac.selective_ac_option, ac.saved_ops)
     for shape in shapes:
-        cases.append(_case("as configured", small, shape, **own_options))
+        if config.compile.enable and "tp" in shape and recomputes:  # not on CPUs: parallelize_llama
+            own_options["compile"] = {"enable": False}
+            cases.append(_case("as configured, but eager", small, shape, **own_options))
+        else:
+            cases.append(_case("as configured", small, shape, **own_options))
     used = sorted({axis for shape in shapes for axis in shape}, key=list(KEYS).index)
     for axis in used:
         cases.append(_case(f"{axis} alone", small, {axis: 2}))

@@ -1,6 +1,8 @@
-"""A user's config as a small job with the same structure. Free of torch."""
+"""A user's config as a small job with the same structure."""
 
+import dataclasses
 import math
+from fnmatch import fnmatchcase
 
 from meshwright.config.job_config import (
     BYTES,
@@ -21,6 +23,7 @@ NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
 VOCAB_SIZE = 259  # odd, and room for bytes
 HEAD_DIM = 4
 LARGEST_TP = 4
+DIMENSIONS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 
 
 def largest_tp(args: LlamaArgs) -> int:
@@ -38,15 +41,26 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
     tp = largest_tp(args)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
     heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
-    dimensions = {
-        "dim": heads * HEAD_DIM,
-        "n_layers": NUM_LAYERS,
-        "n_heads": heads,
-        "n_kv_heads": kv_heads,
-        "hidden_dim": 22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
-        "vocab_size": VOCAB_SIZE,
+    small_args = dataclasses.replace(
+        args,
+        dim=heads * HEAD_DIM,
+        n_layers=NUM_LAYERS,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        hidden_dim=22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
+        vocab_size=VOCAB_SIZE,
+    )
+    dimensions = {name: getattr(small_args, name) for name in DIMENSIONS}
+    frozen = [  # patterns of layers that the small model has
+        pattern
+        for pattern in config.model.frozen
+        if any(fnmatchcase(name, pattern) for name in small_args.parameter_names())
+    ]
+    model = {
+        "args": config.model.args | dimensions,
+        "tokenizer_path": BYTES,
+        "frozen": frozen,
     }
-    model = {"args": config.model.args | dimensions, "tokenizer_path": BYTES}
     training = {
         "dataset": "python_stdlib",
         "dataset_path": "",

@@ -45,6 +45,7 @@ def parallel_llama(
     enable_cpu_offload: bool = False,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
+    frozen: Collection[str] = (),
     **options: object,
 ) -> tuple[LocalModel, Meshes]:
     """As the trainer builds it, and the meshes it is on.
@@ -66,6 +67,7 @@ def parallel_llama(
             **options,
         ),
         split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
+        frozen=frozen,
         meshes=meshes,
         schedule=schedule,
         num_microbatches=microbatches[0],

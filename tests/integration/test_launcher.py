@@ -253,6 +253,15 @@ def test_a_column_that_is_not_there_is_found_before_anything_is_written(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_an_op_that_torch_lacks_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """Only torch knows."""
+    result = launch(tmp_path / "out", "--activation_checkpoint.saved_ops", '["aten.mmm"]')
+    assert result.returncode == 2
+    assert result.stderr.count("meshwright:") == 1
+    assert "activation_checkpoint.saved_ops = 'aten.mmm': torch" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
     """The rest of what can be wrong is in tests/unit/test_config.py, without the launcher."""
     start = time.monotonic()

@@ -1,23 +1,58 @@
 """What backward computes again, counted; gradients are the same to the bit."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.parallelisms.activation_checkpoint import apply_ac
+from meshwright.config.job_config import SAVED_OPS
+from meshwright.errors import ConfigError
+from meshwright.models.llama.model import Llama
+from meshwright.parallelisms.activation_checkpoint import (
+    MESHES_HAVE_NO_SIZE,
+    apply_ac,
+    find_ops,
+    keep_within_budget,
+)
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def run(mode: str, option: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """FLOPs of matrix products in backward, and the gradients."""
+def llama(mode: str, **options: object) -> Llama:
     model = plain_llama()
-    apply_ac(model.layers, mode, option)
+    defaults = {"selective_ac_option": "op", "saved_ops": SAVED_OPS}
+    apply_ac(model.layers, mode, **defaults | options)
+    return model
+
+
+class CountOps(TorchDispatchMode):
+    """How often each operator was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[f"{func.namespace}.{func.overloadpacket.__name__}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward(model: Llama) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
+    """Operators called, FLOPs of matrix products, and the gradients."""
     loss = model(TOKENS).square().sum()
-    with FlopCounterMode(display=False) as counter:
+    with CountOps() as operators, FlopCounterMode(display=False) as flops:
         loss.backward()
-    return counter.get_total_flops(), {n: p.grad for n, p in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return operators.counts, flops.get_total_flops(), gradients
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
 
 
 @pytest.mark.parametrize(
@@ -25,20 +60,34 @@ def run(mode: str, option: str) -> tuple[int, dict[str, torch.Tensor]]:
     [("full", "op", 3), ("selective", "1", 3), ("selective", "2", 2), ("selective", "op", 0)],
 )
 def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> None:
-    plain_flops, plain_gradients = run("none", "op")
-    flops, gradients = run(mode, option)
+    _, plain_flops, plain_gradients = backward(llama("none"))
+    _, flops, gradients = backward(llama(mode, selective_ac_option=option))
     block = plain_llama().layers["0"]
     # matrix products of one block's forward; the last is not needed again: early stopping
     matrices = [p for p in block.parameters() if p.dim() == 2]
     needed = sum(p.numel() for p in matrices) - block.feed_forward.w2.weight.numel()
     assert flops - plain_flops == blocks_recomputed * 2 * TOKENS.numel() * needed
-    for name, want in plain_gradients.items():
-        assert torch.equal(gradients[name], want), name
+    assert_equal(gradients, plain_gradients)
 
 
-def saved_bytes(mode: str) -> int:
-    model, total = plain_llama(), 0
-    apply_ac(model.layers, mode, "op")
+@pytest.mark.parametrize("saved", ["aten.mm", ATTENTION, "aten.rsqrt", "aten.silu"])
+def test_what_is_saved_is_not_recomputed(saved: str) -> None:
+    plain, _, plain_gradients = backward(llama("none"))
+    full, _, _ = backward(llama("full"))
+    only, _, gradients = backward(llama("selective", saved_ops=[saved]))
+    assert full[saved] > plain[saved]
+    assert only == full - Counter({saved: full[saved] - plain[saved]})
+    assert_equal(gradients, plain_gradients)
+
+
+@pytest.mark.parametrize("name", ["aten.mmm", "atn.mm", "aten.__name__"])
+def test_an_op_that_torch_does_not_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"saved_ops = {name!r}: torch .* has no such operator"):
+        find_ops(["aten.mm", name])
+
+
+def saved_bytes(model: Llama) -> int:
+    total = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal total
@@ -51,4 +100,26 @@ def saved_bytes(mode: str) -> int:
 
 
 def test_less_is_kept() -> None:
-    assert saved_bytes("full") < 0.5 * saved_bytes("none")
+    assert saved_bytes(llama("full")) < 0.5 * saved_bytes(llama("none"))
+
+
+def test_a_lower_budget_keeps_less_and_recomputes_more() -> None:
+    kept, flops = [], []
+    _, _, plain_gradients = backward(llama("none"))
+    for budget in (1.0, 0.5, 0.25, 0.0):
+        model = llama("memory_budget")
+        for block in model.layers.values():
+            block.compile(fullgraph=True, backend=keep_within_budget("aot_eager", budget))
+        model(TOKENS)  # compile
+        kept.append(saved_bytes(model))
+        _, count, gradients = backward(model)
+        flops.append(count)
+        assert_equal(gradients, plain_gradients)
+    assert kept == sorted(set(kept), reverse=True)
+    assert flops == sorted(set(flops))
+
+
+def test_a_budget_under_tensor_parallelism_needs_a_torch_that_can(monkeypatch) -> None:
+    monkeypatch.delattr(f"torch._functorch.config.{MESHES_HAVE_NO_SIZE}", raising=False)
+    with pytest.raises(ConfigError, match="cannot with tensor parallelism"):
+        keep_within_budget("aot_eager", 0.1, has_meshes=True)

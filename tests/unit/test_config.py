@@ -1,10 +1,12 @@
 """What a TOML and a command line come to, and what is said of those that come to nothing."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint import commit
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
@@ -152,6 +154,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.tokenizer_path", "/no/such.model"], "no such file or folder"),
         (["--model.tokenizer_path", str(DEBUG)], "not a SentencePieceTokenizer"),
         (["--model.tokenizer_path", "/proc/self"], "holds no tokenizer.json or tokenizer.model"),
+        (["--model.frozen", '["layer.*"]'], "model.frozen = 'layer.*': matches no parameter"),
+        (["--model.frozen", '["tok*", "*.weight"]'], "leaves no parameter to train"),
+        (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
         (["--training.dataset", "c5"], "choose from arrow, c4, json"),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
@@ -223,6 +228,20 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
+        (["--activation_checkpoint.mode", "memory_budget"], "set compile.enable = true"),
+        (
+            [
+                f"--{s}"
+                for s in (
+                    "activation_checkpoint.mode=memory_budget",
+                    "compile.enable=true",
+                    "compile.backend=eager",
+                )
+            ],
+            "backend eager decides nothing",
+        ),
+        (["--activation_checkpoint.memory_budget", "1.5"], "memory_budget = 1.5"),
+        (["--activation_checkpoint.saved_ops", '["mm"]'], "saved_ops.0 = 'mm': string should"),
         (["--activation_checkpoint.selective_ac_option", "0"], "selective_ac_option = '0'"),
         (["--job.dump_folder", f"{DEBUG}/x"], "is not a folder that can be written to"),
         (["--checkpoint.load_step", "5"], "not among the checkpoints"),
@@ -257,6 +276,21 @@ def test_async_tensor_parallelism_needs_a_gpu() -> None:
     check_device(config, "cuda")
     with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
         check_device(config, "cpu")
+
+
+def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
+    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
+    plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]'])[0], 1)
+    commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
+    manifest = {
+        "model_args": dataclasses.asdict(plan.model_args),
+        "data_identity": plan.data_identity,
+        "frozen": sorted(plan.frozen),
+    }
+    commit.publish(plan.checkpoint_folder, 5, manifest)
+    assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
+    more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
+    assert preflight(more, 1).resume_step == 5
 
 
 def test_a_missing_toml_is_named() -> None:

@@ -122,6 +122,12 @@ def test_counts_equal_those_of_the_model(args: LlamaArgs) -> None:
     assert counter.get_total_flops() == 2 * SEQ_LEN * flops_per_token(args, SEQ_LEN)
 
 
+@pytest.mark.parametrize("args", [TINY, *CASES.values()])
+def test_parameter_names_equal_those_of_the_model(args: LlamaArgs) -> None:
+    model = Llama(args, SEQ_LEN)
+    assert list(args.parameter_names()) == [name for name, _ in model.named_parameters()]
+
+
 @pytest.mark.parametrize(
     ("flavor", "billions"),
     [

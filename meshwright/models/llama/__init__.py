@@ -1,10 +1,20 @@
 """Llama's dimensions as data. Free of torch, so that a config is checked before torch is loaded."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
+
+BLOCK_MODULES = (
+    *("attention_norm", "attention", "attention.wq", "attention.wk", "attention.wv"),
+    *("attention.wo", "attention.core", "ffn_norm"),
+    *("feed_forward", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+)
+"""Modules of a layer, in its order."""
+WITHOUT_WEIGHT = ("attention", "attention.core", "feed_forward")
+"""Of these, those that have no weight of their own."""
 
 
 def _check_positive(args: object, *names: str) -> None:
@@ -35,13 +45,6 @@ class RopeScaling:
                 f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = "
                 f"{self.low_freq_factor}"
             )
-
-
-BLOCK_MODULES = (
-    *("attention_norm", "attention", "attention.wq", "attention.wk", "attention.wv"),
-    *("attention.wo", "attention.core", "ffn_norm"),
-    *("feed_forward", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,17 @@ class LlamaArgs:
     def head_dim(self) -> int:
         """Width H of one head."""
         return self.dim // self.n_heads
+
+    def parameter_names(self) -> Iterator[str]:
+        """Names of all parameters of the model, in its order."""
+        yield "tok_embeddings.weight"
+        for layer in range(self.n_layers):
+            for module in BLOCK_MODULES:
+                if module not in WITHOUT_WEIGHT:
+                    yield f"layers.{layer}.{module}.weight"
+        yield "norm.weight"
+        if not self.tie_embeddings:
+            yield "output.weight"
 
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:

@@ -1,0 +1,179 @@
+"""What a checkpoint holds: under which names, and that it brings back the same bits."""
+
+from collections.abc import Collection
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.step import Health, train_step
+from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
+from tests.helpers.tiny import TINY, parallel_llama, plain_llama, whole
+
+
+class Job:
+    """A model, its meshes and its optimizer."""
+
+    def __init__(
+        self, dims: ParallelDims, seed: int = 0, num_microbatches: int = 1, **options: object
+    ) -> None:
+        self.model: LocalModel
+        self.meshes: Meshes
+        self._size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+        microbatches = num_microbatches, self._size
+        self.model, self.meshes = parallel_llama(
+            dims, seed=seed, microbatches=microbatches, **options
+        )
+        self.optimizer = adamw(self.model)
+        self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
+
+    def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        dp = self.meshes.dp
+        parts = (
+            part.split(self._size)[dp.get_local_rank() :: dp.size()] for part in global_batch(step)
+        )
+        return list(zip(*parts, strict=True))
+
+    def take_step(self, step: int) -> None:
+        train_step(
+            self.model,
+            self.batches(step),
+            self.optimizer,
+            step=step,
+            max_norm=0.5,
+            meshes=self.meshes,
+            health=Health.on(torch.device("cpu")),
+        )
+
+    def forward(self, step: int) -> torch.Tensor:
+        """Logits of a microbatch."""
+        tokens, _ = self.batches(step)[0]
+        return self.model.stages[0](tokens, torch.arange(tokens.shape[1]))
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.tensors.state_dict(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.tensors.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        self.tensors.load_state_dict(state)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: whole(p).clone() for name, p in self.model.named_parameters()}
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def keys(trained: Collection[str]) -> set[str]:
+    """Of a checkpoint of the tiny model, `trained` being the names of its trained parameters."""
+    states = ("step", "exp_avg", "exp_avg_sq")
+    return {
+        f"rng.cpu.rank_{dist.get_rank()}",
+        *(f"model.{name}" for name in TINY.parameter_names()),
+        *(f"optimizer.state.{name}.{state}" for name in trained for state in states),
+    }
+
+
+def _resume_frozen(folder: str) -> None:
+    options = frozen("tok_embeddings.*", "layers.0.*", "*norm.weight")
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    job = Job(dims, **options)
+    job.take_step(1)
+    trained = set(TINY.parameter_names()) - options["frozen"]
+    assert job.tensors.state_dict().keys() == keys(trained)
+    job.save(folder)
+    job.take_step(2)
+    resumed = Job(dims, seed=1, **options)
+    resumed.load(folder)
+    resumed.take_step(2)
+    assert_equal(resumed.weights(), job.weights())
+
+
+def test_frozen_parameters_are_saved_without_optimizer_state(on_ranks, tmp_path) -> None:
+    on_ranks(2, _resume_frozen, str(tmp_path / "a"))
+
+
+def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tuple[int, ...]]:
+    job = Job(dims, num_microbatches=4 if dims.pp > 1 else 1, args=args, **options)
+    job.take_step(1)
+    return {name: tuple(tensor.shape) for name, tensor in job.tensors.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (ParallelDims(dp_replicate=1, dp_shard=1), {}),
+        (ParallelDims(dp_replicate=1, dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
+        (ParallelDims(dp_replicate=2, dp_shard=2), {}),
+        (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {"compile_backend": "eager"}),
+        (ParallelDims(dp_replicate=1, dp_shard=1, cp=2), {}),
+        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
+        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["Interleaved1F1B"]),
+        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
+    ],
+    ids=["1", "fsdp", "hsdp", "2d", "cp", "pp", "pp-interleaved", "pp-zbv-fsdp"],
+)
+def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) -> None:
+    ranks = dims.dp * dims.cp * dims.tp * dims.pp
+    by_rank = on_ranks(ranks, _shapes, dims, options, DEEP)
+    held = {name: shape for shapes in by_rank for name, shape in shapes.items()}
+    parameters = {name: tuple(p.shape) for name, p in plain_llama(DEEP).named_parameters()}
+    want = {f"model.{name}": shape for name, shape in parameters.items()}
+    for name, shape in parameters.items():
+        state = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+        want |= {f"optimizer.state.{name}.{key}": shape for key, shape in state.items()}
+    random_states = {name for name in held if name.startswith("rng.")}
+    assert random_states == {f"rng.cpu.rank_{rank}" for rank in range(ranks)}
+    assert {name: shape for name, shape in held.items() if name not in random_states} == want
+    if dims.pp == 1:
+        assert all(shapes.keys() >= want.keys() for shapes in by_rank)
+
+
+def _two_models(folder: str) -> None:
+    meshes = {
+        "2d": ParallelDims(dp_replicate=1, dp_shard=2, tp=2),
+        "fsdp": ParallelDims(dp_replicate=1, dp_shard=4),
+    }
+    alone: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for seed, (name, dims) in enumerate(meshes.items()):
+        job = Job(dims, seed)
+        alone[name] = []
+        for step in (1, 2):
+            job.take_step(step)
+            alone[name].append(job.weights())
+
+    jobs = {name: Job(dims, seed) for seed, (name, dims) in enumerate(meshes.items())}
+
+    def check_weights(steps: dict[str, int]) -> None:
+        for name, step in steps.items():
+            assert_equal(jobs[name].weights(), alone[name][step - 1])
+
+    for job in jobs.values():
+        job.take_step(1)
+    for name, job in jobs.items():
+        job.save(f"{folder}/{name}")
+    check_weights({"2d": 1, "fsdp": 1})
+    for job in jobs.values():
+        job.take_step(2)
+    check_weights({"2d": 2, "fsdp": 2})
+    jobs["2d"].load(f"{folder}/2d")
+    check_weights({"2d": 1, "fsdp": 2})
+    jobs["2d"].take_step(2)
+    jobs["fsdp"].load(f"{folder}/fsdp")
+    check_weights({"2d": 2, "fsdp": 1})
+    jobs["fsdp"].take_step(2)
+    check_weights({"2d": 2, "fsdp": 2})
+
+
+def test_two_models_in_one_process_leave_each_other_alone(on_ranks, tmp_path) -> None:
+    on_ranks(4, _two_models, str(tmp_path))
