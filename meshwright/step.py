@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
+from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.gradients import local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
@@ -56,6 +57,7 @@ def train_step(
     model: LocalModel,
     batches: Sequence[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
+    early: EarlyStep | None = None,
     *,
     step: int,
     max_norm: float,
@@ -74,6 +76,9 @@ def train_step(
         batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
             along pp, cp or tp alone have the same.
         optimizer: fused; its learning rate is set.
+        early: makes it update during backward. What is not finite is then held back only where it
+            is, so of the first bad step other parts of the weights may be updated; `max_norm` is
+            inf.
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
     """
@@ -84,15 +89,20 @@ def train_step(
     num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss_fn = partial(token_loss, num_labels=num_labels)
+    if early is not None:
+        early.begin(health.first_bad_step < step)
     with loss_parallel():  # takes effect where logits are cut along the vocabulary
         if model.pipeline is not None:
             loss = model.pipeline.run(batches, positions, loss_fn)
         else:
-            loss = _accumulate(model.stages[0], batches, positions, loss_fn)
+            loss = _accumulate(model.stages[0], batches, positions, loss_fn, early)
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
-    square_sum = local_square_sum(model.parameters(), loss.device)
+    if early is None:
+        square_sum = local_square_sum(model.parameters(), loss.device)
+    else:
+        square_sum = early.square_sum
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     loss, grad_norm = sums[0], sums[1].sqrt()
@@ -100,11 +110,12 @@ def train_step(
         clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
 
     _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
-    # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and
-    # state as they are, decided on the device
-    optimizer.found_inf = (health.first_bad_step <= step).float()  # type: ignore[attr-defined]
-    optimizer.step()
-    optimizer.zero_grad()
+    if early is None:
+        # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters
+        # and state as they are, decided on the device
+        optimizer.found_inf = (health.first_bad_step <= step).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)
 
 
@@ -113,12 +124,16 @@ def _accumulate(
     batches: Sequence[tuple[Tensor, Tensor]],
     positions: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
+    early: EarlyStep | None,
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; the sum of their losses."""
     loss = torch.zeros((), device=positions.device)
     for index, (tokens, labels) in enumerate(batches):
+        is_last = index == len(batches) - 1
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(index == len(batches) - 1)  # communicate once a step
+            model.set_requires_gradient_sync(is_last)  # communicate once a step
+        if early is not None:
+            early.gradients_are_final = is_last
         share = loss_fn(model(tokens, positions), labels)
         share.backward()
         loss += share.detach()
