@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
+from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.context_parallel import local_positions
 from meshwright.parallelisms.gradients import local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
@@ -56,6 +57,7 @@ def train_step(
     model: LocalModel,
     batches: Sequence[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
+    early: EarlyStep | None = None,
     *,
     step: int,
     max_norm: float,
@@ -76,6 +78,9 @@ def train_step(
         batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
             along pp, cp or tp alone have the same.
         optimizer: fused; its learning rate is set.
+        early: makes it update during backward. What is not finite is then held back only where it
+            is, so of the first bad step other parts of the weights may be updated; `max_norm` is
+            inf.
         step: counted from 1.
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
         reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
@@ -88,17 +93,22 @@ def train_step(
     num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss_fn = partial(token_loss, num_labels=num_labels)
+    if early is not None:
+        early.begin(health.first_bad_step < step)
     with loss_parallel():  # takes effect where logits are cut along the vocabulary
         if model.pipeline is not None:
             loss = model.pipeline.run(batches, positions, loss_fn)
         else:
             loss = _accumulate(
-                model.stages[0], batches, positions, loss_fn, reduce_every_microbatch
+                model.stages[0], batches, positions, loss_fn, early, reduce_every_microbatch
             )
     _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
-    square_sum = local_square_sum(model.parameters(), loss.device)
+    if early is None:
+        square_sum = local_square_sum(model.parameters(), loss.device)
+    else:
+        square_sum = early.square_sum
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     loss, grad_norm = sums[0], sums[1].sqrt()
@@ -106,14 +116,15 @@ def train_step(
         clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
 
     _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
-    # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters and
-    # state as they are, decided on the device
-    found_inf = (health.first_bad_step <= step).float()
-    # the optimizer would move it itself, but not wait: too early a read for offloaded parameters
-    parameter_device = next(model.parameters()).device
-    optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
-    optimizer.step()
-    optimizer.zero_grad()
+    if early is None:
+        # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters
+        # and state as they are, decided on the device
+        found_inf = (health.first_bad_step <= step).float()
+        # the optimizer would move it itself, but not wait: too early a read for offloaded weights
+        parameter_device = next(model.parameters()).device
+        optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)
 
 
@@ -122,15 +133,18 @@ def _accumulate(
     batches: Sequence[tuple[Tensor, Tensor]],
     positions: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
+    early: EarlyStep | None,
     reduce_every_microbatch: bool,
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; the sum of their losses."""
     loss = torch.zeros((), device=positions.device)
     for index, (tokens, labels) in enumerate(batches):
+        is_last = index == len(batches) - 1
         if isinstance(model, FSDPModule):
-            is_last = index == len(batches) - 1
             model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
+        if early is not None:
+            early.gradients_are_final = is_last
         share = loss_fn(model(tokens, positions), labels)
         share.backward()
         loss += share.detach()

@@ -33,6 +33,7 @@ from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.models.counting import flops_per_token, num_params
 from meshwright.models.initialize import initialize
+from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.activation_checkpoint import find_ops
@@ -117,6 +118,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
     optimizer = build_optimizer(model.parameters(), config.optimizer)
+    early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint, steps)
     saved = checkpoints.load(tensors)
@@ -148,6 +150,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 model,
                 batches,
                 optimizer,
+                early,
                 step=step,
                 max_norm=config.training.max_norm,
                 meshes=meshes,
@@ -159,7 +162,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             is_first, is_due = step == saved["step"] + 1, checkpoints.is_due(step)
             is_logged = is_first or step == steps or step % config.metrics.log_freq == 0
             if is_logged or is_due:
-                raise_if_bad(health)
+                raise_if_bad(health, is_early=early is not None)
             if is_logged:
                 loss, grad_norm = result.loss.item(), result.grad_norm.item()
                 reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr)
@@ -292,8 +295,12 @@ def build_reporter(
     return Reporter(work, device, [*destinations, *extra_sinks], tokens_seen)
 
 
-def raise_if_bad(health: Health) -> None:
-    """Stop the job if training went wrong; waits for the device. Collective if it did."""
+def raise_if_bad(health: Health, is_early: bool = False) -> None:
+    """Stop the job if training went wrong; waits for the device. Collective if it did.
+
+    Args:
+        is_early: parameters are updated during backward, before all that is wrong is known.
+    """
     step = int(health.first_bad_step.item())
     if step == NEVER:
         return
@@ -301,9 +308,13 @@ def raise_if_bad(health: Health) -> None:
     dist.all_gather_object(firsts, int(health.first_bad_local_step.item()))
     ranks = [str(rank) for rank, first in enumerate(firsts) if first <= step]
     what = f"loss on rank {', '.join(ranks)}" if ranks else "gradient norm (every loss was finite)"
+    weights = (
+        "that step may have updated a part of the weights (optimizer.early_step_in_backward), "
+        if is_early
+        else f"the weights are as they were after step {step - 1}, "
+    )
     raise TrainingError(
-        f"non-finite {what} at step {step}; the weights are as they were after step {step - 1}, "
-        "and no checkpoint was saved since"
+        f"non-finite {what} at step {step}; {weights}and no checkpoint was saved since"
     )
 
 

@@ -104,6 +104,22 @@ def check_sections(config: JobConfig) -> None:
         "it is the compiler that decides, and backend eager decides nothing",
         'set compile.enable = true and compile.backend = "inductor", or choose another mode',
     )
+    check(
+        not config.optimizer.early_step_in_backward or config.training.max_norm == math.inf,
+        "optimizer.early_step_in_backward",
+        True,
+        f"gradients are gone before their norm is known, so training.max_norm = "
+        f"{config.training.max_norm} cannot be kept",
+        "set training.max_norm = inf",
+    )
+    check(
+        not config.optimizer.early_step_in_backward
+        or config.parallelism.fsdp_reduce_gradients == "last_microbatch",
+        "parallelism.fsdp_reduce_gradients",
+        config.parallelism.fsdp_reduce_gradients,
+        "optimizer.early_step_in_backward would update with the gradients of one microbatch",
+        "leave one of the two out",
+    )
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     check(

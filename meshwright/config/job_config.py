@@ -157,6 +157,10 @@ class Optimizer(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Applied to every parameter."""
 
+    early_step_in_backward: bool = False
+    """Update each parameter during backward, as soon as its gradient is final, and free that: the
+    gradients of the whole model are never in memory together. Needs `training.max_norm = inf`."""
+
 
 class LRScheduler(Section):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""

@@ -13,6 +13,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.datasets import DATASETS
 from meshwright.datasets.packing import Cursor
 from meshwright.models.initialize import initialize, local_box
+from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
@@ -77,7 +78,8 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     for stage in model.stages:
         initialize(stage, training.seed)
     weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
-    gradients = _keep_gradients(model, optimizer)
+    early = EarlyStep(optimizer) if plan.config.optimizer.early_step_in_backward else None
+    gradients, done = _keep_gradients(model, optimizer)
     documents = DATASETS[training.dataset].open(training)
     loader = build_loader(plan, documents, meshes, device, Cursor())
     reduction = plan.config.parallelism.fsdp_reduce_gradients
@@ -94,6 +96,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
             model,
             batches,
             optimizer,
+            early,
             step=step,
             max_norm=training.max_norm
             if step > 1
@@ -102,6 +105,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
             health=health,
             reduce_every_microbatch=reduction == "every_microbatch",
         )
+        done()
         seen.losses.append(result.loss.item())
         seen.grad_norms.append(result.grad_norm.item())
     loader.close()
@@ -113,18 +117,20 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _keep_gradients(model: LocalModel, optimizer: torch.optim.Optimizer) -> Tensors:
-    """A dict that the first call of `optimizer.step` fills; a missing gradient counts as zero."""
-    kept: Tensors = {}
+def _keep_gradients(
+    model: LocalModel, optimizer: torch.optim.Optimizer
+) -> tuple[Tensors, Callable[[], None]]:
+    """Gradients as `optimizer` gets them, and how to stop keeping; a missing one counts as zero."""
+    kept = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def keep(*_: Any) -> None:
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            kept[name] = torch.zeros_like(parameter) if grad is None else _copy(grad)
-        handle.remove()
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:  # all at once, or one in each call
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept[names[parameter]] = _copy(parameter.grad)
 
-    handle = optimizer.register_step_pre_hook(keep)
-    return kept
+    return kept, optimizer.register_step_pre_hook(keep).remove
 
 
 def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.models.llama import LlamaArgs
+from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
@@ -21,7 +22,12 @@ class Job:
     """A model, its meshes and its optimizer."""
 
     def __init__(
-        self, dims: ParallelDims, seed: int = 0, num_microbatches: int = 1, **options: object
+        self,
+        dims: ParallelDims,
+        seed: int = 0,
+        num_microbatches: int = 1,
+        is_early: bool = False,
+        **options: object,
     ) -> None:
         self.model: LocalModel
         self.meshes: Meshes
@@ -31,6 +37,7 @@ class Job:
             dims, seed=seed, microbatches=microbatches, **options
         )
         self.optimizer = adamw(self.model)
+        self.early = EarlyStep(self.optimizer) if is_early else None
         self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
     def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -45,8 +52,9 @@ class Job:
             self.model,
             self.batches(step),
             self.optimizer,
+            self.early,
             step=step,
-            max_norm=0.5,
+            max_norm=float("inf"),
             meshes=self.meshes,
             health=Health.on(torch.device("cpu")),
         )
@@ -101,6 +109,29 @@ def _resume_frozen(folder: str) -> None:
 
 def test_frozen_parameters_are_saved_without_optimizer_state(on_ranks, tmp_path) -> None:
     on_ranks(2, _resume_frozen, str(tmp_path / "a"))
+
+
+def _change_early_step(folder: str) -> None:
+    """Every other way to take the two steps, one before a resume and one after."""
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    ends = []
+    for first in (False, True):
+        job = Job(dims, is_early=first)
+        job.take_step(1)
+        names = {*job.tensors.state_dict()}
+        assert names == keys(set(TINY.parameter_names()))
+        job.save(f"{folder}/{first}")
+        for second in (False, True):
+            resumed = Job(dims, seed=1, is_early=second)
+            resumed.load(f"{folder}/{first}")
+            resumed.take_step(2)
+            ends.append(resumed.weights())
+    for end in ends[1:]:
+        assert_equal(end, ends[0])
+
+
+def test_a_resume_may_begin_or_end_to_step_early(on_ranks, tmp_path) -> None:
+    on_ranks(4, _change_early_step, str(tmp_path))
 
 
 def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tuple[int, ...]]:

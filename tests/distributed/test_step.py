@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
+from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import NEVER, Health, train_step
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama, whole
@@ -39,7 +40,7 @@ def adamw(model) -> torch.optim.Optimizer:
 
 
 def reference(
-    args: LlamaArgs, frozen: Collection[str] = ()
+    args: LlamaArgs, frozen: Collection[str] = (), max_norm: float = 0.5
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights after the last."""
     model = plain_llama(args)
@@ -51,7 +52,7 @@ def reference(
         tokens, labels = global_batch(step)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         figures.append((loss.item(), norm.item()))
@@ -64,13 +65,16 @@ def steps_on_mesh(
     options: dict,
     args: LlamaArgs = TINY,
     reduce_every_microbatch: bool = False,
+    is_early: bool = False,
 ) -> None:
     # inductor adds in another order, and three steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
-    want_figures, want_weights = reference(args, options.get("frozen", ()))
+    max_norm = float("inf") if is_early else 0.5
+    want_figures, want_weights = reference(args, options.get("frozen", ()), max_norm)
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
     model, meshes = parallel_llama(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    early = EarlyStep(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     for step, want in enumerate(want_figures, 1):
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
@@ -78,8 +82,9 @@ def steps_on_mesh(
             model,
             list(zip(*parts, strict=True)),
             optimizer,
+            early,
             step=step,
-            max_norm=0.5,
+            max_norm=max_norm,
             meshes=meshes,
             health=health,
             reduce_every_microbatch=reduce_every_microbatch,
@@ -258,6 +263,52 @@ def test_a_frozen_last_stage(on_ranks) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
     for schedule in ("1F1B", "ZBVZeroBubble"):
         on_ranks(2, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
+
+
+EARLY = {
+    "1": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TINY),
+    "tied": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TIED),
+    "fsdp": (ParallelDims(dp_replicate=1, dp_shard=2), {}, TINY),
+    "frozen": (ParallelDims(dp_replicate=1, dp_shard=2), frozen("*.wq.*"), TINY),
+    "hsdp": (ParallelDims(dp_replicate=2, dp_shard=2), {}, TINY),
+    "2d": (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {}, TINY),
+    "pp": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"], DEEP),
+    "pp-zbv": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["ZBVZeroBubble"], DEEP),
+}
+
+
+@pytest.mark.parametrize(("dims", "options", "args"), EARLY.values(), ids=EARLY)
+def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
+    num_microbatches = 4 if dims.pp > 1 else 2
+    on_ranks(
+        dims.dp * dims.tp * dims.pp, steps_on_mesh, dims, num_microbatches, options, args, True
+    )
+
+
+def _most_gradients() -> int:
+    """That an update found in memory, itself included."""
+    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    optimizer = adamw(model)
+    early, found = EarlyStep(optimizer), []
+    optimizer.register_step_pre_hook(
+        lambda *_: found.append(sum(p.grad is not None for p in model.parameters()))
+    )
+    train_step(
+        model,
+        [tuple(part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))],
+        optimizer,
+        early,
+        step=1,
+        max_norm=float("inf"),
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    assert len(found) == len(list(model.parameters()))
+    return max(found)
+
+
+def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
+    assert on_ranks(2, _most_gradients) == [1, 1]
 
 
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
@@ -534,25 +585,28 @@ class NoSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _step_without_sync() -> None:
+def _step_without_sync(is_early: bool) -> None:
     model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    early = EarlyStep(optimizer) if is_early else None
     for step in (1, 2):
         with NoSync():
             train_step(
                 model,
                 [(tokens, labels)] * 2,
                 optimizer,
+                early,
                 step=step,
-                max_norm=0.5,
+                max_norm=float("inf") if is_early else 0.5,
                 meshes=meshes,
                 health=health,
             )
 
 
-def test_a_step_reads_no_value_from_the_device(on_ranks) -> None:
-    on_ranks(2, _step_without_sync)
+@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
+def test_a_step_reads_no_value_from_the_device(on_ranks, is_early) -> None:
+    on_ranks(2, _step_without_sync, is_early)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -668,10 +722,11 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
     assert on_ranks(2, _gradients_sent, frozen("tok_embeddings.*", "layers.[01].*")) == [0, 0]
 
 
-def _bad_second_step() -> tuple[int, int]:
+def _bad_second_step(is_early: bool) -> tuple[int, int]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
     model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    early = EarlyStep(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     weights = []
     for step in (1, 2, 3):
@@ -682,8 +737,9 @@ def _bad_second_step() -> tuple[int, int]:
             model,
             [(tokens, labels)],
             optimizer,
+            early,
             step=step,
-            max_norm=0.5,
+            max_norm=float("inf") if is_early else 0.5,
             meshes=meshes,
             health=health,
         )
@@ -695,5 +751,7 @@ def _bad_second_step() -> tuple[int, int]:
     return int(health.first_bad_step), int(health.first_bad_local_step)
 
 
-def test_a_non_finite_loss_stops_updates_and_is_traced_to_its_rank(on_ranks) -> None:
-    assert on_ranks(2, _bad_second_step) == [(2, NEVER), (2, 2)]
+@pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
+def test_a_non_finite_loss_stops_updates_and_is_traced_to_its_rank(on_ranks, is_early) -> None:
+    """Early, it happens to make every gradient non-finite; what is kept else is not promised."""
+    assert on_ranks(2, _bad_second_step, is_early) == [(2, NEVER), (2, 2)]

@@ -233,6 +233,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert not (folder / "checkpoint").exists()
 
 
+def test_an_early_step_trains_and_says_what_a_bad_step_leaves(tmp_path: Path) -> None:
+    early = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
+    result = launch(tmp_path / "late", "--training.max_norm", "inf")
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = launch(tmp_path / "early", *early)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_close(losses(tmp_path / "early"), losses(tmp_path / "late"))
+
+    folder = tmp_path / "bad"
+    result = launch(folder, *early, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    assert result.returncode == 3
+    assert "at step 2; that step may have updated a part of the weights" in result.stdout
+    assert not (folder / "checkpoint").exists()
+
+
 def test_data_that_runs_out_of_samples_is_a_config_error(tmp_path: Path) -> None:
     """It shows only when the data is read."""
     data = tmp_path / "data.txt"
