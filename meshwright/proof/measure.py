@@ -1,5 +1,6 @@
 """What one rank sees when it trains a few steps, held against the reference."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ class Measurement:
     """Of step 1, before clipping, by name."""
 
 
+_meshes = functools.cache(build_meshes)  # groups are never freed: one set for all cases of a mesh
+
+
 def record_reference(config: JobConfig, file: Path) -> Measurement:
     """Train on this one process; write weights and gradients to `file`."""
     measurement, weights, gradients = _train(config, 1)
@@ -72,7 +76,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     plan, device, seen = preflight(config, world_size), torch.device("cpu"), Measurement()
     training = plan.config.training
     torch.manual_seed(training.seed)
-    meshes = build_meshes(plan.dims, device.type)
+    meshes = _meshes(plan.dims, device.type)
     model = build_model(plan, meshes, device)
     optimizer = build_optimizer(model.parameters(), plan.config.optimizer)
     for stage in model.stages:

@@ -22,6 +22,10 @@ TIED = dataclasses.replace(TINY, tie_embeddings=True)
 SEQ_LEN = 16
 
 
+# hundreds of tests in one process: its groups are never freed, and slow down what follows
+meshes_of = functools.cache(build_meshes)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a parameter, however it is sharded. Collective if it is."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
@@ -53,7 +57,7 @@ def parallel_llama(
     Args:
         microbatches: their number, and the sequences in each (needed for a pipeline).
     """
-    meshes = build_meshes(dims, "cpu")
+    meshes = meshes_of(dims, "cpu")
     num_stages = dims.pp * stages_per_rank
     model = build_local_model(
         functools.partial(Llama, args, SEQ_LEN),
