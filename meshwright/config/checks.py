@@ -174,6 +174,26 @@ def check_device(config: JobConfig, device_type: str) -> None:
         f"needs GPUs, and this machine trains on its {device_type}",
         "leave it out",
     )
+    # torch takes attention for random; on CPU it saves a random state for it, and that in the place
+    # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
+    # functionalize_rng_ops). On CUDA it saves no state.
+    is_compiled = config.compile.enable and config.compile.backend != "eager"
+    is_cut = config.parallelism.tensor_parallel_degree > 1
+    check(
+        device_type != "cpu" or not (is_compiled and is_cut and recomputes_attention(config)),
+        "activation_checkpoint.mode",
+        config.activation_checkpoint.mode,
+        "torch cannot compile recomputed attention under tensor parallelism on a CPU",
+        'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
+    )
+
+
+def recomputes_attention(config: JobConfig) -> bool:
+    """Whether backward computes the attention of any block again, on a CPU."""
+    ac = config.activation_checkpoint
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        return "aten._scaled_dot_product_flash_attention_for_cpu" not in ac.saved_ops
+    return ac.mode in ("full", "selective")
 
 
 def _check_fsdp(config: JobConfig) -> None:

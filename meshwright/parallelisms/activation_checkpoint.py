@@ -101,13 +101,6 @@ def find_ops(names: Sequence[str]) -> list[OpOverload]:
     return found
 
 
-def recomputes_attention(mode: Mode, selective_ac_option: str, saved_ops: Sequence[str]) -> bool:
-    """Whether any block computes its attention again, on the CPU."""
-    if mode == "selective" and selective_ac_option == "op":
-        return "aten._scaled_dot_product_flash_attention_for_cpu" not in saved_ops
-    return mode in ("full", "selective")
-
-
 def _recompute(block: nn.Module, **options: Any) -> None:
     forward = block.forward
 

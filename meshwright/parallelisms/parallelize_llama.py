@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 import torch
 
 from meshwright.config.job_config import SAVED_OPS
-from meshwright.errors import check
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
@@ -54,19 +53,6 @@ def parallelize_llama(
         ac_mode,
         selective_ac_option=selective_ac_option,
         saved_ops=saved_ops,
-    )
-    # torch takes attention for random; on CPU it saves a random state for it, and that in the place
-    # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
-    # functionalize_rng_ops). On CUDA it saves no state.
-    check(
-        compile_backend in (None, "eager")
-        or meshes.tp.size() == 1
-        or meshes.tp.device_type != "cpu"
-        or not activation_checkpoint.recomputes_attention(ac_mode, selective_ac_option, saved_ops),
-        "activation_checkpoint.mode",
-        ac_mode,
-        "torch cannot compile recomputed attention under tensor parallelism on a CPU",
-        'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
     )
     if compile_backend is not None:
         backend: str | activation_checkpoint.Backend = compile_backend

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig
 from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.activation_checkpoint import recomputes_attention
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.proof.shrink import GLOBAL_BATCH, largest_tp
 
@@ -46,10 +46,8 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     cases = []
     shapes = _own_shapes(config, args)
     own_options = _own_options(config)
-    ac = config.activation_checkpoint
-    recomputes = recomputes_attention(ac.mode, ac.selective_ac_option, ac.saved_ops)
     for shape in shapes:
-        if config.compile.enable and "tp" in shape and recomputes:  # not on CPUs: parallelize_llama
+        if config.compile.enable and "tp" in shape and recomputes_attention(config):  # not on CPUs
             own_options["compile"] = {"enable": False}
             cases.append(_case("as configured, but eager", small, shape, **own_options))
         else:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.errors import ConfigError
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.distributed.test_state_dict import Job
@@ -64,22 +63,6 @@ def test_one_graph_in_the_first_step_and_none_later(on_ranks, mesh, ac, tmp_path
     steps = 50 if (mesh, ac) == ("fsdp", "op") else 4
     arguments = MESHES[mesh], AC[ac], steps, str(tmp_path)
     assert on_ranks(RANKS[mesh], graphs_of_steps, *arguments) == [(1, 0)] * RANKS[mesh]
-
-
-def _refused(options: dict) -> str:
-    try:
-        Job(MESHES["2d"], compile_backend="aot_eager", **options)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    "options", [AC["full"], {"ac_mode": "selective", "selective_ac_option": "2"}]
-)
-def test_what_torch_cannot_compile_on_a_cpu_is_refused(on_ranks, options) -> None:
-    for error in on_ranks(4, _refused, options):
-        assert "cannot compile recomputed attention under tensor parallelism" in error
 
 
 def test_one_graph_for_all_layers_of_a_deep_model(on_ranks, tmp_path) -> None:

@@ -178,6 +178,21 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
         assert_close(losses(folder), want)
 
 
+def test_a_pipeline_on_four_ranks_trains_and_resumes_the_same(uninterrupted, tmp_path) -> None:
+    """The same global batches as on 2 ranks of FSDP2; rank 0 has no output, and shows the loss."""
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
+    options = (
+        *("--training.local_batch_size", 1),
+        *("--parallelism.pipeline_parallel_degree", 2),
+        *("--parallelism.pipeline_parallel_schedule", "1F1B"),
+        *("--checkpoint.load_step", 15),  # saved without a pipeline
+    )
+    result = launch(folder, *options, NGPU=4)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_close(losses(folder), losses(uninterrupted))
+
+
 def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
     """Nor does it matter whether they were on when a checkpoint was saved."""
     options = (

@@ -272,6 +272,24 @@ def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> No
     assert preflight(config, 1).fp32_modules == found
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--activation_checkpoint.mode=full"],
+        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+        ["--activation_checkpoint.mode=selective", '--activation_checkpoint.saved_ops=["aten.mm"]'],
+    ],
+)
+def test_what_torch_cannot_compile_on_a_cpu(words) -> None:
+    compiled = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
+    config, _ = load_config([*words, *compiled])
+    with pytest.raises(ConfigError, match="cannot compile recomputed attention under tensor"):
+        check_device(config, "cpu")
+    check_device(config, "cuda")
+    check_device(load_config(compiled)[0], "cpu")
+    check_device(load_config([*words, compiled[1]])[0], "cpu")
+
+
 def test_async_tensor_parallelism_needs_a_gpu() -> None:
     config, _ = load_config([*ASYNC_TP, "--compile.enable"])
     check_device(config, "cuda")
