@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.build import build_model
 from meshwright.config.loader import load_config
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
@@ -27,7 +28,6 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.preflight import Plan, preflight
 from meshwright.proof.ranks import RankPool
 from meshwright.step import Health, train_step
-from meshwright.train import build_model
 
 PRESETS = Path(__file__).parents[1] / "train_configs"
 RANKS = 4

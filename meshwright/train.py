@@ -3,12 +3,10 @@
 import dataclasses
 import gc
 import os
-import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +16,22 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import meshwright
 from meshwright import hardware
+from meshwright.build import build_loader, build_model, build_reporter, learning_rate
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.checks import check_device
-from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets import DATASETS
-from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.packing import Cursor
-from meshwright.datasets.sources import Documents
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
-from meshwright.metrics.reporter import Reporter, Work
-from meshwright.models.counting import flops_per_token, num_params
+from meshwright.models.counting import num_params
 from meshwright.models.initialize import initialize
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
-from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.activation_checkpoint import find_ops
-from meshwright.parallelisms.local_model import LocalModel, build_local_model
-from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
 from meshwright.preflight import Plan, preflight
 from meshwright.profiling import build_profiler
@@ -181,118 +174,6 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     reporter.close()
     logger.info("finished: %d steps, %s tokens", steps, f"{reporter.tokens_seen:,}")
     dist.destroy_process_group()
-
-
-def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
-    """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
-    config, args = plan.config, plan.model_args
-    training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    parallelize = partial(
-        pkgutil.resolve_name(plan.spec.parallelize),
-        meshes=meshes,
-        param_dtype=dtype,
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        fp32_modules=plan.fp32_modules,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        prefetch_layers=config.parallelism.fsdp_prefetch_layers,
-        enable_cpu_offload=training.enable_cpu_offload,
-        enable_loss_parallel=not config.parallelism.disable_loss_parallel,
-        enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
-        ac_mode=config.activation_checkpoint.mode,
-        selective_ac_option=config.activation_checkpoint.selective_ac_option,
-        saved_ops=config.activation_checkpoint.saved_ops,
-        memory_budget=config.activation_checkpoint.memory_budget,
-        compile_backend=config.compile.backend if config.compile.enable else None,
-    )
-    return build_local_model(
-        partial(pkgutil.resolve_name(plan.spec.model), args, training.seq_len),
-        parallelize,
-        plan.stage_modules,
-        frozen=plan.frozen,
-        meshes=meshes,
-        schedule=config.parallelism.pipeline_parallel_schedule,
-        num_microbatches=plan.num_microbatches,
-        activation_shape=(training.local_batch_size, training.seq_len, args.dim),
-        vocab_size=args.vocab_size,
-        dtype=dtype,
-        master_dtype=getattr(torch, training.dtype),
-        fp32_modules=plan.fp32_modules,
-        device=device,
-        enable_cpu_offload=training.enable_cpu_offload,
-    )
-
-
-def build_loader(
-    plan: Plan, documents: Documents, meshes: Meshes, device: torch.device, cursor: Cursor
-) -> Loader:
-    """This rank's batches, from `cursor` on."""
-    training = plan.config.training
-    return Loader(
-        documents,
-        plan.tokenizer,
-        training.seq_len,
-        BatchShape(
-            local_batch_size=training.local_batch_size,
-            num_microbatches=plan.num_microbatches,
-            dp_rank=meshes.dp.get_local_rank(),
-            dp_size=plan.dims.dp,
-        ),
-        cursor=cursor,
-        pin_memory=device.type == "cuda",
-    )
-
-
-def learning_rate(config: JobConfig) -> Callable[[int], float]:
-    """The learning rate at each step, counted from 1."""
-    schedule = config.lr_scheduler
-    fraction = partial(
-        warmup_stable_decay,
-        steps=config.training.steps,
-        warmup_steps=schedule.warmup_steps,
-        decay_ratio=schedule.decay_ratio,
-        decay_type=schedule.decay_type,
-        min_lr_factor=schedule.min_lr_factor,
-    )
-    return lambda step: config.optimizer.lr * fraction(step)
-
-
-def build_reporter(
-    plan: Plan,
-    device: torch.device,
-    extra_sinks: Sequence[sinks.Sink],
-    resumed_step: int,
-    tokens_seen: int,
-) -> Reporter:
-    """The figures of the job; its first rank writes them. Collective where the peak is measured."""
-    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    training, metrics = config.training, config.metrics
-    dtype = getattr(torch, training.mixed_precision_param)
-    dist.barrier()  # a peak that is measured, is so on all ranks at once, as they will work
-    peak = hardware.peak_of(device, dtype)
-    logger.info(
-        "peak for mfu: %.4g TFLOP/s a device in %s (%s)",
-        peak.flops_per_s / 1e12,
-        dtype,
-        peak.source,
-    )
-    destinations: list[sinks.Sink] = []
-    if dist.get_rank() == 0:
-        destinations.append(sinks.Console(training.steps))
-        destinations.append(sinks.JsonLines(dump_folder / "metrics.jsonl", resumed_step))
-        if metrics.enable_tensorboard:
-            destinations.append(
-                sinks.TensorBoard(dump_folder / metrics.save_tb_folder, resumed_step)
-            )
-        if metrics.enable_wandb:
-            destinations.append(sinks.WeightsAndBiases(dump_folder, config.model_dump()))
-    work = Work(
-        tokens_per_step=training.global_batch_size * training.seq_len,
-        flops_per_token=flops_per_token(plan.model_args, training.seq_len),
-        num_devices=dist.get_world_size(),
-        peak_flops_per_s=peak.flops_per_s,
-    )
-    return Reporter(work, device, [*destinations, *extra_sinks], tokens_seen)
 
 
 def raise_if_bad(health: Health, is_early: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.build import build_loader, build_model, learning_rate
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import DATASETS
 from meshwright.datasets.packing import Cursor
@@ -20,7 +21,6 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
 from meshwright.step import Health, train_step
-from meshwright.train import build_loader, build_model, learning_rate
 
 Tensors = dict[str, Tensor]
 

@@ -18,6 +18,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "datasets optim checkpoint metrics profiling supervise",
     "specs step",
     "preflight",
+    "build",
     "train",
     "proof",
     "cli",
