@@ -6,6 +6,7 @@ Starting one takes seconds, nearly all of them `import torch`; a case takes less
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 
 class RankError(RuntimeError):
@@ -78,8 +80,8 @@ class RankPool:
 
 def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
     torch.set_num_threads(1)
-    # each rank would keep a pool of compilers, whose locks outlive it when it is killed
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed
+    tqdm.set_lock(threading.RLock())
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
     while True:
