@@ -9,7 +9,7 @@ from meshwright.config.checks import check_divisible, check_sections
 from meshwright.config.loader import config_errors, load_config
 from meshwright.preflight import resolve_model
 from meshwright.proof import report
-from meshwright.proof.cases import default_cases, every_mesh, reference_case
+from meshwright.proof.cases import default_cases, distinct, every_mesh, reference_case
 from meshwright.proof.prove import Row, prove
 from meshwright.proof.shrink import shrink
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if options.every_mesh:
-        cases += every_mesh(small, args)
+        cases = distinct([*cases, *every_mesh(small, args)])
     folder = options.output or Path(config.job.dump_folder) / "proof"
 
     print(f"{report.EXPLANATION}\n")

@@ -67,7 +67,7 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
         cases.append(_case("4 microbatches", small, {}, num_microbatches=4))
         cases.append(_case("2 microbatches", small, shape, num_microbatches=2))
     cases.append(_case("HSDP", small, {"dp_replicate": 2, "dp_shard": 2}))
-    return _distinct(cases)
+    return distinct(cases)
 
 
 def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
@@ -85,7 +85,7 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
         for name in SCHEDULES:
             mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
             cases.append(_case(name, small, mesh, parallelism=schedule))
-    return _distinct(cases)
+    return distinct(cases)
 
 
 def _own_shapes(config: JobConfig, args: LlamaArgs) -> list[Degrees]:
@@ -139,6 +139,6 @@ def _case(
     return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()))
 
 
-def _distinct(cases: list[Case]) -> list[Case]:
+def distinct(cases: list[Case]) -> list[Case]:
     """The first of those that would run the same."""
     return list({case.config.model_dump_json(): case for case in reversed(cases)}.values())[::-1]
