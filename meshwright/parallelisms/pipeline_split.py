@@ -183,8 +183,9 @@ def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, sta
 
 
 def stages_of_rank(rank: int, num_ranks: int, num_stages: int, schedule: str) -> list[int]:
-    """Indices of the stages that a rank has, ascending."""
-    if SCHEDULES[schedule].is_v:
+    """Indices of the stages that a rank has, ascending; with one stage in all there is no pipeline,
+    whatever the schedule that it would have."""
+    if num_stages > 1 and SCHEDULES[schedule].is_v:
         return [rank, 2 * num_ranks - 1 - rank]
     return list(range(rank, num_stages, num_ranks))
 

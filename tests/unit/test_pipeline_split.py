@@ -65,6 +65,13 @@ def test_which_rank_has_which_stages(schedule, want) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_without_a_pipeline_leaves_the_model_whole(schedule) -> None:
+    keys = {"pipeline_parallel_degree": 1, "pipeline_parallel_schedule": schedule}
+    made = plan(1, **{f"parallelism__{key}": value for key, value in keys.items()})
+    assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
     made = plan(parallelism__pipeline_parallel_schedule=schedule)
     assert made.num_microbatches == len(made.stage_modules)
