@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up if need be, check the config, train.
+# Set up if need be, check the config, tokenise what is not yet, train.
 #
 #   ./run_llama_train.sh [--section.key value ...]         e.g. --training.steps 1000
 #   ./run_llama_train.sh --help                            every key
@@ -53,6 +53,7 @@ for shown in ${log_rank//,/ }; do
     fi
 done
 "$python" -m meshwright.cli.main check $((ranks * nodes)) "${arguments[@]}"
+"$python" -m meshwright.cli.main tokenize --quiet "${arguments[@]}" # before ranks wait for it
 
 if [ "$nodes" -eq 1 ]; then
     rendezvous=(--standalone)

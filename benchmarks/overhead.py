@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from meshwright import hardware
+from meshwright.build import open_training_data
 from meshwright.config.loader import load_config
-from meshwright.datasets import DATASETS
-from meshwright.datasets.packing import Cursor, Packer
+from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.opening import CachedSource
 from meshwright.log import log_to_console, logger
 from meshwright.metrics.sinks import Record
 from meshwright.models.initialize import initialize
@@ -54,10 +55,13 @@ class BareLoop:
     trainer's steps, and outside the time that the trainer counts."""
 
     def __init__(self, plan: Plan, batch: int, steps: int) -> None:
-        documents = DATASETS["python_stdlib"].open(plan.config.training)
-        packer = Packer(documents, plan.tokenizer, SEQ_LEN + 1, Cursor())
+        (source,) = open_training_data(plan)
+        assert isinstance(source, CachedSource)
+        cached = CachedSamples(source.cache, SEQ_LEN + 1, plan.config.training.seed)
         device = hardware.pick_device(0)
-        samples = torch.tensor([packer.next_sample() for _ in range(steps * batch)])
+        samples = torch.stack(
+            [torch.from_numpy(cached.read(index).tokens) for index in range(steps * batch)]
+        )
         self.batches = iter(samples.to(device).split(batch))
         self.model = Llama(plan.model_args, SEQ_LEN).to(device)
         initialize(self.model, seed=0)

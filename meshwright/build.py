@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.config.job_config import JobConfig
+from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader
-from meshwright.datasets.packing import Cursor
-from meshwright.datasets.sources import Documents
+from meshwright.datasets.opening import OpenSource, entries, open_source, weights
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -63,23 +63,46 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
     )
 
 
+def open_training_data(plan: Plan) -> list[OpenSource]:
+    """What the job trains on; tokenised first where tokens are to be kept and are not yet."""
+    config = plan.config
+    sources = entries(config.training, "training")
+    return [open_source(entry, config.model, config.training) for entry in sources]
+
+
 def build_loader(
-    plan: Plan, documents: Documents, meshes: Meshes, device: torch.device, cursor: Cursor
+    plan: Plan,
+    sources: Sequence[OpenSource],
+    meshes: Meshes,
+    device: torch.device,
+    cursor: Cursor,
 ) -> Loader:
     """This rank's batches, from `cursor` on."""
-    training = plan.config.training
+    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    order = GlobalOrder(
+        sources,
+        weights(training.datasets),
+        cursor,
+        length=training.seq_len + 1,
+        seed=training.seed,
+        max_epochs=training.max_epochs,
+        batch=shape.global_batch_size,
+        slots=shape.slots,
+    )
     return Loader(
-        documents,
-        plan.tokenizer,
-        training.seq_len,
-        BatchShape(
-            local_batch_size=training.local_batch_size,
-            num_microbatches=plan.num_microbatches,
-            dp_rank=meshes.dp.get_local_rank(),
-            dp_size=plan.dims.dp,
-        ),
-        cursor=cursor,
+        order,
+        shape,
+        mask_documents=training.mask_documents,
         pin_memory=device.type == "cuda",
+    )
+
+
+def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+    return BatchShape(
+        local_batch_size=plan.config.training.local_batch_size,
+        num_microbatches=plan.num_microbatches,
+        dp_rank=meshes.dp.get_local_rank(),
+        dp_size=plan.dims.dp,
     )
 
 

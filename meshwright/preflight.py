@@ -22,9 +22,10 @@ from meshwright.config.checks import (
     fill_in,
     find_fp32_modules,
 )
-from meshwright.config.job_config import JobConfig, Training
-from meshwright.datasets import DATASETS
-from meshwright.datasets.sources import SUFFIXES, find_files
+from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
+from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.opening import entries, is_streamed
+from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.counting import num_block_matmul_params
@@ -58,9 +59,15 @@ class Plan:
     def data_identity(self) -> dict[str, object]:
         """On what, with the documents, the stream of samples depends."""
         training = self.config.training
-        return {
-            "training.dataset": training.dataset,
-            "training.dataset_column": training.dataset_column,
+        keys = ("dataset", "dataset_subset", "dataset_split", "dataset_column")
+        named = {f"training.{key}": getattr(training, key) for key in keys}
+        if training.datasets:
+            named = {
+                f"training.datasets.{number}": source.model_dump(exclude={"dataset_path"})
+                for number, source in enumerate(training.datasets)
+            }
+        return named | {
+            "training.seq_len": training.seq_len,
             "training.seed": training.seed,
             "model.tokenizer_path": self.tokenizer.fingerprint,
         }
@@ -84,7 +91,8 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_divisible(config, model_args)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    tokenizer = check_data(config)
+    _check_budgets(config.training)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
         "model.tokenizer_path",
@@ -93,7 +101,6 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
-    _check_dataset(config.training)
     check(
         not config.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None,
         "metrics.enable_wandb",
@@ -127,6 +134,21 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     if resume_step is not None:
         _check_checkpoint(plan)
     return plan
+
+
+def check_data(config: JobConfig) -> Tokenizer:
+    """Check all that can be known of the data without reading it; the tokenizer.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    _check_sources(config.training, "training")
+    _check_mixture(config.training.datasets)
+    if config.validation.enable:
+        _check_sources(config.validation, "validation")
+        _check_validation_data(config.validation)
+    return tokenizer
 
 
 def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
@@ -191,26 +213,70 @@ def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
     )
 
 
-def _check_dataset(training: Training) -> None:
-    """Check that the dataset is known, and that what it reads from this machine is there."""
-    name, path, key = training.dataset, training.dataset_path, "training.dataset_path"
-    fix = did_you_mean(name, DATASETS)
-    check(name in DATASETS, "training.dataset", name, "no such dataset", fix)
-    spec = DATASETS[name]
+def _check_sources(section: Training | Validation, key: str) -> None:
+    """Check that datasets are known, that what they read from this machine is there, and that
+    figures can tell them apart."""
+    is_single = "dataset" in section.model_fields_set and section.dataset
     check(
-        bool(path) or spec.path != "required",
+        not (section.datasets and is_single),
+        f"{key}.dataset",
+        section.dataset,
+        f"is given beside [[{key}.datasets]]",
+        f'leave out one of the two ({key}.dataset = "" if a TOML that this one extends gives it)',
+    )
+    names = set[str]()
+    for entry in entries(section, key):
+        name = entry.source.dataset
+        spec = find_dataset(name)
+        if spec is None:
+            fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
+            raise entry.error("dataset", "no such dataset", fix)
+        check_path(entry, spec)
+        if entry.name in names:
+            message = f"{entry.key}.name: another dataset is called {entry.name} too"
+            raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
+        names.add(entry.name)
+
+
+def _check_mixture(sources: Sequence[WeightedSource]) -> None:
+    """Each part of a mixture has a weight, or each has a budget."""
+    with_weight = [source.weight is not None for source in sources]
+    with_tokens = [source.tokens is not None for source in sources]
+    for number, (weight, tokens) in enumerate(zip(with_weight, with_tokens, strict=True)):
+        key = f"training.datasets.{number}"
+        if weight == tokens:
+            what = "has both weight and tokens" if weight else "has neither weight nor tokens"
+            raise ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
+        if tokens != with_tokens[0]:
+            raise ConfigError(
+                key, f"{key}: weights and tokens are mixed\n  fix: give all the same of the two"
+            )
+
+
+def _check_budgets(training: Training) -> None:
+    """The job takes no more tokens than its sources are to give."""
+    budget = sum(source.tokens or 0 for source in training.datasets)
+    per_step = training.global_batch_size * training.seq_len
+    check(
+        budget == 0 or training.steps * per_step <= budget,
+        "training.steps",
+        training.steps,
+        f"takes {training.steps * per_step:,} tokens, but training.datasets give {budget:,}",
+        f"set it to {budget // per_step}, or raise their tokens",
+    )
+
+
+def _check_validation_data(validation: Validation) -> None:
+    """All of a dataset can be read only if it is known how much that is."""
+    key, count = "validation.num_samples", validation.num_samples
+    streamed = [entry.name for entry in entries(validation, "validation") if is_streamed(entry)]
+    check(
+        count > 0 or (count == -1 and not streamed),
         key,
-        path,
-        f"dataset {name!r} needs it",
-        "name a file, a folder or a glob",
+        count,
+        f"{streamed[0]} is streamed: it has no known end" if streamed else "must be positive or -1",
+        "set a number of sequences",
     )
-    check(
-        not path or spec.path != "none", key, path, f"dataset {name!r} reads no path", "leave out"
-    )
-    if name in SUFFIXES:
-        find_files(name, path)
-    elif path:
-        check(Path(path).exists(), key, path, "no such file or folder")
 
 
 def _check_checkpoint(plan: Plan) -> None:

@@ -16,13 +16,20 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import meshwright
 from meshwright import hardware
-from meshwright.build import build_loader, build_model, build_reporter, learning_rate
+from meshwright.build import (
+    build_loader,
+    build_model,
+    build_reporter,
+    learning_rate,
+    open_training_data,
+)
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
-from meshwright.datasets import DATASETS
-from meshwright.datasets.packing import Cursor
+from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.loader import whole_cursor
+from meshwright.datasets.opening import OpenSource
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
@@ -101,7 +108,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         return
     # before anything is written: what torch or the data lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
-    documents = DATASETS[config.training.dataset].open(config.training)
+    sources = open_training_data(plan)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     torch.manual_seed(config.training.seed)
@@ -113,16 +120,17 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint, steps)
+    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     saved = checkpoints.load(tensors)
     if saved is None:
         for stage in model.stages:
             initialize(stage, config.training.seed)
-        saved = {"step": 0, "tokens_seen": 0, "data": {}}
+        saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
     else:
+        _check_same_content(saved, sources)
         for stage in model.stages:
             stage.init_buffers()
-    loader = build_loader(plan, documents, meshes, device, Cursor.from_json(saved["data"]))
+    loader = build_loader(plan, sources, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     lr_at, health = learning_rate(config), Health.on(device)
     reduction = config.parallelism.fsdp_reduce_gradients
@@ -130,11 +138,16 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
         for step in range(saved["step"] + 1, steps + 1):
             asked = time.perf_counter()
-            data = next(loader)
+            data = next(loader, None)
+            if data is None:
+                break
             data_time_s = time.perf_counter() - asked
             batches = [
-                (tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-                for tokens, labels in data.batches
+                (
+                    batch.tokens.to(device, non_blocking=True),
+                    batch.labels.to(device, non_blocking=True),
+                )
+                for batch in data.batches
             ]
             lr = lr_at(step)
             for group in optimizer.param_groups:
@@ -152,16 +165,19 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             )
             reporter.count(data_time_s)
 
-            is_first, is_due = step == saved["step"] + 1, checkpoints.is_due(step)
-            is_logged = is_first or step == steps or step % config.metrics.log_freq == 0
+            is_first, is_last = step == saved["step"] + 1, step == steps or data.is_last
+            is_due = checkpoints.is_due(step, is_last)
+            is_logged = is_first or is_last or step % config.metrics.log_freq == 0
             if is_logged or is_due:
                 raise_if_bad(health, is_early=early is not None)
             if is_logged:
                 loss, grad_norm = result.loss.item(), result.grad_norm.item()
-                reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr)
+                epochs = {f"epochs/{name}": count for name, count in data.epochs.items()}
+                reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr, **epochs)
             if is_due:
                 with reporter.paused():
-                    manifest = _manifest(plan, step, reporter.tokens_seen, data.cursor)
+                    cursor = whole_cursor(data.cursor)
+                    manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources)
                     checkpoints.save(step, tensors, manifest)
             if is_first:
                 set_timeout(meshes, config.comm.train_timeout_seconds)
@@ -169,10 +185,14 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 gc.collect(1)
             if profiler is not None:
                 profiler.step()
+            if is_last:
+                break
 
     loader.close()
     reporter.close()
-    logger.info("finished: %d steps, %s tokens", steps, f"{reporter.tokens_seen:,}")
+    if data is None or data.is_last:
+        logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
+    logger.info("finished: %s tokens", f"{reporter.tokens_seen:,}")
     dist.destroy_process_group()
 
 
@@ -220,13 +240,29 @@ def _announce(plan: Plan, device: torch.device) -> None:
         (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
 
 
-def _manifest(plan: Plan, step: int, tokens_seen: int, cursor: Cursor) -> dict[str, Any]:
+def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) -> None:
+    """A place in the data means something only in the data that it was noted for."""
+    for source in sources:
+        was = saved["data_content"].get(source.entry.name)
+        if was != source.content:
+            raise source.entry.error(
+                "dataset",
+                f"its content is not what it was when the checkpoint was saved: {source.content} "
+                f"now, {was} then",
+                "restore the data, or use another job.dump_folder",
+            )
+
+
+def _manifest(
+    plan: Plan, step: int, tokens_seen: int, cursor: Cursor, sources: Sequence[OpenSource]
+) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
     return {
         "step": step,
         "tokens_seen": tokens_seen,
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
+        "data_content": {source.entry.name: source.content for source in sources},
         "model_args": dataclasses.asdict(plan.model_args),
         "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from meshwright.config.job_config import Training
-from meshwright.datasets.sources import python_stdlib
+from meshwright.config.job_config import Source
+from meshwright.datasets.sources import Entry, open_stdlib
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=Path)
@@ -22,7 +22,10 @@ with open(args.output, "wb") as file:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(
             line
-            for document in python_stdlib(Training()).read(epoch=0, start=0)
+            for split in ("train", "validation")
+            for document in open_stdlib(
+                Entry("training", "", Source(dataset_split=split)), streamed=False
+            ).read(0, 1)
             for line in document.splitlines()
         ),
         model_writer=file,

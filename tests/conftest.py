@@ -1,7 +1,11 @@
 import os
+import tempfile
 
 # before any library of Hugging Face is imported: tests are offline
 os.environ["HF_HUB_OFFLINE"] = "1"
+# token caches are made once a session, and go with it
+_CACHE = tempfile.TemporaryDirectory(prefix="meshwright_tests_")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -30,8 +30,8 @@ class CheckpointManager:
     Every method is collective: all ranks of the job must call it.
     """
 
-    def __init__(self, folder: Path, config: Checkpoint, steps: int) -> None:
-        self._folder, self._config, self._steps = folder, config, steps
+    def __init__(self, folder: Path, config: Checkpoint) -> None:
+        self._folder, self._config = folder, config
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -86,9 +86,8 @@ class CheckpointManager:
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
         return commit.read_manifest(folder)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
-        is_last = step == self._steps
         return self._config.enable and (is_last or step % self._config.interval == 0)
 
     def save(self, step: int, state: HasTensors, manifest: dict[str, Any]) -> None:

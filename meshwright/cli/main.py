@@ -13,6 +13,11 @@ COMMANDS = {
         f"[--help] {CONFIG}",
         "the whole config, as TOML; with --help what every key means",
     ),
+    "tokenize": (
+        "meshwright.cli.tokenize_data:main",
+        f"[--workers N] [--verify] [--quiet] {CONFIG}",
+        "make the token caches that the job reads, ahead of it; or check them to the last byte",
+    ),
     "prove": (
         "meshwright.cli.prove:main",
         f"[--every-mesh] [--output FOLDER] {CONFIG}",

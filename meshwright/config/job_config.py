@@ -3,6 +3,7 @@
 Sections and keys have torchtitan 0.2's names wherever the meaning is the same.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,9 @@ the working directory. The loader makes it absolute."""
 
 BYTES = "bytes"
 """Stands where a tokenizer's path would, for the one that has no file."""
+
+MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
+"""`package.module:function` stands where a path to a Python file and its function would."""
 
 OUTPUT_PATH = "output path"
 
@@ -78,18 +82,82 @@ class Model(Section):
     """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one; or
     "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
+    chat_template_path: InputPath = ""
+    """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
 
-class Training(Section):
-    """[training] Data, batch, length and precision."""
+
+class Source(Section):
+    """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
     dataset: str = "python_stdlib"
-    """Name in the dataset table: python_stdlib, c4; or json, parquet, text, arrow: local files."""
+    """python_stdlib, c4, fineweb, fineweb-edu, slimpajama; json, parquet, text, arrow: local files;
+    or any dataset of the Hugging Face hub, as "owner/name"."""
 
     dataset_path: InputPath = ""
     """File, folder or glob for local data; for a named dataset a local copy of it."""
 
+    dataset_subset: str = ""
+    """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
+
+    dataset_split: str = "train"
+    """Part of a dataset of the hub; of python_stdlib "train", or "validation": every 20th file."""
+
     dataset_column: str = "text"
-    """Column that holds the text."""
+    """Column that holds the text, or a conversation: a list of {role, content}, of which only the
+    assistant's tokens count in the loss."""
+
+    dataset_format: InputPath = ""
+    """Function from a row (a dict) to its text or conversation, instead of a column:
+    "package.module:function", or "path/to/file.py:function"."""
+
+    dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
+    """cached: tokenised once, into files that every later job maps into memory; any sample can be
+    read, and all are shuffled. streamed: tokenised as it is read, for what is too large to be
+    tokenised first. auto: streamed for datasets of the hub, else cached."""
+
+
+class NamedSource(Source):
+    """[[validation.datasets]] One of several."""
+
+    name: str = ""
+    """What it is called in figures. Absent: the dataset's name."""
+
+
+class WeightedSource(NamedSource):
+    """[[training.datasets]] One part of a mixture."""
+
+    weight: PositiveFloat | None = None
+    """Its share of all samples is its weight over the sum of weights."""
+
+    tokens: PositiveInt | None = None
+    """Tokens to take from it in the whole job, instead of a weight."""
+
+
+class Training(Source):
+    """[training] Data, batch, length and precision."""
+
+    datasets: list[WeightedSource] = []
+    """A mixture, instead of `dataset` and what goes with it. At any moment the samples drawn from
+    each are within one of its share."""
+
+    max_epochs: NonNegativeInt = 0
+    """Times that any source may be read through; training ends on all ranks before the step that
+    would need more. 0: no limit."""
+
+    mask_documents: bool = False
+    """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
+    and the loss leaves out the first token of each."""
+
+    shuffle_window: PositiveInt = 256
+    """Documents that each shard of a streamed source reads at once, to shuffle them."""
+
+    stream_shards: PositiveInt = 64
+    """Independent parts that a streamed source is read in, however many ranks there are; its files
+    are dealt out to them, so that there are no more than files. Best a multiple or a divisor of
+    the global batch: a rank then reads no more than it needs."""
+
+    token_cache_folder: Annotated[str, OUTPUT_PATH] = ""
+    """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
     local_batch_size: PositiveInt = 8
     """Sequences per data-parallel rank and microbatch."""
@@ -134,6 +202,23 @@ class Training(Section):
 
     deterministic: bool = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs."""
+
+
+class Validation(Source):
+    """[validation] The loss on data that is not trained on."""
+
+    enable: bool = False
+    """Validate every `freq` steps and after the last."""
+
+    freq: PositiveInt = 500
+    """Steps between validations."""
+
+    num_samples: OrFilledIn = -1
+    """Sequences of each dataset, of `training.seq_len` tokens, the same each time. -1: all (not of
+    a streamed one)."""
+
+    datasets: list[NamedSource] = []
+    """Several datasets, each with its own loss, instead of `dataset` and what goes with it."""
 
 
 class Optimizer(Section):
@@ -344,6 +429,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()

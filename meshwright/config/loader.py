@@ -5,10 +5,11 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -16,12 +17,19 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.job_config import BYTES, INPUT_PATH, OUTPUT_PATH, JobConfig, Section
+from meshwright.config.job_config import (
+    BYTES,
+    INPUT_PATH,
+    MODULE_OBJECT,
+    OUTPUT_PATH,
+    JobConfig,
+    Section,
+)
 from meshwright.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
 
-HEADER = re.compile(r"\s*\[\[?\s*(?P<key>[^\]]+?)\s*\]")
+HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=")
 
 
@@ -38,9 +46,13 @@ class Provenance:
         it could misread is a line within a multi-line string that looks like a key.
         """
         table: Key = ()
+        counts = Counter[Key]()
         for number, line in enumerate(text.splitlines(), 1):
             if header := HEADER.match(line):
                 table = _split(header["key"])
+                if header["brackets"] == "[[":  # one more table of a list
+                    counts[table] += 1
+                    table = (*table, str(counts[table] - 1))
                 self._origins[table] = f"{_shown(path)}:{number}"
             elif assignment := ASSIGNMENT.match(line):
                 self._origins[table + _split(assignment["key"])] = f"{_shown(path)}:{number}"
@@ -162,13 +174,23 @@ def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
 
 def _field(key: Key) -> FieldInfo | None:
     """The declaration of `key`, if it is one of `JobConfig`'s."""
-    fields: Mapping[str, FieldInfo] = JobConfig.model_fields
-    for part in key[:-1]:
-        section = fields[part].annotation if part in fields else None
-        if not (isinstance(section, type) and issubclass(section, Section)):
+    section = _section(key[:-1])
+    return section.model_fields.get(key[-1]) if section else None
+
+
+def _section(key: Key) -> type[Section] | None:
+    """The table at `key`, if it is one of `JobConfig`'s; a number stands for a table in a list."""
+    section: type[Section] = JobConfig
+    for part in key:
+        if part.isdecimal():
+            continue
+        annotation: Any = getattr(section.model_fields.get(part), "annotation", None)
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
             return None
-        fields = section.model_fields
-    return fields.get(key[-1])
+        section = annotation
+    return section
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:
@@ -198,17 +220,23 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
     """Expand ~ in every path in `raw`, in place; a relative input path starts at `folder`."""
-    for name, section in raw.items():
-        for key, value in section.items() if isinstance(section, dict) else ():
-            field = _field((name, key))
-            if field is None or not (isinstance(value, str) and value):
-                continue
-            if INPUT_PATH in field.metadata and value != BYTES:
-                section[key] = os.path.normpath(folder / Path(value).expanduser())
-            elif OUTPUT_PATH in field.metadata:
-                section[key] = str(Path(value).expanduser())
+    for name, value in raw.items():
+        key = (*table, name)
+        if isinstance(value, dict):
+            _resolve_paths(value, folder, key)
+        elif isinstance(value, list):
+            for inner in value:
+                if isinstance(inner, dict):
+                    _resolve_paths(inner, folder, key)
+        field = _field(key)
+        if field is None or not (isinstance(value, str) and value):
+            continue
+        if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
+            raw[name] = os.path.normpath(folder / Path(value).expanduser())
+        elif OUTPUT_PATH in field.metadata:
+            raw[name] = str(Path(value).expanduser())
 
 
 def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
@@ -218,9 +246,8 @@ def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
     prefix = f"{where}: " if where else ""
     if mistake["type"] == "extra_forbidden":
         *tables, _ = map(str, mistake["loc"])
-        section = JobConfig.model_fields[tables[0]].annotation if tables else JobConfig
-        assert isinstance(section, type)
-        assert issubclass(section, Section)
+        section = _section(tuple(tables))
+        assert section is not None
         kind = "key" if tables else "section"
         valid = [".".join([*tables, field]) for field in section.model_fields]
         return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(key, valid)}"

@@ -1,14 +1,46 @@
-"""The datasets by name."""
+"""The datasets by name; any other name with a slash is a dataset of the Hugging Face hub."""
 
 from functools import partial
 
-from meshwright.datasets.sources import DatasetSpec, hub_stream, local_files, python_stdlib
+from meshwright.datasets.sources import (
+    DatasetSpec,
+    hub_files,
+    local_files,
+    open_hub,
+    open_local,
+    open_stdlib,
+    stdlib_files,
+)
+
+
+def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
+    return DatasetSpec(
+        partial(open_hub, repository, subset),
+        partial(hub_files, repository, subset),
+        path="optional",
+        is_large=True,
+    )
+
+
+def _local(builder: str) -> DatasetSpec:
+    return DatasetSpec(partial(open_local, builder), partial(local_files, builder), path="required")
+
 
 DATASETS: dict[str, DatasetSpec] = {
-    "python_stdlib": DatasetSpec(python_stdlib),
-    "c4": DatasetSpec(partial(hub_stream, "allenai/c4", "en"), path="optional"),
-    "json": DatasetSpec(partial(local_files, "json"), path="required"),
-    "parquet": DatasetSpec(partial(local_files, "parquet"), path="required"),
-    "text": DatasetSpec(partial(local_files, "text"), path="required"),
-    "arrow": DatasetSpec(partial(local_files, "arrow"), path="required"),
+    "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
+    "c4": _on_hub("allenai/c4", "en"),
+    "fineweb": _on_hub("HuggingFaceFW/fineweb", "default"),
+    "fineweb-edu": _on_hub("HuggingFaceFW/fineweb-edu", "default"),
+    "slimpajama": _on_hub("cerebras/SlimPajama-627B"),
+    "json": _local("json"),
+    "parquet": _local("parquet"),
+    "text": _local("text"),
+    "arrow": _local("arrow"),
 }
+
+
+def find_dataset(name: str) -> DatasetSpec | None:
+    """The dataset of that name; None if it can be none."""
+    if name in DATASETS or "/" not in name:
+        return DATASETS.get(name)
+    return _on_hub(name)

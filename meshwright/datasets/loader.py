@@ -1,16 +1,20 @@
 """This rank's part of every global batch, read ahead of the step that needs it."""
 
+import dataclasses
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from meshwright.datasets.packing import Cursor, Packer
-from meshwright.datasets.sources import Documents
-from meshwright.datasets.tokenizers import Tokenizer
+from meshwright.batch import Batch
+from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
+from meshwright.datasets.sample import Sample, blank_sample
+from meshwright.datasets.streamed_samples import EndOfData
+from meshwright.loss import IGNORE
 
 STEPS_AHEAD = 4
 
@@ -19,10 +23,14 @@ STEPS_AHEAD = 4
 class StepData:
     """What one rank reads for one optimizer step."""
 
-    batches: list[tuple[Tensor, Tensor]]
-    """(tokens, labels) a microbatch, each (B, S) int64 on the CPU, pinned if a device follows."""
+    batches: list[Batch]
+    """One a microbatch, on the CPU, pinned if a device follows."""
     cursor: Cursor
-    """Behind the step's whole global batch."""
+    """Behind the step's whole global batch, as far as this rank knows it."""
+    epochs: dict[str, float]
+    """How often each source has been read."""
+    is_last: bool = False
+    """Whether the data ends here."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +48,29 @@ class BatchShape:
         """Sequences over all ranks and microbatches."""
         return self.local_batch_size * self.num_microbatches * self.dp_size
 
+    @property
+    def slots(self) -> list[int]:
+        """Which samples of a global batch this rank has."""
+        return [
+            index
+            for index in range(self.global_batch_size)
+            if index // self.local_batch_size % self.dp_size == self.dp_rank
+        ]
+
 
 class Loader:
-    """Iterates over the steps of a job, from a cursor on, without end.
+    """Iterates over the steps of a job, from where `order` is, to the end of the data.
 
-    The stream of samples is the same on every rank; each walks all of it and keeps its own. A
-    thread reads ahead; errors in it are raised where the data is asked for.
+    The order is the same on every rank; each steps over what is not its own. A thread reads ahead;
+    errors in it are raised where the data is asked for.
     """
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_len: int,
-        shape: BatchShape,
-        *,
-        cursor: Cursor,
-        pin_memory: bool,
+        self, order: GlobalOrder, shape: BatchShape, *, mask_documents: bool, pin_memory: bool
     ) -> None:
-        self._packer = Packer(documents, tokenizer, seq_len + 1, cursor)
-        self._shape = shape
-        self._pin_memory = pin_memory
-        self._ready: queue.Queue[StepData | Exception] = queue.Queue(STEPS_AHEAD)
+        self._order, self._shape = order, shape
+        self._mask_documents, self._pin_memory = mask_documents, pin_memory
+        self._ready: queue.Queue[StepData | Exception | None] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
         self._thread.start()
@@ -73,6 +82,8 @@ class Loader:
         item = self._ready.get()
         if isinstance(item, Exception):
             raise item
+        if item is None:
+            raise StopIteration
         return item
 
     def close(self) -> None:
@@ -86,22 +97,62 @@ class Loader:
 
     def _read_ahead(self) -> None:
         try:
-            while not self._closed.is_set():
-                self._ready.put(self._next_step())
+            step = self._next_step()
+            while step is not None and not self._closed.is_set():
+                following = self._next_step()
+                self._ready.put(dataclasses.replace(step, is_last=following is None))
+                step = following
+            self._ready.put(None)
         except Exception as error:
             self._ready.put(error)
 
-    def _next_step(self) -> StepData:
-        shape = self._shape
-        mine: list[list[int]] = []
-        for index in range(shape.global_batch_size):
-            sample = self._packer.next_sample()
-            if index // shape.local_batch_size % shape.dp_size == shape.dp_rank:
-                mine.append(sample)
-        samples = torch.tensor(mine, dtype=torch.int64)
-        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    def _next_step(self) -> StepData | None:
+        """None if the data ends before the global batch is full."""
+        try:
+            read = [self._order.next_sample() for _ in range(self._shape.global_batch_size)]
+        except EndOfData:
+            return None
+        mine = [sample for sample in read if sample is not None]
+        batches = _stack(mine, self._shape.local_batch_size, self._mask_documents)
         if self._pin_memory:
-            tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        size = shape.local_batch_size
-        batches = list(zip(tokens.split(size), labels.split(size), strict=True))
-        return StepData(batches, self._packer.cursor)
+            batches = [batch.pin_memory() for batch in batches]
+        return StepData(batches, self._order.cursor, self._order.epochs)
+
+
+def whole_cursor(cursor: Cursor) -> Cursor:
+    """What all ranks together know of the place that `cursor` is. Collective."""
+    if not cursor.places:
+        return cursor
+    cursors = [cursor] * dist.get_world_size()
+    dist.all_gather_object(cursors, cursor)
+    return merged(cursors)
+
+
+def padded_steps(
+    order: GlobalOrder, shape: BatchShape, num_samples: int, *, mask_documents: bool
+) -> Iterator[list[Batch]]:
+    """This rank's batches of the first `num_samples` samples, in steps of equal shape: where they
+    end, sequences without a label follow."""
+    padding = blank_sample(order.length)
+    for first in range(0, num_samples, shape.global_batch_size):
+        left = num_samples - first
+        read = [
+            order.next_sample() if index < left else padding if index in shape.slots else None
+            for index in range(shape.global_batch_size)
+        ]
+        mine = [sample for sample in read if sample is not None]
+        yield _stack(mine, shape.local_batch_size, mask_documents)
+
+
+def _stack(samples: Sequence[Sample], size: int, mask_documents: bool) -> list[Batch]:
+    """Batches of `size` samples."""
+    tokens = np.stack([sample.tokens for sample in samples])
+    has_loss = np.stack([sample.has_loss for sample in samples])[:, 1:]
+    documents = np.stack([sample.documents for sample in samples])
+    if mask_documents:  # the first token of a document cannot be foreseen
+        has_loss = has_loss & (documents[:, 1:] == documents[:, :-1])
+    labels = np.where(has_loss, tokens[:, 1:], IGNORE)
+    parts = [torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])), torch.from_numpy(labels)]
+    if mask_documents:
+        parts.append(torch.from_numpy(np.ascontiguousarray(documents[:, :-1])))
+    return [Batch(*split) for split in zip(*(part.split(size) for part in parts), strict=True)]

@@ -1,6 +1,9 @@
-"""In which order the documents of an epoch are read: a permutation that needs no memory."""
+"""In which order an epoch is read: permutations that need no memory."""
 
 import hashlib
+
+import numpy as np
+import numpy.typing as npt
 
 
 def permuted(index: int, n: int, seed: int, epoch: int) -> int:
@@ -22,3 +25,11 @@ def permuted(index: int, n: int, seed: int, epoch: int) -> int:
         index = left << half | right
         if index < n:
             return index
+
+
+def permutation(n: int, *key: int) -> npt.NDArray[np.int64]:
+    """A whole permutation of 0 .. n-1 that `key` fixes, for small n."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    # its stream of bits is fixed for good (NEP 19), unlike that of numpy's shuffle
+    bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+    return np.argsort(bits, kind="stable")

@@ -1,18 +1,22 @@
 """Where documents come from."""
 
 import glob
+import hashlib
+import importlib.util
+import inspect
+import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
-from meshwright.config.job_config import Training
-from meshwright.datasets.order import permuted
-from meshwright.errors import ConfigError
+from meshwright.config.job_config import MODULE_OBJECT, Source
+from meshwright.errors import ConfigError, check
 
-KEY = "training.dataset_path"
 SUFFIXES = {
     "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
     "parquet": (".parquet",),
@@ -20,103 +24,249 @@ SUFFIXES = {
     "arrow": (".arrow",),
 }
 
+Messages = list[dict[str, str]]
+Document = str | Messages
+"""A text, or a conversation."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as the config names it."""
+
+    key: str
+    """The table that holds its keys: `training`, or `training.datasets.1`."""
+    name: str
+    """In figures."""
+    source: Source
+
+    def error(self, key: str, what: str, fix: str = "") -> ConfigError:
+        """That `key` of this source is at fault."""
+        value = getattr(self.source, key)
+        message = f"{self.key}.{key} = {value!r}: {what}" + (f"\n  fix: {fix}" if fix else "")
+        return ConfigError(f"{self.key}.{key}", message)
+
+
+class Reader(Protocol):
+    """Iterates over documents, and can be begun again where it is."""
+
+    def __iter__(self) -> Iterator[Document]: ...
+    def __next__(self) -> Document: ...
+
+    @property
+    def state(self) -> Any:
+        """Stands, in JSON, for the place before the next document."""
+
 
 class Documents(Protocol):
-    """A source of text that can be read from any place, again and again."""
+    """Documents that can be read again and again, in pieces."""
 
-    def read(self, epoch: int, start: int) -> Iterator[str]:
-        """The documents of `epoch` in its order, from the `start`-th on."""
+    max_shards: int
+    """Most pieces that can be read independently of each other."""
+    parts: int
+    """Pieces in which they are best tokenised, by one process each."""
+
+    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
+        """One of `num_shards` pieces, in its own order, from `state` on."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
     """An entry of the dataset table."""
 
-    open: Callable[[Training], Documents]
+    open: Callable[[Entry, bool], Documents]
+    """Of a source; whether it is to be streamed."""
+    files: Callable[[Entry], list[str]]
+    """What it reads, as paths or addresses: another list means other documents."""
     path: Literal["none", "optional", "required"] = "none"
-    """What `training.dataset_path` is to it."""
+    """What `dataset_path` is to it."""
+    is_large: bool = False
+    """Whether it is streamed unless the config says otherwise."""
 
 
-class ShuffledDocuments:
-    """Documents that can be had by index, in another order each epoch."""
+class IndexedDocuments:
+    """Documents that can be had by index."""
 
-    def __init__(self, size: int, get: Callable[[int], str], seed: int) -> None:
-        self._size, self._get, self._seed = size, get, seed
+    def __init__(self, size: int, get: Callable[[int], Document]) -> None:
+        self._size, self._get = size, get
+        self.max_shards = max(size, 1)
+        # some for each process, and none larger than a few hundred MB of tokens
+        few = 8 if size < 4096 else 64
+        self.parts = max(min(size, few), -(-size // 2**18), 1)
 
-    def read(self, epoch: int, start: int) -> Iterator[str]:
-        for position in range(start, self._size):
-            yield self._get(permuted(position, self._size, self._seed, epoch))
+    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
+        begin, end = (self._size * s // num_shards for s in (shard, shard + 1))
+        return _IndexReader(self._get, begin if state is None else state, end)
 
 
-def _text(row: dict[str, Any], column: str, index: int) -> str:
-    """The text of row `index`.
+class _IndexReader:
+    def __init__(self, get: Callable[[int], Document], begin: int, end: int) -> None:
+        self._get, self._end, self.state = get, end, begin
+
+    def __iter__(self) -> Iterator[Document]:
+        return self
+
+    def __next__(self) -> Document:
+        if self.state >= self._end:
+            raise StopIteration
+        self.state += 1
+        return self._get(self.state - 1)
+
+
+class StreamedRows:
+    """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
+
+    def __init__(self, rows: Any, entry: Entry, to_document: "ToDocument") -> None:
+        self._rows, self._entry, self._to_document = rows, entry, to_document
+        self.max_shards = self.parts = rows.num_shards
+
+    def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
+        rows = self._rows.shard(num_shards, shard)
+        if state is not None:
+            rows.load_state_dict(state)
+        return _RowReader(rows, self._entry, self._to_document)
+
+
+class _RowReader:
+    def __init__(self, rows: Any, entry: Entry, to_document: "ToDocument") -> None:
+        self._rows, self._entry, self._to_document = rows, entry, to_document
+        self._iterator, self._count = iter(rows), 0
+
+    @property
+    def state(self) -> Any:
+        return self._rows.state_dict()
+
+    def __iter__(self) -> Iterator[Document]:
+        return self
+
+    def __next__(self) -> Document:
+        with _openable(self._entry):
+            row = next(self._iterator, None)
+        if row is None:
+            raise StopIteration
+        self._count += 1
+        return self._to_document(row, f"row {self._count} since the start")
+
+
+ToDocument = Callable[[dict[str, Any], str], Document]
+"""From a row, and how to call it in an error."""
+
+
+def row_reader(entry: Entry) -> ToDocument:
+    """How the rows of `entry` become documents: by its function, or its column.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if the function cannot be found.
     """
-    text = row[column]
-    if not isinstance(text, str):
-        raise ConfigError(
-            "training.dataset_column",
-            f"training.dataset_column = {column!r}: row {index} holds {text!r}, which is not text",
-        )
-    return text
+    column, format_name = entry.source.dataset_column, entry.source.dataset_format
+    key = "dataset_format" if format_name else "dataset_column"
+    function = _load_function(entry) if format_name else None
+
+    def to_document(row: dict[str, Any], which: str) -> Document:
+        try:
+            document = function(row) if function else row[column]
+        except Exception as error:  # whatever the user's function raises
+            raise entry.error(key, f"{which}: {type(error).__name__}: {error}") from error
+        if not isinstance(document, str) and not _are_messages(document):
+            raise entry.error(
+                key,
+                f"{which} holds {_shortened(document)}, which is neither text nor a list of "
+                "{role, content}",
+            )
+        return document
+
+    return to_document
 
 
-class StreamedDocuments:
-    """Rows of a Hugging Face `IterableDataset`, in the order in which they lie."""
-
-    def __init__(self, rows: Any, column: str) -> None:
-        self._rows, self._column = rows, column
-
-    def read(self, epoch: int, start: int) -> Iterator[str]:
-        for index, row in enumerate(self._rows.skip(start), start):
-            yield _text(row, self._column, index)
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in value
+    )
 
 
-def python_stdlib(training: Training) -> Documents:
-    """The running Python's own standard library, a document a file; without its tests."""
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
+    name = entry.source.dataset_format
+    place, _, attribute = name.rpartition(":")
+    try:
+        if MODULE_OBJECT.fullmatch(name):
+            function = resolve_name(name)
+        else:
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{place} is not a Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            function = getattr(module, attribute)
+    except Exception as error:  # importing runs the user's code
+        raise entry.error(
+            "dataset_format",
+            f"cannot be imported: {type(error).__name__}: {error}",
+            'write "package.module:function" or "path/to/file.py:function"',
+        ) from error
+    if not callable(function):
+        raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
+    return function
+
+
+def fingerprint(entry: Entry, files: list[str]) -> str:
+    """Changes with whatever changes the documents: settings, files, the formatting function.
+
+    Local files count with their sizes and times of change, not their content.
+    """
+    settings = entry.source.model_dump(
+        include={"dataset", "dataset_subset", "dataset_split", "dataset_column", "dataset_format"}
+    )
+    parts = [repr(sorted(settings.items()))]
+    for file in files:
+        if os.path.exists(file):
+            stat = os.stat(file)
+            parts.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
+        else:
+            parts.append(file)
+    if entry.source.dataset_format:
+        written_in = inspect.getsourcefile(_load_function(entry))
+        parts.append(Path(written_in).read_text("utf-8") if written_in else "")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def stdlib_files(entry: Entry) -> list[str]:
+    """The running Python's own standard library, without its tests; of that, one split."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = sorted(
-        path
+        str(path)
         for path in folder.rglob("*.py")
         if left_out.isdisjoint(path.relative_to(folder).parts) and path.stat().st_size > 0
     )
+    held_out = entry.source.dataset_split == "validation"
+    return [file for index, file in enumerate(files) if (index % 20 == 10) == held_out]
+
+
+def open_stdlib(entry: Entry, streamed: bool) -> Documents:
+    """Each file a document."""
+    files = stdlib_files(entry)
 
     def read(index: int) -> str:
         with tokenize.open(files[index]) as file:  # heeds the file's own coding line
             return file.read()
 
-    return ShuffledDocuments(len(files), read, training.seed)
+    return IndexedDocuments(len(files), read)
 
 
-def local_files(builder: str, training: Training) -> Documents:
-    """Files that Hugging Face `datasets` can read; of text files, each is one document."""
-    options = {"sample_by": "document"} if builder == "text" else {}
-    files = find_files(builder, training.dataset_path)
-    rows = _load(training, builder, data_files=files, split="train", **options)
-    column = training.dataset_column
-    return ShuffledDocuments(
-        len(rows), lambda index: _text(rows[index], column, index), training.seed
-    )
-
-
-def hub_stream(repository: str, name: str, training: Training) -> Documents:
-    """A dataset too large to fetch whole: read from the hub, or from a local copy, as it comes."""
-    if training.dataset_path:
-        rows = _load(training, training.dataset_path, split="train", streaming=True)
-    else:
-        rows = _load(training, repository, name=name, split="train", streaming=True)
-    return StreamedDocuments(rows, training.dataset_column)
-
-
-def find_files(builder: str, path: str) -> list[str]:
-    """The files that `path` stands for: itself, those of the right kind below it, or its glob.
+def local_files(builder: str, entry: Entry) -> list[str]:
+    """The files that `dataset_path` stands for: itself, those of the right kind below it, its glob.
 
     Raises:
         ConfigError: if there are none.
     """
+    path = entry.source.dataset_path
     if Path(path).is_dir():
         suffixes = SUFFIXES[builder]
         found = [str(p) for p in Path(path).rglob("*") if p.name.endswith(suffixes)]
@@ -125,28 +275,111 @@ def find_files(builder: str, path: str) -> list[str]:
         found = glob.glob(path, recursive=True)
         wanted = "such a file or folder"
     if not found:
-        raise ConfigError(KEY, f"{KEY} = {path!r}: there is not {wanted}")
+        raise entry.error("dataset_path", f"there is not {wanted}")
     return sorted(found)
 
 
-def _load(training: Training, path: str, **options: Any) -> Any:
-    """`datasets.load_dataset`, with its failures as ours."""
+def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
+    """Files that Hugging Face `datasets` can read; of text files, each is one document."""
+    options = {"sample_by": "document"} if builder == "text" else {}
+    files = local_files(builder, entry)
+    return _load(entry, streamed, builder, data_files=files, split="train", **options)
+
+
+def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
+    """Addresses, with the revision, of the files of one split; or those of a local copy."""
+    path = entry.source.dataset_path
+    if path:
+        return sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
     import datasets  # here, because it takes a second that other sources need not wait for
 
+    with _openable(entry):
+        builder = datasets.load_dataset_builder(repository, _subset(entry, subset))
+        return [str(file) for file in builder.config.data_files[entry.source.dataset_split]]
+
+
+def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
+    """A dataset of the Hugging Face hub, or a local copy of it."""
+    split = entry.source.dataset_split
+    if entry.source.dataset_path:
+        return _load(entry, streamed, entry.source.dataset_path, split=split)
+    return _load(entry, streamed, repository, name=_subset(entry, subset), split=split)
+
+
+def _subset(entry: Entry, usual: str) -> str | None:
+    return entry.source.dataset_subset or usual or None
+
+
+def _load(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
+    """`datasets.load_dataset`, with its failures as ours."""
+    import datasets  # as above
+
     datasets.disable_progress_bars()
+    to_document = row_reader(entry)
+    with _openable(entry):
+        rows = datasets.load_dataset(path, streaming=streamed, **options)
+        columns = rows.column_names or list(next(iter(rows), {}))
+    column = entry.source.dataset_column
+    if columns and not entry.source.dataset_format and column not in columns:
+        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
+    if streamed:
+        return StreamedRows(rows, entry, to_document)
+
+    def get(index: int) -> Document:
+        with _openable(entry):  # JSON is decoded only now
+            row = rows[index]
+        return to_document(row, f"row {index}")
+
+    return IndexedDocuments(len(rows), get)
+
+
+@contextmanager
+def _openable(entry: Entry) -> Iterator[None]:
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`."""
+    key = "dataset_path" if entry.source.dataset_path else "dataset"
     try:
-        rows = datasets.load_dataset(path, **options)
-        columns = rows.column_names or list(next(iter(rows)))
-    except Exception as error:  # it raises whatever its reader or its network client does
-        cause = error.__cause__ or error
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        key = KEY if training.dataset_path else "training.dataset"
-        value = training.dataset_path or training.dataset
-        raise ConfigError(key, f"{key} = {value!r}: cannot be opened: {reason}") from error
-    if training.dataset_column not in columns:
-        raise ConfigError(
-            "training.dataset_column",
-            f"training.dataset_column = {training.dataset_column!r}: no such column"
-            f"\n  fix: choose from {', '.join(columns)}",
-        )
-    return rows
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what lies deepest."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_path(entry: Entry, spec: DatasetSpec) -> None:
+    """Check that `dataset_path`, subset and split are what the dataset reads, and are there.
+
+    Raises:
+        ConfigError: naming the first that is not.
+    """
+    source = entry.source
+    name, path = source.dataset, source.dataset_path
+    key = f"{entry.key}.dataset_path"
+    check(
+        bool(path) or spec.path != "required",
+        key,
+        path,
+        f"dataset {name!r} needs it",
+        "name a file, a folder or a glob",
+    )
+    check(
+        not path or spec.path != "none", key, path, f"dataset {name!r} reads no path", "leave out"
+    )
+    if spec.path == "required":
+        spec.files(entry)
+    elif path:
+        check(Path(path).exists(), key, path, "no such file or folder")
+    is_hub = spec.path == "optional"
+    if source.dataset_subset and not is_hub:
+        raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
+    splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
+    if splits and source.dataset_split not in splits:
+        raise entry.error("dataset_split", f"dataset {name!r} has only {' and '.join(splits)}")
+    if source.dataset_format:
+        row_reader(entry)

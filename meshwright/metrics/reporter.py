@@ -46,15 +46,13 @@ class Reporter:
         self._data_time_s += data_time_s
         self.tokens_seen += self._work.tokens_per_step
 
-    def report(self, step: int, *, loss: float, grad_norm: float, lr: float) -> None:
+    def report(self, step: int, **figures: float) -> None:
         """Write the record of `step`; its figures being on the host, the device has finished it."""
         step_time_s = (time.perf_counter() - self._since) / self._steps
         wps = self._work.tokens_per_step / step_time_s / self._work.num_devices
         record: Record = {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
+            **figures,
             "wps": wps,
             "mfu_pct": 100 * wps * self._work.flops_per_token / self._work.peak_flops_per_s,
             "memory_gib": hardware.peak_memory_gib(self._device),

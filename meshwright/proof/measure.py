@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.build import build_loader, build_model, learning_rate
+from meshwright.build import build_loader, build_model, learning_rate, open_training_data
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets import DATASETS
-from meshwright.datasets.packing import Cursor
+from meshwright.datasets.global_order import Cursor
 from meshwright.models.initialize import initialize, local_box
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
@@ -84,12 +83,11 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
     early = EarlyStep(optimizer) if plan.config.optimizer.early_step_in_backward else None
     gradients, done = _keep_gradients(model, optimizer)
-    documents = DATASETS[training.dataset].open(training)
-    loader = build_loader(plan, documents, meshes, device, Cursor())
+    loader = build_loader(plan, open_training_data(plan), meshes, device, Cursor())
     reduction = plan.config.parallelism.fsdp_reduce_gradients
     health, lr_at = Health.on(device), learning_rate(plan.config)
     for step in range(1, training.steps + 1):
-        batches = next(loader).batches
+        batches = [(b.tokens, b.labels) for b in next(loader).batches]
         for number, (tokens, labels) in enumerate(batches):
             first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(tokens)
             for index, sample in enumerate(zip(tokens, labels, strict=True), first):

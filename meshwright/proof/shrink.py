@@ -13,6 +13,7 @@ from meshwright.config.job_config import (
     Metrics,
     Parallelism,
     Profiling,
+    Validation,
 )
 from meshwright.models.llama import LlamaArgs
 
@@ -64,6 +65,13 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
     training = {
         "dataset": "python_stdlib",
         "dataset_path": "",
+        "dataset_subset": "",
+        "dataset_split": "train",
+        "dataset_column": "text",
+        "dataset_format": "",
+        "dataset_mode": "auto",
+        "datasets": [],
+        "max_epochs": 0,
         "local_batch_size": GLOBAL_BATCH,
         "global_batch_size": GLOBAL_BATCH,
         "seq_len": SEQ_LEN,
@@ -82,6 +90,7 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
+            "validation": Validation(),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),
             "profiling": Profiling(),

@@ -1,5 +1,6 @@
 """Mistakes that parallel training has been known to make, each planted while a function runs."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
-from meshwright.datasets.loader import Loader, StepData
+from meshwright.datasets.loader import Loader
 from meshwright.loss import token_loss
 from meshwright.models import initialize
 from meshwright.parallelisms import data_parallel, tensor_parallel
@@ -83,7 +84,7 @@ def swapped_microbatches() -> Iterator[None]:
 
     def swapped(self):
         step = real(self)
-        return StepData(step.batches[::-1], step.cursor)
+        return dataclasses.replace(step, batches=step.batches[::-1])
 
     with patch.object(Loader, "_next_step", swapped):
         yield

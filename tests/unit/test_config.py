@@ -157,7 +157,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.frozen", '["layer.*"]'], "model.frozen = 'layer.*': matches no parameter"),
         (["--model.frozen", '["tok*", "*.weight"]'], "leaves no parameter to train"),
         (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
-        (["--training.dataset", "c5"], "choose from arrow, c4, json"),
+        (["--training.dataset", "c5"], "choose from arrow, c4, fineweb, "),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
             ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],

@@ -13,7 +13,7 @@ PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
     "log hardware",
-    "config models",
+    "batch config models",
     "parallelisms loss",
     "datasets optim checkpoint metrics profiling supervise",
     "specs step",
@@ -24,7 +24,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-NEEDS_NO_TORCH = ("preflight.py", "cli/check_job.py", "cli/show_config.py")
+NEEDS_NO_TORCH = ("preflight.py", "cli/check_job.py", "cli/show_config.py", "cli/tokenize_data.py")
 
 
 def imports(file: Path) -> set[str]:

@@ -1,0 +1,75 @@
+"""Samples of a token cache: any of them, at once, in an order that differs each epoch."""
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.datasets.order import permutation, permuted
+from meshwright.datasets.sample import Sample, to_sample
+from meshwright.datasets.token_cache import TokenCache
+
+BLOCKS_KEPT = 256
+
+
+class CachedSamples:
+    """Sample n of all epochs is a pure function of the cache, the seed and n.
+
+    In each epoch documents are shuffled in blocks of `token_cache.BLOCK_DOCUMENTS`, laid end to
+    end, cut into samples, and those shuffled as a whole. A block has the same number of tokens in
+    any order: so the place of a sample is known without adding up the lengths of all documents
+    before it, and neither time nor memory grows with the data. What is left at an epoch's end is
+    less than a sample.
+
+    Args:
+        length: tokens of a sample.
+        seed: of the order; None: documents and samples stay as they lie.
+    """
+
+    def __init__(self, cache: TokenCache, length: int, seed: int | None) -> None:
+        self._cache, self._length, self._seed = cache, length, seed
+        self.samples_per_epoch = cache.num_tokens // length
+        self._block = functools.lru_cache(BLOCKS_KEPT)(self._shuffled_block)
+
+    def read(self, index: int) -> Sample:
+        """Sample `index`, counted over all epochs."""
+        epoch, position = divmod(index, self.samples_per_epoch)
+        if self._seed is not None:
+            position = permuted(position, self.samples_per_epoch, self._seed, epoch)
+        begin, missing = position * self._length, self._length
+        pieces: list[npt.NDArray[np.unsignedinteger]] = []
+        block = int(np.searchsorted(self._cache.block_starts, begin, side="right")) - 1
+        while missing:
+            first = int(self._cache.block_starts[block])
+            found = self._read_block(epoch, block, begin - first, missing)
+            count = sum(map(len, found))
+            pieces, missing = pieces + found, missing - count
+            begin, block = begin + count, block + 1
+        return to_sample(pieces)
+
+    def _read_block(
+        self, epoch: int, block: int, begin: int, count: int
+    ) -> list[npt.NDArray[np.unsignedinteger]]:
+        """Up to `count` tokens of a shuffled block from its token `begin` on, by document."""
+        starts, ends = self._block(epoch, block)
+        pieces = []
+        document = int(np.searchsorted(ends, begin, side="right"))
+        while count and document < len(ends):
+            # where the document lies, moved to where the sample begins in it
+            shift = int(starts[document]) - (int(ends[document - 1]) if document else 0)
+            end = min(begin + count, int(ends[document]))
+            pieces.append(self._cache.tokens(shift + begin, shift + end))
+            count, begin, document = count - (end - begin), end, document + 1
+        return pieces
+
+    def _shuffled_block(
+        self, epoch: int, block: int
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Of the documents in this epoch's order: where each begins in the cache, and where each
+        ends in the block."""
+        lengths = self._cache.lengths(block).astype(np.uint64)
+        starts = self._cache.block_starts[block] + np.cumsum(lengths) - lengths
+        if self._seed is not None:
+            order = permutation(len(lengths), self._seed, epoch, block)
+            starts, lengths = starts[order], lengths[order]
+        return starts, np.cumsum(lengths)

@@ -1,0 +1,46 @@
+"""A document as it lies in the stream of tokens."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.datasets.sources import Document, Messages
+from meshwright.datasets.tokenizers import Tokenizer
+
+NO_LOSS = 1 << 31
+"""Bit of a token that the loss leaves out, where it is the one to predict."""
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class Conversation(Protocol):
+    """Makes tokens of conversations."""
+
+    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Ids, special ones included; and whether the loss counts each."""
+
+
+class Encoder:
+    """Documents to tokens: BOS text EOS, or what the chat template makes of a conversation.
+
+    Args:
+        open_template: called if there is a conversation; it may raise that there is no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, open_template: Callable[[], Conversation]) -> None:
+        self._tokenizer, self._open_template = tokenizer, open_template
+        self._template: Conversation | None = None
+        self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+    def encode(self, document: Document) -> Tokens:
+        """uint32 ids, some with `NO_LOSS`; none of an empty text, which is no document."""
+        if isinstance(document, str):
+            ids = self._tokenizer.encode(document) if document else []
+            return np.array([*self._before, *ids, *self._after] if ids else [], np.uint32)
+        if self._template is None:
+            self._template = self._open_template()
+        ids, counts = self._template.encode(document)
+        return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)

@@ -1,0 +1,154 @@
+"""Sample i of the job: a function of the config and i, not of who reads it."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.mixing import Mixture
+from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.sample import Sample
+from meshwright.datasets.streamed_samples import EndOfData, ShardPlace, StreamedSamples
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the order of samples: all that a resume needs, on any mesh."""
+
+    sample: int = 0
+    """Samples before it."""
+    counts: tuple[int, ...] = ()
+    """Of those, how many came from each source."""
+    places: Mapping[str, Mapping[int, ShardPlace]] = field(default_factory=dict)
+    """By name of a streamed source: where its shards are, of those that have been read."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
+        """Undo `dataclasses.asdict` and JSON."""
+        places = {
+            name: {int(number): ShardPlace(**place) for number, place in shards.items()}
+            for name, shards in value["places"].items()
+        }
+        return cls(value["sample"], tuple(value["counts"]), places)
+
+
+def merged(cursors: Sequence[Cursor]) -> Cursor:
+    """One cursor of those that ranks have, each of which knows only the shards that it reads."""
+    first = cursors[0]
+    places = {
+        name: {number: place for cursor in cursors for number, place in cursor.places[name].items()}
+        for name in first.places
+    }
+    return Cursor(first.sample, first.counts, places)
+
+
+class GlobalOrder:
+    """The samples of all sources, one after the other, from a cursor on.
+
+    Args:
+        length: tokens of a sample.
+        seed: of every shuffle; None: samples of caches come in the order in which they lie.
+        max_epochs: times that a source may be read; 0: no limit.
+        batch: samples of a global batch.
+        slots: which of them, by number, are asked for; others are only stepped over.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[OpenSource],
+        weights: Sequence[float],
+        cursor: Cursor,
+        *,
+        length: int,
+        seed: int | None,
+        max_epochs: int,
+        batch: int,
+        slots: Collection[int],
+    ) -> None:
+        self.length = length
+        self._sample, self._mixture = cursor.sample, Mixture(weights, cursor.counts)
+        self._max_epochs, self._batch, self._slots = max_epochs, batch, frozenset(slots)
+        self._samples: list[CachedSamples | StreamedSamples] = []
+        self._names = [source.entry.name for source in sources]
+        for source in sources:
+            if isinstance(source, CachedSource):
+                if source.cache.num_tokens < length:
+                    raise source.entry.error(
+                        "dataset",
+                        f"its {source.cache.num_tokens} tokens are less than one sample of "
+                        f"{length}",
+                        "add data, or lower training.seq_len",
+                    )
+                self._samples.append(CachedSamples(source.cache, length, seed))
+            else:
+                # others are the affair of other ranks: what is known of them here grows old
+                places = {
+                    shard: place
+                    for shard, place in cursor.places.get(source.entry.name, {}).items()
+                    if self._is_read_here(shard, source.num_shards)
+                }
+                streamed = StreamedSamples(
+                    source.entry,
+                    source.documents,
+                    source.encoder,
+                    num_shards=source.num_shards,
+                    length=length,
+                    window=source.window,
+                    seed=seed or 0,
+                    max_epochs=max_epochs,
+                    places=places,
+                )
+                self._samples.append(streamed)
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the next sample is; of streamed sources, the shards that are read here."""
+        places = {
+            name: samples.places
+            for name, samples in zip(self._names, self._samples, strict=True)
+            if isinstance(samples, StreamedSamples)
+        }
+        return Cursor(self._sample, tuple(self._mixture.counts), places)
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source has been read; of a streamed one, whole times of its shards that
+        are read here, on average."""
+        return {
+            name: count / samples.samples_per_epoch
+            if isinstance(samples, CachedSamples)
+            else samples.epochs
+            for name, samples, count in zip(
+                self._names, self._samples, self._mixture.counts, strict=True
+            )
+        }
+
+    def next_sample(self) -> Sample | None:
+        """The next sample; None if it is not one of the slots.
+
+        Raises:
+            EndOfData: if its source has been read `max_epochs` times.
+        """
+        is_asked_for = self._sample % self._batch in self._slots
+        source = self._mixture.draw()
+        samples, index = self._samples[source], self._mixture.counts[source] - 1
+        sample = None
+        if isinstance(samples, CachedSamples):
+            if self._max_epochs and index >= self._max_epochs * samples.samples_per_epoch:
+                raise EndOfData
+            sample = samples.read(index) if is_asked_for else None
+        else:
+            shard = self._sample % samples.num_shards
+            if self._is_read_here(shard, samples.num_shards):
+                sample = samples.read(shard)
+        self._sample += 1
+        return sample if is_asked_for else None
+
+    def _is_read_here(self, shard: int, num_shards: int) -> bool:
+        """Whether any sample of a shard falls into one of the slots: sample i is in slot
+        i mod batch, and from shard i mod shards. With an end, all shards: so that every rank finds
+        it at the same sample."""
+        common = math.gcd(self._batch, num_shards)
+        is_mine = any(slot % common == shard % common for slot in self._slots)
+        return is_mine or self._max_epochs > 0

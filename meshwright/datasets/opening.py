@@ -1,0 +1,112 @@
+"""The sources that a config names, opened."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.job_config import Model, Source, Training, Validation, WeightedSource
+from meshwright.datasets import find_dataset
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.sources import Documents, Entry
+from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.tokenizing import Recipe, default_folder, open_cache
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """Any sample of it can be read."""
+
+    entry: Entry
+    cache: TokenCache
+
+    @property
+    def content(self) -> str:
+        """Equal where all its samples are."""
+        return self.cache.content
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """Its samples come in the order of its shards."""
+
+    entry: Entry
+    documents: Documents
+    encoder: Encoder
+    num_shards: int
+    window: int
+    """Documents that are shuffled together."""
+
+    @property
+    def content(self) -> str:
+        """What of it can be known without reading it."""
+        return f"{self.num_shards} shards, {self.window} documents a window"
+
+
+OpenSource = CachedSource | StreamedSource
+
+
+def entries(section: Training | Validation, key: str) -> list[Entry]:
+    """The sources of `[key]`: those in its list, or the one that it is itself."""
+    named = list(section.datasets)
+    if not named:
+        return [Entry(key, section.dataset, _source(section))]
+    return [
+        Entry(f"{key}.datasets.{number}", source.name or source.dataset, _source(source))
+        for number, source in enumerate(named)
+    ]
+
+
+def _source(keys: Source) -> Source:
+    """Only the keys that say where text comes from."""
+    return Source.model_validate({name: getattr(keys, name) for name in Source.model_fields})
+
+
+def weights(sources: Sequence[WeightedSource]) -> list[float]:
+    """Of a mixture; of a single source, [1]."""
+    return [source.weight or source.tokens or 1 for source in sources] or [1]
+
+
+def is_streamed(entry: Entry) -> bool:
+    """Whether its tokens are not kept."""
+    spec = find_dataset(entry.source.dataset)
+    assert spec is not None
+    mode = entry.source.dataset_mode
+    return spec.is_large if mode == "auto" else mode == "streamed"
+
+
+def cache_folder(training: Training) -> Path:
+    """Where token caches are."""
+    return Path(training.token_cache_folder) if training.token_cache_folder else default_folder()
+
+
+def open_source(
+    entry: Entry,
+    model: Model,
+    training: Training,
+    *,
+    num_workers: int = 0,
+    check_all: bool = False,
+) -> OpenSource:
+    """Open `entry`; tokenise it first if it is to be cached and is not yet.
+
+    Args:
+        num_workers: processes that tokenise; 0: one a core.
+        check_all: look at every byte of the cache now, not when it is read.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds nothing.
+    """
+    recipe = Recipe(entry, model.tokenizer_path, model.chat_template_path)
+    if not is_streamed(entry):
+        cache = open_cache(
+            recipe, cache_folder(training), num_workers=num_workers, check_all=check_all
+        )
+        return CachedSource(entry, cache)
+    documents = recipe.open(streamed=True)
+    return StreamedSource(
+        entry,
+        documents,
+        recipe.encoder(),
+        num_shards=min(training.stream_shards, documents.max_shards),
+        window=training.shuffle_window,
+    )

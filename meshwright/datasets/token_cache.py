@@ -1,0 +1,155 @@
+"""Tokens in files: written once, mapped into memory by every rank that reads them.
+
+A cache is a folder. Of each part, which one process wrote: `00000.tokens`, the ids of its documents
+one after the other, uint16 or uint32; and `00000.npz`, the lengths of the documents and checksums.
+Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is.
+"""
+
+import functools
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.errors import ConfigError
+
+BLOCK_BYTES = 1 << 16
+"""Tokens are checked in blocks of this many bytes."""
+BLOCK_DOCUMENTS = 1 << 10
+"""Lengths of documents are checked, and documents shuffled, in blocks of this many."""
+
+KEY = "training.token_cache_folder"
+
+Lengths = npt.NDArray[np.uint32]
+Starts = npt.NDArray[np.uint64]
+
+
+class DamagedError(Exception):
+    """A file of a cache is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part on disk."""
+
+    folder: Path
+    number: int
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / f"{self.number:05}.tokens"
+
+    @property
+    def index(self) -> Path:
+        """Written after `tokens`: if it is there, the part is complete."""
+        return self.folder / f"{self.number:05}.npz"
+
+
+def checksums(path: Path, block_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint32]:
+    """CRC-32 of each block of the file."""
+    with open(path, "rb") as file:
+        blocks = iter(lambda: file.read(block_bytes), b"")
+        return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
+def load_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
+    """All arrays of an .npz, whose format has checksums of its own.
+
+    Raises:
+        DamagedError: if it is not whole.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DamagedError(f"{path.name}: {error}") from error
+
+
+class TokenCache:
+    """A complete cache, read as one array of tokens.
+
+    What is read is held against its checksums the first time, so that no token is ever wrong.
+
+    Args:
+        folder: of the cache.
+
+    Raises:
+        DamagedError: if it is not complete: a file is missing, or has not the size it had.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        arrays = load_arrays(folder / "cache.npz")
+        self.content = str(arrays["content"])
+        """Hash: equal where all tokens of all documents are."""
+        self.num_bytes = int(arrays["num_bytes"])
+        """Of the text, in UTF-8."""
+        self.block_starts: Starts = arrays["block_starts"].astype(np.uint64)
+        """(blocks + 1,) first token of each block of documents."""
+        self._length_checksums = arrays["length_checksums"]
+        self._part_starts = arrays["part_starts"].astype(np.uint64)
+        self.num_tokens = int(self.block_starts[-1])
+        self.num_documents = int(arrays["num_documents"])
+        self._dtype = np.dtype(str(arrays["dtype"]))
+        self._parts = [Part(folder, number) for number in range(len(self._part_starts) - 1)]
+        sizes = np.diff(self._part_starts) * np.uint64(self._dtype.itemsize)
+        for part, size in zip(self._parts, sizes.tolist(), strict=True):
+            _check_size(part.tokens, size)
+        _check_size(folder / "lengths", 4 * self.num_documents)
+        self._tokens = functools.cache(self._map_tokens)
+        self._lengths = np.memmap(folder / "lengths", np.uint32, "r")
+
+    def lengths(self, block: int) -> Lengths:
+        """Tokens of each document in a block, in the order in which they lie."""
+        begin = block * BLOCK_DOCUMENTS
+        lengths = np.array(self._lengths[begin : begin + BLOCK_DOCUMENTS])
+        if zlib.crc32(lengths.data) != self._length_checksums[block]:
+            raise self._forget(None, f"{self.folder / 'lengths'}: damaged")
+        return lengths
+
+    def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens `begin` to `end`, which lie in one document: a view of the file."""
+        number = int(np.searchsorted(self._part_starts, begin, side="right")) - 1
+        tokens, is_checked, expected = self._tokens(number)
+        first = int(self._part_starts[number])
+        begin, end = begin - first, end - first
+        width = BLOCK_BYTES // self._dtype.itemsize
+        for block in range(begin // width, (end - 1) // width + 1):
+            if not is_checked[block]:
+                content = tokens[block * width : (block + 1) * width]
+                if zlib.crc32(content.data) != expected[block]:
+                    path = self._parts[number].tokens
+                    where = f"{path}: damaged at byte {block * BLOCK_BYTES}"
+                    raise self._forget(self._parts[number], where)
+                is_checked[block] = True
+        return tokens[begin:end]
+
+    def _map_tokens(
+        self, number: int
+    ) -> tuple[np.memmap, npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
+        """A part's tokens, which of its blocks have been checked, and all checksums."""
+        part = self._parts[number]
+        try:
+            expected = load_arrays(part.index)["token_checksums"]
+        except DamagedError as error:
+            raise self._forget(part, f"{part.index}: damaged: {error}") from error
+        tokens = np.memmap(part.tokens, self._dtype, "r")
+        return tokens, np.zeros(len(expected), np.bool_), expected
+
+    def _forget(self, part: Part | None, what: str) -> ConfigError:
+        """Make the next job write the part, and what was found out about the whole, anew."""
+        if part is not None:
+            part.index.unlink(missing_ok=True)
+        (self.folder / "cache.npz").unlink(missing_ok=True)
+        return ConfigError(KEY, f"{what}\n  fix: start again: what is damaged is then made anew")
+
+
+def _check_size(path: Path, size: int) -> None:
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        raise DamagedError(
+            f"{path.name} is missing" if found is None else f"{path.name} has {found} of {size} B"
+        )

@@ -1,0 +1,309 @@
+"""From documents to a token cache, once, by all cores."""
+
+import fcntl
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from meshwright.datasets import find_dataset
+from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.sources import Documents, Entry, fingerprint
+from meshwright.datasets.token_cache import (
+    BLOCK_DOCUMENTS,
+    KEY,
+    DamagedError,
+    Part,
+    TokenCache,
+    checksums,
+    load_arrays,
+)
+from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+
+FORMAT = 1
+"""Of the files; another number is another cache."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the tokens of a source depend on."""
+
+    entry: Entry
+    tokenizer_path: str
+    chat_template_path: str = ""
+
+    def open(self, streamed: bool) -> Documents:
+        """The documents."""
+        spec = find_dataset(self.entry.source.dataset)
+        assert spec is not None  # preflight has looked
+        return spec.open(self.entry, streamed)
+
+    def encoder(self) -> Encoder:
+        """What makes tokens of them."""
+        tokenizer = build_tokenizer(self.tokenizer_path)
+
+        def open_template() -> Any:
+            raise ConfigError("", "no chat")
+
+        return Encoder(tokenizer, open_template)
+
+    def identity(self) -> str:
+        """Hash of the documents, the tokenizer and the chat template."""
+        spec = find_dataset(self.entry.source.dataset)
+        assert spec is not None
+        tokenizer = build_tokenizer(self.tokenizer_path)
+        template = ""
+        parts = [
+            FORMAT,
+            fingerprint(self.entry, spec.files(self.entry)),
+            tokenizer.fingerprint,
+            tokenizer.bos_id,
+            tokenizer.eos_id,
+            template,
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def default_folder() -> Path:
+    """Where caches are kept unless the config says otherwise."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "meshwright"
+
+
+def open_cache(
+    recipe: Recipe, root: Path, *, num_workers: int = 0, check_all: bool = False
+) -> TokenCache:
+    """The token cache of `recipe` below `root`, made first as far as it is not there.
+
+    Several processes may call it at once: one makes it, the others wait. What an interrupted call
+    left is used.
+
+    Args:
+        num_workers: processes that tokenise; 0: one a core.
+        check_all: hold everything against its checksums now, not when it is read.
+
+    Raises:
+        ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens.
+    """
+    name = recipe.entry.source.dataset.replace("/", "--")
+    folder = root / f"{name}-{recipe.identity()}"
+    cache = None if check_all else _open_if_complete(folder)
+    if cache is not None:
+        return cache
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            cache = None if check_all else _open_if_complete(folder)
+            return cache or _make(recipe, folder, num_workers, check_all)
+    except OSError as error:
+        raise ConfigError(
+            KEY,
+            f"{folder}: cannot be written: {error.strerror or error}"
+            f"\n  fix: make room, or set {KEY} to another folder",
+        ) from error
+
+
+def _open_if_complete(folder: Path) -> TokenCache | None:
+    if not (folder / "cache.npz").exists():
+        return None
+    try:
+        return TokenCache(folder)
+    except DamagedError as damage:
+        logger.warning("token cache %s is damaged (%s): made again", folder, damage)
+        return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of the cache, which its owner's death frees."""
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is tokenising into %s: waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
+    """Tokenise the parts that are not there, then join all."""
+    entry = recipe.entry
+    documents = recipe.open(streamed=False)
+    first = next(iter(documents.read(0, documents.parts)), "")
+    dtype = _dtype(recipe, is_chat=not isinstance(first, str))
+    parts = [Part(folder, number) for number in range(documents.parts)]
+    missing = [part for part in parts if not _is_complete(part, dtype, check_all)]
+    if missing:
+        (folder / "cache.npz").unlink(missing_ok=True)
+        done = f", {len(parts) - len(missing)} of {len(parts)} parts are there" * (
+            len(missing) < len(parts)
+        )
+        logger.info("tokenising %s into %s%s", entry.name, folder, done)
+        start = time.perf_counter()
+        num_tokens = _tokenize(recipe, missing, dtype, num_workers)
+        seconds = time.perf_counter() - start
+        logger.info(
+            "tokenised %s tokens in %.1f s, %s a second",
+            f"{num_tokens:,}",
+            seconds,
+            f"{num_tokens / seconds:,.0f}",
+        )
+    try:
+        _join(entry, folder, parts, dtype)
+        return TokenCache(folder)
+    except DamagedError as damage:  # someone else writes here, or the disk is failing
+        raise ConfigError(KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
+
+
+def _dtype(recipe: Recipe, is_chat: bool) -> str:
+    """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
+    vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
+    return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
+
+
+def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
+    if not part.index.exists() or not part.tokens.exists():
+        return False
+    try:
+        index = load_arrays(part.index)
+    except DamagedError as damage:
+        logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
+        return False
+    size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
+    is_same = part.tokens.stat().st_size == size
+    if is_same and check_all:
+        is_same = np.array_equal(checksums(part.tokens), index["token_checksums"])
+    if not is_same:
+        logger.warning("%s is damaged: made again", part.tokens)
+    return is_same
+
+
+def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: int) -> int:
+    """Write `parts`; the number of their tokens."""
+    num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(parts))
+    bar = tqdm(total=len(parts), unit="part", desc=recipe.entry.name, disable=None)
+    with bar:
+        if num_workers == 1 or multiprocessing.current_process().daemon:  # may have no children
+            counts = []
+            for part in parts:
+                counts.append(write_part(recipe, part, dtype))
+                bar.update()
+            return sum(counts)
+        # not forked: a rank has threads
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_workers, context) as pool:
+            futures = [pool.submit(write_part, recipe, part, dtype) for part in parts]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            return sum(future.result() for future in futures)
+
+
+@functools.lru_cache(1)
+def _opened(recipe: Recipe) -> tuple[Documents, Encoder]:
+    """A worker opens its source once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    return recipe.open(streamed=False), recipe.encoder()
+
+
+def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
+    """Tokenise the documents of one part; the number of its tokens."""
+    documents, encoder = _opened(recipe)
+    lengths, num_bytes = [], 0
+    unfinished = part.tokens.with_suffix(".unfinished")
+    has_flags = np.dtype(dtype).itemsize == 4
+    try:
+        with open(unfinished, "wb") as file:
+            for document in documents.read(part.number, documents.parts):
+                tokens = encoder.encode(document)
+                if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
+                    raise recipe.entry.error(
+                        "dataset_column", "holds texts and conversations: they must be one kind"
+                    )
+                if len(tokens):
+                    file.write(tokens.astype(dtype).tobytes())
+                    lengths.append(len(tokens))
+                    num_bytes += _num_bytes(document)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, part.tokens)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _save(
+        part.index,
+        lengths=np.array(lengths, np.uint32),
+        token_checksums=checksums(part.tokens),
+        num_bytes=np.int64(num_bytes),
+    )
+    return sum(lengths)
+
+
+def _num_bytes(document: Any) -> int:
+    texts = [document] if isinstance(document, str) else [turn["content"] for turn in document]
+    return sum(len(text.encode()) for text in texts)
+
+
+def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None:
+    """Write what is known of the whole.
+
+    Raises:
+        ConfigError: if it is nothing.
+    """
+    content, num_bytes, lengths_of = hashlib.sha256(dtype.encode()), 0, []
+    for part in parts:
+        index = load_arrays(part.index)
+        content.update(index["token_checksums"].tobytes())
+        content.update(index["lengths"].tobytes())
+        lengths_of.append(index["lengths"])
+        num_bytes += int(index["num_bytes"])
+    lengths = np.concatenate(lengths_of).astype("<u4")
+    if not len(lengths):
+        raise entry.error("dataset", "holds no text")
+    unfinished = folder / "lengths.unfinished"
+    lengths.tofile(unfinished)
+    os.replace(unfinished, folder / "lengths")
+    firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
+    per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
+    per_part = [part_lengths.sum(dtype=np.uint64) for part_lengths in lengths_of]
+    _save(
+        folder / "cache.npz",
+        content=np.str_(content.hexdigest()[:16]),
+        num_bytes=np.int64(num_bytes),
+        num_documents=np.int64(len(lengths)),
+        dtype=np.str_(dtype),
+        part_starts=_starts(per_part),
+        block_starts=_starts(per_block),
+        length_checksums=checksums(folder / "lengths", 4 * BLOCK_DOCUMENTS),
+    )
+
+
+def _starts(sizes: Any) -> Any:
+    """(n,) sizes -> (n + 1,) where each begins, and the end."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
+
+
+def _save(path: Path, **arrays: Any) -> None:
+    """Write an .npz that appears under its name only when it is complete."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

@@ -1,0 +1,84 @@
+"""Sources that tests make up: no files, no library of Hugging Face."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.job_config import BYTES, Source
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.opening import CachedSource, StreamedSource
+from meshwright.datasets.sources import Document, Entry, IndexedDocuments, Messages
+from meshwright.datasets.tokenizers import ByteTokenizer
+from meshwright.datasets.tokenizing import open_cache
+
+BOS, EOS = 256, 257
+
+# of every length around that of a sample, one of many samples, one without text
+TEXTS = ("a", "bc", "defghij", "k" * 57, "", "lmnop", "qrst", "uvwxyz" * 3, "ABCDEFGHI")
+LENGTH = 8
+
+
+def entry(name: str = "texts") -> Entry:
+    return Entry("training", name, Source(dataset=name))
+
+
+def encode(text: str) -> list[int]:
+    return [BOS, *text.encode(), EOS] if text else []
+
+
+class Turns:
+    """In place of a chat template: contents one after the other; the assistant's have loss."""
+
+    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        tokens = [
+            (byte, turn["role"] == "assistant")
+            for turn in messages
+            for byte in turn["content"].encode()
+        ]
+        return [token for token, _ in tokens], [counts for _, counts in tokens]
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity: documents may be lists
+class TextsRecipe:
+    """In place of a `Recipe`: the texts themselves, as bytes."""
+
+    texts: tuple[Document, ...] = TEXTS
+    name: str = "texts"
+    tokenizer_path: str = BYTES
+    opened_note: str = ""
+    """File that grows by a line whenever the documents are opened."""
+
+    @property
+    def entry(self) -> Entry:
+        return entry(self.name)
+
+    def open(self, streamed: bool) -> IndexedDocuments:
+        if self.opened_note:
+            with open(self.opened_note, "a") as file:
+                file.write(f"{os.getpid()}\n")
+        return IndexedDocuments(len(self.texts), self.texts.__getitem__)
+
+    def encoder(self) -> Encoder:
+        return Encoder(ByteTokenizer(), Turns)
+
+    def identity(self) -> str:
+        return hashlib.sha256(repr(self.texts).encode()).hexdigest()[:16]
+
+
+def cached(folder: Path, texts: tuple[str, ...] = TEXTS, name: str = "texts") -> CachedSource:
+    recipe = TextsRecipe(texts, name)
+    return CachedSource(recipe.entry, open_cache(recipe, folder, num_workers=1))
+
+
+def streamed(
+    texts: tuple[str, ...] = TEXTS,
+    num_shards: int = 3,
+    window: int = 2,
+    name: str = "stream",
+    get: Callable[[int], Document] | None = None,
+) -> StreamedSource:
+    documents = IndexedDocuments(len(texts), get or texts.__getitem__)
+    encoder = Encoder(ByteTokenizer(), Turns)
+    return StreamedSource(entry(name), documents, encoder, num_shards, window)

@@ -1,0 +1,394 @@
+"""Which tokens sample i holds depends on the config and i alone."""
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.batch import Batch
+from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
+from meshwright.datasets.loader import BatchShape, Loader, StepData, padded_steps
+from meshwright.datasets.mixing import Mixture
+from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.order import permutation, permuted
+from meshwright.datasets.streamed_samples import EndOfData
+from meshwright.errors import ConfigError
+from meshwright.loss import IGNORE
+from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
+
+LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch) -> None:
+    """Of 4 documents, so that there are several."""
+    for module in ("token_cache", "tokenizing"):
+        monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
+
+
+# order
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 64, 1000])
+def test_permuted_is_a_permutation(n: int) -> None:
+    assert sorted(permuted(i, n, seed=3, epoch=1) for i in range(n)) == list(range(n))
+    assert sorted(permutation(n, 3, 1)) == list(range(n))
+
+
+def test_permutations_are_not_regular() -> None:
+    for order in ([permuted(i, 1000, 0, 0) for i in range(1000)], permutation(1000, 0).tolist()):
+        values = torch.tensor(order).double()
+        lags = torch.stack([values[:-1], values[1:]])
+        assert abs(torch.corrcoef(lags)[0, 1]) < 0.15  # 1000 pairs: 4.7 standard errors
+        assert (values == torch.arange(1000)).sum() < 10
+
+
+def test_the_order_is_the_same_everywhere() -> None:
+    """Fixed for good: another numpy or machine may not give other data to a run that resumes."""
+    assert [permuted(i, 10, 0, 0) for i in range(10)] == [5, 9, 1, 6, 4, 2, 3, 7, 0, 8]
+    assert permutation(10, 1, 2, 3).tolist() == [1, 9, 0, 5, 6, 8, 3, 7, 2, 4]
+
+
+# samples of a cache
+
+
+def test_an_epoch_holds_every_token_once(tmp_path, small_blocks) -> None:
+    source = cached(tmp_path)
+    samples = CachedSamples(source.cache, LENGTH, seed=0)
+    want = Counter(token for text in TEXTS for token in encode(text))
+    left_out = sum(want.values()) % LENGTH
+    for epoch in range(4):
+        numbers = range(epoch * samples.samples_per_epoch, (epoch + 1) * samples.samples_per_epoch)
+        got = Counter(int(token) for n in numbers for token in samples.read(n).tokens)
+        assert got <= want
+        assert (want - got).total() == left_out
+
+
+def test_without_a_seed_samples_are_the_plain_concatenation(tmp_path, small_blocks) -> None:
+    samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=None)
+    stream = [token for text in TEXTS for token in encode(text)]
+    got = [samples.read(n).tokens.tolist() for n in range(samples.samples_per_epoch)]
+    assert list(itertools.chain(*got)) == stream[: len(got) * LENGTH]
+
+
+def test_documents_and_samples_are_shuffled_anew_each_epoch(tmp_path, small_blocks) -> None:
+    samples = CachedSamples(cached(tmp_path, LETTERS).cache, 52, seed=0)
+    assert samples.samples_per_epoch == 26  # a document a sample: which is where?
+    epochs = [
+        [int(samples.read(26 * epoch + n).tokens[1]) for n in range(26)] for epoch in range(3)
+    ]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    # two documents a sample: who shares one with whom?
+    samples = CachedSamples(cached(tmp_path, LETTERS).cache, 104, seed=0)
+    neighbours = [
+        {
+            tuple(sorted((int(sample.tokens[1]), int(sample.tokens[53]))))
+            for sample in map(samples.read, range(13 * epoch, 13 * epoch + 13))
+        }
+        for epoch in range(2)
+    ]
+    assert neighbours[0] != neighbours[1]
+    other = CachedSamples(cached(tmp_path, LETTERS).cache, 52, seed=1)
+    assert [int(other.read(n).tokens[1]) for n in range(26)] != epochs[0]
+
+
+def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
+    samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=0)
+    for n in range(samples.samples_per_epoch):
+        sample = samples.read(n)
+        begins = [i for i in range(1, LENGTH) if sample.tokens[i] == BOS]
+        changes = [i for i in range(1, LENGTH) if sample.documents[i] != sample.documents[i - 1]]
+        assert begins == changes
+        assert sample.documents[0] == 0
+        assert sample.has_loss.all()
+
+
+# samples of a stream
+
+
+def take(source: OpenSource, n: int, cursor: Cursor = Cursor(), **options) -> list:
+    """Samples from `cursor` on, each with the cursor behind it."""
+    keywords = {"seed": 0, "max_epochs": 0, "batch": 1, "slots": [0]} | options
+    order = GlobalOrder([source], [1], cursor, length=LENGTH, **keywords)
+    taken = []
+    for _ in range(n):
+        sample = order.next_sample()
+        assert sample is not None
+        taken.append((sample.tokens.tolist(), order.cursor))
+    return taken
+
+
+@pytest.mark.parametrize("window", [1, 2, 100])
+def test_a_stream_resumes_at_any_sample(window: int) -> None:
+    source = streamed(num_shards=2, window=window)
+    want = take(source, 120)  # several epochs of each shard
+    assert all(place.epoch >= 3 for place in want[-1][1].places["stream"].values())
+    for i, (_, cursor) in enumerate(want):
+        saved = json.loads(json.dumps(dataclasses.asdict(cursor)))
+        assert take(source, 119 - i, Cursor.from_json(saved)) == want[i + 1 :]
+
+
+def test_a_stream_holds_every_token_once_an_epoch() -> None:
+    source = streamed(num_shards=1, window=3)
+    order = GlobalOrder([source], [1], Cursor(), length=1, seed=0, max_epochs=3, batch=1, slots=[0])
+    tokens = Counter()
+
+    def read_on() -> None:
+        while True:
+            tokens[int(order.next_sample().tokens[0])] += 1
+
+    with pytest.raises(EndOfData):
+        read_on()
+    want = Counter(token for text in TEXTS for token in encode(text))
+    assert tokens == Counter({token: 3 * count for token, count in want.items()})
+
+
+def test_a_window_shuffles_and_differs_each_epoch() -> None:
+    source = streamed(LETTERS, num_shards=1, window=10)
+    letters = [
+        int(sample.tokens[1])
+        for sample in (
+            order.next_sample()
+            for order in [
+                GlobalOrder(
+                    [source], [1], Cursor(), length=52, seed=0, max_epochs=0, batch=1, slots=[0]
+                )
+            ]
+            for _ in range(52)
+        )
+    ]
+    first, second = letters[:26], letters[26:]
+    assert sorted(first) == sorted(second) == [ord(text[0]) for text in LETTERS]
+    assert first != second
+    assert sorted(first[:10]) == sorted(second[:10]) == [ord(text[0]) for text in LETTERS[:10]]
+
+
+def test_shards_interleave() -> None:
+    source = streamed(LETTERS, num_shards=13, window=1)
+    assert len({tuple(tokens) for tokens, _ in take(source, 13)}) == 13
+
+
+def test_a_rank_reads_only_its_own_shards() -> None:
+    opened = set()
+    source = streamed(LETTERS, num_shards=8, window=1, get=lambda i: opened.add(i) or LETTERS[i])
+    take_slots = {"batch": 4, "slots": [1]}
+    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, **take_slots)
+    for _ in range(40):
+        order.next_sample()
+    shards = {i for i in range(8) for n in opened if 26 * i // 8 <= n < 26 * (i + 1) // 8}
+    assert shards == {1, 5}  # sample 1 of a batch of 4 is from these in turn
+    assert set(order.cursor.places["stream"]) == {1, 5}
+
+
+def test_too_little_in_a_shard_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="less than one sample of 8 tokens"):
+        take(streamed(("a",), num_shards=1), 1)
+    with pytest.raises(ConfigError, match="holds no text"):
+        take(streamed((), num_shards=1), 1)
+
+
+# mixing
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1], [1, 1], [0.7, 0.2, 0.1], [5, 3, 2, 7, 11], [1e-3, 1], [0.1] * 10, [3e9, 1e9, 7]],
+)
+def test_shares_are_within_one_sample_at_any_moment(weights: list[float]) -> None:
+    mixture, total = Mixture(weights), sum(weights)
+    for n in range(1, 3000):
+        mixture.draw()
+        assert sum(mixture.counts) == n
+        for count, weight in zip(mixture.counts, weights, strict=True):
+            assert abs(count - weight * n / total) < 1
+
+
+def test_a_mixture_goes_on_from_its_counts() -> None:
+    weights = [0.6, 0.3, 0.1]
+    whole = Mixture(weights)
+    drawn = [whole.draw() for _ in range(100)]
+    for n in (1, 37, 60):
+        first = [drawn[:n].count(source) for source in range(3)]
+        resumed = Mixture(weights, first)
+        assert [resumed.draw() for _ in range(100 - n)] == drawn[n:]
+
+
+# the loader
+
+
+def sources_of(kind: str, folder: Path) -> tuple[list[OpenSource], list[float]]:
+    if kind == "cached":
+        return [cached(folder)], [1]
+    if kind == "streamed":
+        return [streamed(LETTERS, num_shards=6)], [1]
+    return [cached(folder), streamed(LETTERS, num_shards=4), cached(folder, LETTERS, "letters")], [
+        0.5,
+        0.3,
+        0.2,
+    ]
+
+
+def read_steps(
+    sources: Sequence[OpenSource],
+    weights: Sequence[float],
+    split: tuple[int, int, int],
+    n: int,
+    cursor: Cursor = Cursor(),
+    max_epochs: int = 0,
+    mask_documents: bool = False,
+) -> list[tuple[list[list[int]], Cursor]]:
+    """The global batches of `n` steps, put together from all ranks, and the cursors after them."""
+    dp_size, local, accumulate = split
+    loaders = []
+    for rank in range(dp_size):
+        shape = BatchShape(local, accumulate, rank, dp_size)
+        order = GlobalOrder(
+            sources,
+            weights,
+            cursor,
+            length=LENGTH,
+            seed=0,
+            max_epochs=max_epochs,
+            batch=shape.global_batch_size,
+            slots=shape.slots,
+        )
+        loaders.append(Loader(order, shape, mask_documents=mask_documents, pin_memory=False))
+    steps = []
+    for _ in range(n):
+        parts: list[StepData | None] = [next(loader, None) for loader in loaders]
+        if parts[0] is None:
+            assert parts == [None] * dp_size
+            break
+        rows = [
+            [*map(int, tokens), int(labels[-1])]
+            for microbatch in range(accumulate)
+            for part in parts
+            for tokens, labels in zip(
+                part.batches[microbatch].tokens, part.batches[microbatch].labels, strict=True
+            )
+        ]
+        assert len({part.is_last for part in parts}) == 1
+        steps.append((rows, merged([part.cursor for part in parts])))
+        if parts[0].is_last:
+            assert [next(loader, None) for loader in loaders] == [None] * dp_size
+            break
+    for loader in loaders:
+        loader.close()
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
+@pytest.mark.parametrize("split", [(1, 4, 3), (2, 2, 3), (4, 3, 1), (6, 2, 1), (12, 1, 1)])
+def test_global_batches_do_not_depend_on_their_split(kind, split, tmp_path) -> None:
+    sources, weights = sources_of(kind, tmp_path)
+    want = read_steps(sources, weights, (1, 12, 1), n=20)  # several epochs
+    assert read_steps(sources, weights, split, n=20) == want
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
+def test_three_resumes_on_other_numbers_of_ranks(kind, tmp_path) -> None:
+    sources, weights = sources_of(kind, tmp_path)
+    want = read_steps(sources, weights, (1, 12, 1), n=24)
+    got = read_steps(sources, weights, (1, 6, 2), n=5)
+    for split in ((4, 1, 3), (2, 6, 1), (3, 2, 2)):
+        saved = json.loads(json.dumps(dataclasses.asdict(got[-1][1])))
+        got += read_steps(sources, weights, split, n=6, cursor=Cursor.from_json(saved))
+    assert got == want[: len(got)]
+    assert len(got) == 23
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
+def test_an_epoch_limit_ends_all_ranks_at_the_same_step(kind, tmp_path) -> None:
+    sources, weights = sources_of(kind, tmp_path)
+    want = read_steps(sources, weights, (1, 4, 1), n=100, max_epochs=2)
+    assert 1 < len(want) < 99
+    assert read_steps(sources, weights, (4, 1, 1), n=100, max_epochs=2) == want
+    endless = read_steps(sources, weights, (1, 4, 1), n=len(want) + 1)
+    assert endless[:-1] == want
+    # a resume behind the last step finds nothing left
+    assert read_steps(sources, weights, (2, 2, 1), 1, cursor=want[-1][1], max_epochs=2) == []
+
+
+def test_an_epoch_limit_is_the_whole_epoch(tmp_path) -> None:
+    source = cached(tmp_path)
+    per_epoch = source.cache.num_tokens // LENGTH
+    steps = read_steps([source], [1], (1, 1, 1), n=1000, max_epochs=3)
+    assert len(steps) == 3 * per_epoch
+
+
+def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
+    short = streamed(("a",), num_shards=1)
+    with pytest.raises(ConfigError, match="less than one sample"):
+        read_steps([short], [1], (1, 1, 1), n=1)
+
+
+def test_less_than_a_sample_in_a_cache_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="its 3 tokens are less than one sample of 8"):
+        read_steps([cached(tmp_path, ("a",))], [1], (1, 1, 1), n=1)
+
+
+def batches_of(source: OpenSource, mask_documents: bool, has_seed: bool = True) -> list[Batch]:
+    shape = BatchShape(4, 1, 0, 1)
+    order = GlobalOrder(
+        [source], [1], Cursor(), length=LENGTH, seed=0, max_epochs=1, batch=4, slots=shape.slots
+    )
+    loader = Loader(order, shape, mask_documents=mask_documents, pin_memory=False)
+    return [batch for data in loader for batch in data.batches]
+
+
+def test_labels_are_the_next_tokens(tmp_path) -> None:
+    for batch in batches_of(cached(tmp_path), mask_documents=False):
+        assert batch.documents is None
+        assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+
+
+def test_no_label_crosses_a_masked_boundary(tmp_path) -> None:
+    plain = batches_of(cached(tmp_path), mask_documents=False)
+    masked = batches_of(cached(tmp_path), mask_documents=True)
+    crossings = 0
+    for want, got in zip(plain, masked, strict=True):
+        assert torch.equal(got.tokens, want.tokens)
+        begins = want.labels == BOS
+        assert torch.equal(got.labels, torch.where(begins, IGNORE, want.labels))
+        crossings += int(begins.sum())
+        number = (got.tokens == BOS).long()
+        number[:, 0] = 0
+        assert torch.equal(got.documents.long(), number.cumsum(1))
+    assert crossings == 5
+    assert any((batch.labels == EOS).any() for batch in masked)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_padded_steps_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp_path) -> None:
+    """7 samples in steps of 4: the eighth has no label."""
+    rows, labels = [], 0
+    for rank in range(dp_size):
+        shape = BatchShape(4 // dp_size, 1, rank, dp_size)
+        order = GlobalOrder(
+            [cached(tmp_path)],
+            [1],
+            Cursor(),
+            length=LENGTH,
+            seed=None,
+            max_epochs=0,
+            batch=4,
+            slots=shape.slots,
+        )
+        steps = list(padded_steps(order, shape, 7, mask_documents=False))
+        assert [[batch.tokens.shape for batch in step] for step in steps] == [
+            [(4 // dp_size, LENGTH - 1)]
+        ] * 2
+        for step in steps:
+            for batch in step:
+                rows += batch.tokens[(batch.labels != IGNORE).all(1)].tolist()
+                labels += int((batch.labels != IGNORE).sum())
+    samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=None)
+    assert sorted(rows) == sorted(samples.read(n).tokens[:-1].tolist() for n in range(7))
+    assert labels == 7 * (LENGTH - 1)

@@ -1,0 +1,244 @@
+"""Documents from files: all of them, in any number of pieces, or one clear error."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from meshwright.config.job_config import Source
+from meshwright.datasets import find_dataset
+from meshwright.datasets.sources import (
+    Document,
+    Documents,
+    Entry,
+    IndexedDocuments,
+    check_path,
+    fingerprint,
+)
+from meshwright.errors import ConfigError
+
+ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+def entry(**keys: object) -> Entry:
+    return Entry("training", "data", Source(**keys))
+
+
+def open_documents(streamed: bool = False, **keys: object) -> Documents:
+    return find_dataset(keys["dataset"]).open(entry(**keys), streamed)
+
+
+def read_all(documents: Documents, num_shards: int = 1) -> list[Document]:
+    return [doc for shard in range(num_shards) for doc in documents.read(shard, num_shards)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """For data; what `datasets` makes of it goes elsewhere."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(kind: str, folder: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    if kind == "json":
+        lines = [json.dumps(row) + "\n" for row in ROWS]
+        (folder / "a.jsonl").write_text("".join(lines[:4]))
+        (folder / "b.jsonl").write_text("".join(lines[4:]))
+    elif kind == "parquet":
+        rows.to_parquet(folder / "a.parquet")
+    elif kind == "arrow":
+        rows.save_to_disk(folder)
+    else:
+        for i, row in enumerate(ROWS):
+            (folder / f"{i}.txt").write_text(row["text"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("kind", ["json", "parquet", "text", "arrow"])
+def test_local_files(kind: str, streamed: bool, folder: Path) -> None:
+    write(kind, folder)
+    documents = open_documents(streamed, dataset=kind, dataset_path=str(folder))
+    assert read_all(documents) == TEXTS
+    assert read_all(documents, documents.max_shards) == TEXTS
+    assert documents.max_shards == {"json": 2, "text": 7}.get(kind, 1) if streamed else 7
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_reader_begins_again_where_it_was(streamed: bool, folder: Path) -> None:
+    write("json", folder)
+    documents = open_documents(streamed, dataset="json", dataset_path=str(folder))
+    for count in range(8):
+        reader = documents.read(0, 1)
+        first = [next(reader) for _ in range(count)]
+        state = json.loads(json.dumps(reader.state))
+        assert first + list(documents.read(0, 1, state)) == TEXTS
+
+
+def test_indexed_documents_are_cut_evenly() -> None:
+    documents = IndexedDocuments(10, str)
+    parts = [list(documents.read(shard, 4)) for shard in range(4)]
+    assert [len(part) for part in parts] == [2, 3, 2, 3]
+    assert sum(parts, []) == list(map(str, range(10)))  # noqa: RUF017
+
+
+def test_globs_and_columns(folder: Path) -> None:
+    write("json", folder)
+    keys = {"dataset": "json", "dataset_path": f"{folder}/b*.jsonl"}
+    assert read_all(open_documents(**keys)) == TEXTS[4:]
+    for streamed in (False, True):
+        with pytest.raises(ConfigError, match="training.dataset_column = 'txt'.*\n.*text, other"):
+            open_documents(streamed, **keys, dataset_column="txt")
+
+
+FORMAT = """
+def numbered(row):
+    return f"{row['other']}: {row['text']}"
+
+def turns(row):
+    return [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": "yes"}]
+
+def fails(row):
+    return row["nothing"]
+
+constant = 3
+"""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_function_makes_documents_of_rows(streamed, folder: Path, monkeypatch) -> None:
+    write("json", folder)
+    (folder / "my_formats.py").write_text(FORMAT)
+    monkeypatch.syspath_prepend(folder)
+    keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
+    want = [f"{i}: document {i}" for i in range(7)]
+    for name in ("my_formats:numbered", f"{folder}/my_formats.py:numbered"):
+        assert read_all(open_documents(streamed, **keys, dataset_format=name)) == want
+    turns = read_all(open_documents(streamed, **keys, dataset_format="my_formats:turns"))
+    assert turns[2][0] == {"role": "user", "content": "document 2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_formats2:missing", "cannot be imported: AttributeError"),
+        ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+        ("/no/such.py:f", "cannot be imported: FileNotFoundError"),
+        ("nonsense", "cannot be imported"),
+        ("my_formats2:constant", "is a int, not a function"),
+    ],
+)
+def test_a_function_that_is_not_there(name, message, folder: Path, monkeypatch) -> None:
+    write("json", folder)
+    (folder / "my_formats2.py").write_text(FORMAT)
+    monkeypatch.syspath_prepend(folder)
+    keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl"), "dataset_format": name}
+    with pytest.raises(ConfigError, match=f"training.dataset_format = .*{message}"):
+        check_path(entry(**keys), find_dataset("json"))
+
+
+def test_a_function_that_fails_names_the_row(folder: Path) -> None:
+    write("json", folder)
+    (folder / "formats.py").write_text(FORMAT)
+    keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
+    documents = open_documents(**keys, dataset_format=f"{folder}/formats.py:fails")
+    with pytest.raises(ConfigError, match="row 0: KeyError: 'nothing'"):
+        read_all(documents)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, ["text"], [{"role": "user"}], [{"role": "user", "content": 1}]]
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_row_without_text_is_named(value, streamed, folder: Path) -> None:
+    (folder / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
+    documents = open_documents(streamed, dataset="json", dataset_path=str(folder))
+    with pytest.raises(ConfigError, match="row .* which is neither text nor a list"):
+        read_all(documents)
+
+
+def test_conversations_are_documents(folder: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    keys = {"dataset": "json", "dataset_path": str(folder), "dataset_column": "messages"}
+    assert read_all(open_documents(**keys)) == [turns]
+
+
+BROKEN = {
+    "not parquet": ("parquet", "a.parquet", b"not parquet"),
+    "not JSON": ("json", "a.jsonl", b'{"text": "a"}\n{"text": \n'),
+    "cut short": ("json", "a.json.gz", gzip.compress(b'{"text": "abc"}\n' * 9000)[:-200]),
+    "not UTF-8": ("text", "a.txt", b"caf\xe9 au lait"),
+    "not UTF-8 in JSON": ("json", "a.jsonl", b'{"text": "caf\xe9"}\n'),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_file_is_a_config_error(fault: str, streamed: bool, folder: Path) -> None:
+    kind, name, content = BROKEN[fault]
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="training.dataset_path = .*: cannot be opened: ."):
+        read_all(open_documents(streamed, dataset=kind, dataset_path=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["c4", "fineweb-edu", "someone/something"])
+def test_datasets_of_the_hub_are_read_from_a_local_copy(name: str, folder: Path) -> None:
+    write("json", folder)
+    for streamed in (True, False):
+        documents = open_documents(streamed, dataset=name, dataset_path=str(folder))
+        assert read_all(documents) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["c4", "slimpajama", "someone/something"])
+def test_the_hub_out_of_reach_is_a_config_error(name: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"training.dataset = '{name}': cannot be opened"):
+        open_documents(True, dataset=name)
+
+
+def test_the_standard_library_is_text_and_without_its_tests() -> None:
+    texts = read_all(open_documents(dataset="python_stdlib"))
+    assert sum(map(len, texts)) > 3_000_000
+    assert any("class JSONDecoder" in text for text in texts)
+    held_out = read_all(open_documents(dataset="python_stdlib", dataset_split="validation"))
+    assert 0.02 < len(held_out) / len(texts) < 0.08
+    assert set(held_out).isdisjoint(texts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dataset": "python_stdlib", "dataset_split": "test"}, "only train and validation"),
+        ({"dataset": "python_stdlib", "dataset_subset": "en"}, "has no subsets"),
+        ({"dataset": "python_stdlib", "dataset_path": "/tmp"}, "reads no path"),
+        ({"dataset": "json"}, "needs it"),
+        ({"dataset": "json", "dataset_path": "/no/such"}, "there is not such a file"),
+        ({"dataset": "c4", "dataset_path": "/no/such"}, "no such file"),
+    ],
+)
+def test_what_a_dataset_does_not_read(keys, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_path(entry(**keys), find_dataset(keys["dataset"]))
+
+
+def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) -> None:
+    write("json", folder)
+    files = sorted(map(str, folder.glob("*.jsonl")))
+    (folder / "formats.py").write_text(FORMAT)
+    keys = {"dataset": "json", "dataset_path": str(folder)}
+    formatted = keys | {"dataset_format": f"{folder}/formats.py:numbered"}
+    seen = [fingerprint(entry(**keys), files)]
+    assert fingerprint(entry(**keys), files) == seen[0]
+    seen.append(fingerprint(entry(**keys, dataset_column="other"), files))
+    seen.append(fingerprint(entry(**keys), files[:1]))
+    seen.append(fingerprint(entry(**formatted), files))
+    (folder / "formats.py").write_text(FORMAT.replace("other", "text"))
+    seen.append(fingerprint(entry(**formatted), files))
+    with open(folder / "a.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    seen.append(fingerprint(entry(**keys), files))
+    assert len(set(seen)) == len(seen)

@@ -1,0 +1,173 @@
+"""Tokens are written once and read back as they were, or not at all."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.tokenizing import open_cache
+from meshwright.errors import ConfigError
+from tests.helpers.texts import TEXTS, TextsRecipe, encode
+
+MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
+
+
+def documents_of(cache: TokenCache) -> list[list[int]]:
+    found = []
+    for block in range(len(cache.block_starts) - 1):
+        begin = int(cache.block_starts[block])
+        for length in cache.lengths(block).tolist():
+            found.append(cache.tokens(begin, begin + length).tolist())
+            begin += length
+    return found
+
+
+@pytest.fixture
+def small_blocks(monkeypatch) -> None:
+    for module in ("token_cache", "tokenizing"):
+        monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
+    monkeypatch.setattr("meshwright.datasets.token_cache.BLOCK_BYTES", 64)
+    # a default argument, bound when the module was loaded
+    monkeypatch.setattr("meshwright.datasets.token_cache.checksums.__defaults__", (64,))
+
+
+@pytest.mark.parametrize("texts", [TEXTS, MANY])
+def test_every_document_is_there_in_order(texts, tmp_path, small_blocks) -> None:
+    cache = open_cache(TextsRecipe(texts), tmp_path, num_workers=1)
+    assert documents_of(cache) == [encode(text) for text in texts if text]
+    assert cache.num_tokens == sum(len(encode(text)) for text in texts)
+    assert cache.num_documents == sum(bool(text) for text in texts)
+    assert cache.num_bytes == sum(map(len, texts))
+
+
+def test_any_number_of_processes_makes_the_same_cache(tmp_path) -> None:
+    caches = [
+        open_cache(TextsRecipe(MANY), tmp_path / str(number), num_workers=number)
+        for number in (1, 2)
+    ]
+    assert caches[0].content == caches[1].content
+    assert documents_of(caches[0]) == documents_of(caches[1])
+
+
+def test_what_is_there_is_not_made_again(tmp_path) -> None:
+    note = tmp_path / "opened"
+    recipe = TextsRecipe(MANY, opened_note=str(note))
+    open_cache(recipe, tmp_path, num_workers=1)
+    opened = note.read_text()
+    open_cache(recipe, tmp_path, num_workers=1)
+    assert note.read_text() == opened
+
+
+def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
+    recipe = TextsRecipe(MANY)
+    whole = open_cache(recipe, tmp_path, num_workers=1)
+    want = documents_of(whole)
+    (whole.folder / "cache.npz").unlink()  # as if stopped before the end,
+    (whole.folder / "00003.npz").unlink()  # and in a part
+    (whole.folder / "00005.unfinished").write_bytes(b"half")
+    times = {path.name: path.stat().st_mtime_ns for path in whole.folder.glob("*.tokens")}
+    again = open_cache(recipe, tmp_path, num_workers=1)
+    changed = [
+        path.name
+        for path in whole.folder.glob("*.tokens")
+        if path.stat().st_mtime_ns != times[path.name]
+    ]
+    assert changed == ["00003.tokens"]
+    assert documents_of(again) == want
+    assert again.content == whole.content
+
+
+def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> None:
+    first = open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    second = open_cache(TextsRecipe((*TEXTS, "more")), tmp_path, num_workers=1)
+    assert first.folder != second.folder
+    assert first.content != second.content
+
+
+def read_all(cache: TokenCache) -> np.ndarray:
+    samples = CachedSamples(cache, 8, seed=0)
+    return np.stack([samples.read(n).tokens for n in range(samples.samples_per_epoch)])
+
+
+@pytest.mark.parametrize("check_all", [False, True])
+def test_no_flipped_bit_goes_unnoticed(check_all, tmp_path) -> None:
+    """One bit of each file in turn: noticed when opened or when read, then made anew."""
+    recipe, rng = TextsRecipe(MANY), random.Random(0)
+    cache = open_cache(recipe, tmp_path / "good", num_workers=1)
+    want = read_all(cache)
+    files = sorted(path.name for path in cache.folder.iterdir() if path.stat().st_size)
+    assert len(files) == 2 * 8 + 2
+    noticed_when_read = 0
+    for name in files * 3:
+        folder = tmp_path / "bad" / cache.folder.name
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(cache.folder, folder)
+        content = bytearray((folder / name).read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        (folder / name).write_bytes(content)
+        try:
+            got = read_all(open_cache(recipe, tmp_path / "bad", num_workers=1, check_all=check_all))
+        except ConfigError:
+            assert not check_all
+            noticed_when_read += 1
+            got = read_all(open_cache(recipe, tmp_path / "bad", num_workers=1))
+        assert np.array_equal(got, want), name
+    assert check_all or noticed_when_read >= 3 * 8  # every file of tokens
+
+
+@pytest.mark.parametrize("name", ["00002.tokens", "00002.npz", "lengths", "cache.npz"])
+@pytest.mark.parametrize("damage", ["shorter", "gone", "longer", "empty"])
+def test_half_written_files_are_made_again(name, damage, tmp_path, caplog) -> None:
+    recipe = TextsRecipe(MANY)
+    cache = open_cache(recipe, tmp_path, num_workers=1)
+    want, path = read_all(cache), cache.folder / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        size = path.stat().st_size
+        os.truncate(path, {"shorter": size // 2, "longer": size + 4, "empty": 0}[damage])
+    for _ in range(2):  # the second time if it is noticed only when read
+        try:
+            got = read_all(open_cache(recipe, tmp_path, num_workers=1))
+        except ConfigError:
+            continue
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("texts", [(), ("", "")])
+def test_no_text_at_all(texts, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="training.dataset = 'texts': holds no text"):
+        open_cache(TextsRecipe(texts), tmp_path, num_workers=1)
+
+
+def test_no_room_for_tokens() -> None:
+    with pytest.raises(ConfigError, match="(?s)cannot be written: .*fix: make room"):
+        open_cache(TextsRecipe(), Path("/proc/no"), num_workers=1)
+
+
+def test_texts_and_conversations_do_not_mix(tmp_path) -> None:
+    conversation = [{"role": "user", "content": "hello"}]
+    with pytest.raises(ConfigError, match="texts and conversations"):
+        open_cache(TextsRecipe(("text", conversation)), tmp_path, num_workers=1)
+
+
+def test_a_token_keeps_whether_the_loss_counts_it(tmp_path) -> None:
+    turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
+    cache = open_cache(TextsRecipe((turns, turns)), tmp_path, num_workers=1)
+    sample = CachedSamples(cache, 18, seed=0).read(0)
+    assert bytes(sample.tokens.tolist()) == b"askanswer" * 2
+    assert sample.has_loss.tolist() == ([False] * 3 + [True] * 6) * 2
+    assert sample.documents.tolist() == [0] * 9 + [1] * 9
+
+
+def test_large_vocabularies_need_four_bytes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.datasets.tokenizers.ByteTokenizer.vocab_size", 1 << 17)
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    assert documents_of(cache) == [encode(text) for text in MANY if text]
+    assert (cache.folder / "00000.tokens").stat().st_size % 4 == 0
+    assert cache.tokens(0, 1).dtype == np.uint32
