@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from meshwright import hardware
-from meshwright.build import open_training_data
 from meshwright.config.loader import load_config
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.opening import CachedSource
+from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.log import log_to_console, logger
 from meshwright.metrics.sinks import Record
 from meshwright.models.initialize import initialize
@@ -55,7 +54,7 @@ class BareLoop:
     trainer's steps, and outside the time that the trainer counts."""
 
     def __init__(self, plan: Plan, batch: int, steps: int) -> None:
-        (source,) = open_training_data(plan)
+        (source,) = open_training_data(plan.config)
         assert isinstance(source, CachedSource)
         cached = CachedSamples(source.cache, SEQ_LEN + 1, plan.config.training.seed)
         device = hardware.pick_device(0)

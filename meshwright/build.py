@@ -12,7 +12,7 @@ from meshwright import hardware
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader
-from meshwright.datasets.opening import OpenSource, entries, open_source, weights
+from meshwright.datasets.opening import OpenSource, weights
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -61,13 +61,6 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         device=device,
         enable_cpu_offload=training.enable_cpu_offload,
     )
-
-
-def open_training_data(plan: Plan) -> list[OpenSource]:
-    """What the job trains on; tokenised first where tokens are to be kept and are not yet."""
-    config = plan.config
-    sources = entries(config.training, "training")
-    return [open_source(entry, config.model, config.training) for entry in sources]
 
 
 def build_loader(

@@ -21,7 +21,6 @@ from meshwright.build import (
     build_model,
     build_reporter,
     learning_rate,
-    open_training_data,
 )
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
@@ -29,7 +28,7 @@ from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import whole_cursor
-from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.opening import OpenSource, open_training_data
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
@@ -108,7 +107,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         return
     # before anything is written: what torch or the data lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
-    sources = open_training_data(plan)
+    sources = open_training_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     torch.manual_seed(config.training.seed)

@@ -1,11 +1,11 @@
 import os
+import shutil
 import tempfile
 
 # before any library of Hugging Face is imported: tests are offline
 os.environ["HF_HUB_OFFLINE"] = "1"
 # token caches are made once a session, and go with it
-_CACHE = tempfile.TemporaryDirectory(prefix="meshwright_tests_")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +15,10 @@ import pytest
 from meshwright.proof.ranks import RankPool
 
 RunOnRanks = Callable[..., list[Any]]
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"])
 
 
 @pytest.fixture(scope="session")

@@ -73,13 +73,6 @@ class GlobalOrder:
         self._names = [source.entry.name for source in sources]
         for source in sources:
             if isinstance(source, CachedSource):
-                if source.cache.num_tokens < length:
-                    raise source.entry.error(
-                        "dataset",
-                        f"its {source.cache.num_tokens} tokens are less than one sample of "
-                        f"{length}",
-                        "add data, or lower training.seq_len",
-                    )
                 self._samples.append(CachedSamples(source.cache, length, seed))
             else:
                 # others are the affair of other ranks: what is known of them here grows old

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.job_config import Model, Source, Training, Validation, WeightedSource
+from meshwright.config.job_config import JobConfig, Source, Training, Validation, WeightedSource
 from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.sources import Documents, Entry
@@ -74,33 +74,58 @@ def is_streamed(entry: Entry) -> bool:
     return spec.is_large if mode == "auto" else mode == "streamed"
 
 
-def cache_folder(training: Training) -> Path:
-    """Where token caches are."""
-    return Path(training.token_cache_folder) if training.token_cache_folder else default_folder()
-
-
-def open_source(
-    entry: Entry,
-    model: Model,
-    training: Training,
-    *,
-    num_workers: int = 0,
-    check_all: bool = False,
-) -> OpenSource:
-    """Open `entry`; tokenise it first if it is to be cached and is not yet.
+def open_training_data(
+    config: JobConfig, *, num_workers: int = 0, check_all: bool = False
+) -> list[OpenSource]:
+    """Open what the job trains on; first tokenise what is to be cached and is not yet.
 
     Args:
         num_workers: processes that tokenise; 0: one a core.
-        check_all: look at every byte of the cache now, not when it is read.
+        check_all: look at every byte of caches now, not when it is read.
 
     Raises:
-        ConfigError: if it cannot be read, or holds nothing.
+        ConfigError: if something cannot be read, or holds less than a sample.
     """
+    return [
+        _open(entry, config, 1, num_workers, check_all)
+        for entry in entries(config.training, "training")
+    ]
+
+
+def open_validation_data(
+    config: JobConfig, *, num_workers: int = 0, check_all: bool = False
+) -> list[OpenSource]:
+    """The same for what the job is validated on; nothing if it is not.
+
+    Raises:
+        ConfigError: if something cannot be read, or holds fewer samples than it is to give.
+    """
+    if not config.validation.enable:
+        return []
+    needed = max(config.validation.num_samples, 1)
+    return [
+        _open(entry, config, needed, num_workers, check_all)
+        for entry in entries(config.validation, "validation")
+    ]
+
+
+def _open(
+    entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
+) -> OpenSource:
+    model, training = config.model, config.training
     recipe = Recipe(entry, model.tokenizer_path, model.chat_template_path)
     if not is_streamed(entry):
-        cache = open_cache(
-            recipe, cache_folder(training), num_workers=num_workers, check_all=check_all
-        )
+        folder = Path(training.token_cache_folder or default_folder())
+        cache = open_cache(recipe, folder, num_workers=num_workers, check_all=check_all)
+        length = training.seq_len + 1
+        if cache.num_tokens // length < needed:
+            raise entry.error(
+                "dataset",
+                f"its {cache.num_tokens:,} tokens give {cache.num_tokens // length} samples of "
+                f"{length}, and {needed} are needed",
+                "add data, or lower training.seq_len"
+                + (" or validation.num_samples" if needed > 1 else ""),
+            )
         return CachedSource(entry, cache)
     documents = recipe.open(streamed=True)
     return StreamedSource(

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.build import build_loader, build_model, learning_rate, open_training_data
+from meshwright.build import build_loader, build_model, learning_rate
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.opening import open_training_data
 from meshwright.models.initialize import initialize, local_box
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
@@ -83,7 +84,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
     early = EarlyStep(optimizer) if plan.config.optimizer.early_step_in_backward else None
     gradients, done = _keep_gradients(model, optimizer)
-    loader = build_loader(plan, open_training_data(plan), meshes, device, Cursor())
+    loader = build_loader(plan, open_training_data(plan.config), meshes, device, Cursor())
     reduction = plan.config.parallelism.fsdp_reduce_gradients
     health, lr_at = Health.on(device), learning_rate(plan.config)
     for step in range(1, training.steps + 1):

@@ -106,7 +106,7 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert set(rows[0]) == {
         *("step", "loss", "grad_norm", "lr", "wps", "mfu_pct", "memory_gib"),
-        *("tokens_seen", "step_time_s", "data_time_s"),
+        *("tokens_seen", "step_time_s", "data_time_s", "epochs/python_stdlib"),
     }
     assert rows[0]["loss"] - rows[-1]["loss"] > 1.0
     assert rows[-1]["tokens_seen"] == 20 * 8 * 64
@@ -263,13 +263,14 @@ def test_an_early_step_trains_and_says_what_a_bad_step_leaves(tmp_path: Path) ->
     assert not (folder / "checkpoint").exists()
 
 
-def test_data_that_runs_out_of_samples_is_a_config_error(tmp_path: Path) -> None:
+def test_less_data_than_a_sample_is_a_config_error(tmp_path: Path) -> None:
     """It shows only when the data is read."""
     data = tmp_path / "data.txt"
     data.write_text("too short")
     result = launch(tmp_path / "out", "--training.dataset", "text", "--training.dataset_path", data)
     assert result.returncode == 2
-    assert "less than one sample of 65 tokens" in result.stderr
+    assert "give 0 samples of 65, and 1 are needed" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_column_that_is_not_there_is_found_before_anything_is_written(tmp_path: Path) -> None:

@@ -329,11 +329,6 @@ def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
         read_steps([short], [1], (1, 1, 1), n=1)
 
 
-def test_less_than_a_sample_in_a_cache_is_an_error(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="its 3 tokens are less than one sample of 8"):
-        read_steps([cached(tmp_path, ("a",))], [1], (1, 1, 1), n=1)
-
-
 def batches_of(source: OpenSource, mask_documents: bool, has_seed: bool = True) -> list[Batch]:
     shape = BatchShape(4, 1, 0, 1)
     order = GlobalOrder(

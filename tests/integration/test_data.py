@@ -1,0 +1,256 @@
+"""The data of a job, on real processes: killed, resumed on other meshes, tokenised by several."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_launcher import (
+    CONFIG,
+    EXIT_SIGKILL,
+    ROOT,
+    environment,
+    launch,
+    records,
+    wait_for,
+)
+
+WORDS = ("sun", "rose", "over", "seven", "hills", "while", "nobody", "watched", "the", "road")
+
+
+def write_texts(folder: Path, seed: int, num_files: int, per_file: int) -> None:
+    """JSON lines of made-up text, from one word to two hundred."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True)
+    for number in range(num_files):
+        texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 200))) for _ in range(per_file)]
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{number}.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """A TOML with a mixture of a cached and a streamed source, both soon used up."""
+    folder = tmp_path_factory.mktemp("mixture")
+    write_texts(folder / "small", 0, 1, 30)
+    write_texts(folder / "large", 1, 4, 20)
+    (folder / "job.toml").write_text(f"""
+extends = "{CONFIG}"
+
+[training]
+dataset = ""
+stream_shards = 4
+shuffle_window = 3
+steps = 24
+
+[[training.datasets]]
+name = "cached"
+dataset = "json"
+dataset_path = "small"
+weight = 0.7
+
+[[training.datasets]]
+name = "streamed"
+dataset = "json"
+dataset_path = "large"
+dataset_mode = "streamed"
+weight = 0.3
+
+[checkpoint]
+interval = 2
+""")
+    return folder / "job.toml"
+
+
+def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = None) -> None:
+    """Train and note what is read; kill one rank once `kill_at` steps are reported."""
+    notes = folder / "notes"
+    notes.mkdir(parents=True, exist_ok=True)
+    script = ROOT / "tests/helpers/hashing_train.py"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "meshwright.cli.launch", "--standalone"),
+            *("--nproc-per-node", str(ranks), str(script)),
+            *("--job.config_file", str(config), "--job.dump_folder", str(folder / "out")),
+        ],
+        env=environment(
+            NOTES=notes,
+            OMP_NUM_THREADS=1,
+            PYTHONPATH=ROOT,
+            HF_DATASETS_CACHE=config.parent / "hf_cache",
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    if kill_at is None:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        return
+    metrics = folder / "out" / "metrics.jsonl"
+
+    def is_there() -> bool:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return bool(lines) and json.loads(lines[-1])["step"] >= kill_at
+
+    before = {path.stem for path in notes.iterdir()}
+    wait_for(is_there, f"step {kill_at}")
+    victim = next(int(p.stem) for p in sorted(notes.iterdir()) if p.stem not in before)
+    os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == EXIT_SIGKILL, output
+
+
+def notes_of(folder: Path) -> dict[tuple[int, int], str]:
+    """Hash by step and slot; a step that was taken again must have read the same."""
+    found: dict[tuple[int, int], str] = {}
+    for path in (folder / "notes").iterdir():
+        for line in path.read_text().splitlines():
+            step, slot, digest = line.split()
+            assert found.setdefault((int(step), int(slot)), digest) == digest
+    return found
+
+
+def test_killed_and_resumed_on_other_meshes_the_stream_is_the_same(mixture, tmp_path) -> None:
+    """1 -> 4 -> 2 -> 1 ranks, killed three times, over epoch boundaries of both sources."""
+    train_noting(mixture, tmp_path / "whole", ranks=1)
+    want = notes_of(tmp_path / "whole")
+    last = records(tmp_path / "whole/out")[-1]
+    assert last["epochs/cached"] > 2
+    assert last["epochs/streamed"] >= 1
+    for ranks, kill_at in ((1, 5), (4, 11), (2, 17), (1, None)):
+        train_noting(mixture, tmp_path / "killed", ranks, kill_at)
+    got = notes_of(tmp_path / "killed")
+    assert got == want
+    assert len(want) == 24 * 8
+    for folder in ("whole", "killed"):
+        assert [row["step"] for row in records(tmp_path / folder / "out")] == list(range(1, 25))
+    for mine, theirs in zip(
+        records(tmp_path / "killed/out"), records(tmp_path / "whole/out"), strict=True
+    ):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def tokenize(cache: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "meshwright.cli.main", "tokenize", *arguments),
+            *("--job.config_file", str(CONFIG)),
+        ],
+        env=environment(XDG_CACHE_HOME=cache, PYTHONPATH=ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_several_jobs_tokenise_at_once_and_one_does_it(tmp_path) -> None:
+    processes = [tokenize(tmp_path, "--workers", "1") for _ in range(3)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert sum("tokenised" in output for output in outputs) == 1
+    summaries = {output.splitlines()[-1].split(" ", 2)[2] for output in outputs}
+    assert len(summaries) == 1
+    assert "tokens of" in summaries.pop()
+
+
+def test_tokenising_goes_on_after_a_kill(tmp_path) -> None:
+    process = tokenize(tmp_path, "--workers", "2")
+    wait_for(lambda: len(list(tmp_path.glob("*/*/*.npz"))) >= 2, "two parts", 60)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*/*.npz")}
+    assert all(path.name != "cache.npz" for path in kept)
+    again = tokenize(tmp_path)
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    assert f"{len(kept)} of 8 parts are there" in output
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    whole = tokenize(tmp_path / "whole")
+    assert whole.wait(timeout=120) == 0
+    for path in tmp_path.glob("meshwright/*/*.tokens"):
+        other = tmp_path / "whole" / path.relative_to(tmp_path)
+        assert path.read_bytes() == other.read_bytes()
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
+    process = tokenize(tmp_path, "--workers", "2")
+    wait_for(lambda: list(tmp_path.glob("*/*/*.tokens")), "a part", 60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+    def is_over() -> bool:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    wait_for(is_over, "the end of its workers", 30)
+
+
+BAD_DATA = {
+    "empty": ("{}.jsonl", b"", "holds no text"),
+    "no column": ("{}.jsonl", b'{"txt": "a"}\n', "dataset_column = 'text': no such column"),
+    "no text": ("{}.jsonl", b'{"text": ""}\n', "holds no text"),
+    "not UTF-8": ("{}.jsonl", b'{"text": "caf\xe9"}\n', "cannot be opened: 'utf-8' codec"),
+    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_DATA)
+def test_bad_data_is_one_error_before_ranks_start(fault: str, tmp_path) -> None:
+    name, content, message = BAD_DATA[fault]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name.format("a")).write_bytes(content)
+    dataset = ("--training.dataset", "json", "--training.dataset_path", tmp_path / "data")
+    start = time.monotonic()
+    result = launch(tmp_path / "out", *dataset, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert not (tmp_path / "out").exists()
+    assert time.monotonic() - start < 60
+
+
+def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
+    write_texts(tmp_path / "data", 2, 1, 40)
+    arguments = (
+        *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
+        *("--training.max_epochs", 1, "--training.steps", 1000),
+    )
+    result = launch(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = records(tmp_path / "out")[-1]
+    assert 3 < last["step"] < 100
+    assert 1 - 8 / (8 * last["step"]) < last["epochs/json"] <= 1
+    assert (tmp_path / "out/checkpoint" / f"step-{last['step']}").exists()
+    assert "the data ends here" in result.stdout
+    again = launch(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "the data ends here" in again.stdout
+    assert len(records(tmp_path / "out")) == last["step"]
+
+
+def test_other_data_than_the_checkpoints_is_refused(tmp_path) -> None:
+    write_texts(tmp_path / "data", 3, 1, 40)
+    arguments = (
+        *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
+        *("--checkpoint.interval", 2),
+    )
+    caches = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
+    first = launch(tmp_path / "out", *arguments, "--training.steps", 2, **caches)
+    assert first.returncode == 0, first.stdout + first.stderr
+    with open(tmp_path / "data" / "0.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    second = launch(tmp_path / "out", *arguments, "--training.steps", 4, **caches)
+    assert second.returncode == 2
+    assert "its content is not what it was when the checkpoint was saved" in second.stderr
