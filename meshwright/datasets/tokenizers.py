@@ -1,20 +1,21 @@
 """Text to token ids and back, whatever the tokenizer file."""
 
-import hashlib
-import json
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-import sentencepiece
-import tokenizers
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.config.job_config import BYTES
+from meshwright.datasets.huggingface_file import HuggingFaceTokenizer
+from meshwright.datasets.sentencepiece_file import SentencePieceTokenizer
+from meshwright.datasets.tiktoken_file import TiktokenTokenizer, is_tiktoken
+from meshwright.datasets.well_formed import well_formed
 from meshwright.errors import ConfigError
 
 KEY = "model.tokenizer_path"
-FILE_NAMES = ("tokenizer.json", "tokenizer.model")
-KNOWN_BOS = ("<|begin_of_text|>", "<s>")
-KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 class Tokenizer(Protocol):
@@ -29,64 +30,23 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Of the file: equal where ids mean the same."""
 
+    @property
+    def token_bytes(self) -> NDArray[np.int64]:
+        """(vocab_size,) bytes of UTF-8 text that each id stands for; 0 for special tokens.
+
+        Over the ids of a text they add up to its bytes, exactly for byte-level kinds. sentencepiece
+        and its like may count a space more, which they put before a text, and count the text as
+        they normalise it.
+
+        Raises:
+            ConfigError: if the tokenizer does not tell.
+        """
+
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without BOS and EOS."""
+        """Ids of `text` alone, without BOS and EOS; what looks like a special token is text."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`."""
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece model, as Llama 2 has it."""
-
-    def __init__(self, path: Path) -> None:
-        self.fingerprint = _fingerprint(path)
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        self.vocab_size: int = self._model.vocab_size()
-        self.bos_id = _id_or_none(self._model.bos_id())
-        self.eos_id = _id_or_none(self._model.eos_id())
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
-        return text
-
-
-class HuggingFaceTokenizer:
-    """A `tokenizer.json`, as Llama 3 has it.
-
-    BOS and EOS are those that the `tokenizer_config.json` beside it names, else well-known ones.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.fingerprint = _fingerprint(path)
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        config_path = path.with_name("tokenizer_config.json")
-        config = json.loads(config_path.read_text("utf-8")) if config_path.exists() else {}
-        self.bos_id = self._special("bos_token", config, KNOWN_BOS)
-        self.eos_id = self._special("eos_token", config, KNOWN_EOS)
-
-    def _special(self, name: str, config: dict[str, object], known: tuple[str, ...]) -> int | None:
-        named = config.get(name)
-        if isinstance(named, dict):  # older files hold a description of the token
-            named = named["content"]
-        for token in [named] if isinstance(named, str) else known:
-            token_id: int | None = self._tokenizer.token_to_id(token)
-            if token_id is not None:
-                return token_id
-        return None
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
 
 
 class ByteTokenizer:
@@ -97,8 +57,12 @@ class ByteTokenizer:
     eos_id: int | None = 257
     fingerprint = BYTES
 
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.array([1] * 256 + [0] * 2, dtype=np.int64)
+
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+        return list(well_formed(text).encode("utf-8"))
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -110,33 +74,47 @@ def build_tokenizer(path: str) -> Tokenizer:
     Raises:
         ConfigError: if there is none, or it cannot be read.
     """
+    if path == BYTES:
+        return ByteTokenizer()
+    file = find_file(path)
+    content = file.read_bytes()
+    if not content.strip():
+        raise ConfigError(KEY, f"{KEY} = {str(file)!r}: is empty\n  fix: download it again")
+    kind = kind_of(file, content)
+    try:
+        return kind(file)
+    except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
+        reason = str(error).strip() or type(error).__name__
+        raise ConfigError(KEY, f"{KEY} = {str(file)!r}: not a {kind.__name__}: {reason}") from error
+
+
+def find_file(path: str) -> Path:
+    """The tokenizer's file, if `path` is one or a folder that holds one.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     if not path:
         raise ConfigError(
             KEY,
             f"{KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their folder; "
             f"or {BYTES!r}, which needs no file",
         )
-    if path == BYTES:
-        return ByteTokenizer()
     file = Path(path)
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]
         if not inside:
-            raise ConfigError(KEY, f"{KEY} = {path!r}: holds no {' or '.join(FILE_NAMES)}")
-        file = inside[0]
+            raise ConfigError(KEY, f"{KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}")
+        return inside[0]
     if not file.is_file():
         raise ConfigError(KEY, f"{KEY} = {path!r}: no such file or folder")
-    kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-    try:
-        return kind(file)
-    except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(KEY, f"{KEY} = {str(file)!r}: not a {kind.__name__}: {reason}") from error
+    return file
 
 
-def _fingerprint(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _id_or_none(token_id: int) -> int | None:
-    return token_id if token_id >= 0 else None  # sentencepiece says -1 for a token it lacks
+def kind_of(
+    file: Path, content: bytes
+) -> type[HuggingFaceTokenizer] | type[TiktokenTokenizer] | type[SentencePieceTokenizer]:
+    """Two kinds are called `tokenizer.model`: what is in it tells."""
+    if file.suffix == ".json" or content.lstrip().startswith(b"{"):
+        return HuggingFaceTokenizer
+    return TiktokenTokenizer if is_tiktoken(content) else SentencePieceTokenizer

@@ -1,64 +1,328 @@
-"""Both kinds of tokenizer file behind one interface."""
+"""Every kind of tokenizer file behind one interface, held against its family's library."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from meshwright.datasets import tiktoken_file
 from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.errors import ConfigError
+from tests.helpers.tokenizer_files import (
+    CODE,
+    HARD_TEXTS,
+    byte_level_json,
+    metaspace_json,
+    random_texts,
+    sentencepiece_model,
+    tiktoken_model,
+    transformers_of_tiktoken,
+)
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "tokenizers" / "python_2k.model"
-TEXT = 'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234\n'
+LLAMA3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+TEXTS = HARD_TEXTS + random_texts()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file of each kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    byte_level = byte_level_json(folder / "tokenizer.json", LLAMA3)
+    return {
+        "byte-level": byte_level,
+        "metaspace": metaspace_json(folder / "metaspace.json", ["<unk>", "<s>", "</s>"]),
+        "tiktoken": tiktoken_model(folder / "tokenizer.model", byte_level),
+        "sentencepiece": sentencepiece_model(folder / "sentencepiece.model"),
+        "bytes": Path("bytes"),
+    }
+
+
+KINDS = ("byte-level", "metaspace", "tiktoken", "sentencepiece", "bytes")
+BYTE_LEVEL = ("byte-level", "tiktoken", "bytes")
 
 
 def test_the_shipped_sentencepiece_model() -> None:
     tokenizer = build_tokenizer(str(SHIPPED))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (2048, 1, 2)
-    ids = tokenizer.encode(TEXT)
-    assert tokenizer.decode(ids) == TEXT  # nothing is unknown: bytes stand in for rare letters
-    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)  # "<s>" in text is just text
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(SHIPPED))
-    assert ids == reference.encode(TEXT, add_bos=False, add_eos=False)
-    assert len(ids) < 0.7 * len(TEXT.encode())
+    ids = tokenizer.encode(CODE)
+    assert tokenizer.decode(ids) == CODE  # nothing is unknown: bytes stand in for rare letters
+    assert len(ids) < 0.8 * len(CODE.encode())
 
 
 def test_bytes_need_no_file() -> None:
     tokenizer = build_tokenizer("bytes")
-    ids = tokenizer.encode(TEXT)
-    assert ids == list(TEXT.encode())
-    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == TEXT
+    ids = tokenizer.encode(CODE)
+    assert ids == list(CODE.encode())
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == CODE
     assert max(*ids, tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
 
 
-@pytest.fixture
-def llama3_style(tmp_path: Path) -> Path:
-    """A small byte-level BPE with Llama 3's special tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+def test_two_kinds_are_called_tokenizer_model(files: dict[str, Path]) -> None:
+    kinds = {kind: type(build_tokenizer(str(file))).__name__ for kind, file in files.items()}
+    assert kinds["tiktoken"] == "TiktokenTokenizer"
+    assert kinds["sentencepiece"] == "SentencePieceTokenizer"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_a_tokenizer_json_gives_the_ids_of_transformers(files: dict[str, Path], kind: str) -> None:
+    ours = build_tokenizer(str(files[kind]))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(files[kind]))
+    for text in TEXTS:  # transformers would parse special tokens: there are none in these
+        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == expected, text
+
+
+def test_a_tiktoken_file_gives_the_ids_of_transformers(files: dict[str, Path]) -> None:
+    ours = build_tokenizer(str(files["tiktoken"]))
+    theirs = transformers_of_tiktoken(files["tiktoken"])
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ours.encode(text)) == text
+    for token in tiktoken_file.llama3_special_tokens():
+        assert ours.special_ids[token] == theirs.token_to_id(token)
+    assert ours.vocab_size == theirs.get_vocab_size()
+
+
+def test_a_sentencepiece_model_gives_the_ids_of_transformers(files: dict[str, Path]) -> None:
+    ours = build_tokenizer(str(files["sentencepiece"]))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(files["sentencepiece"]))
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_llama_3s_special_tokens_have_its_ids() -> None:
+    """Llama 3.1's, as its tokenizer_config.json lists them, after 128000 ranks."""
+    ids = {t: 128_000 + i for i, t in enumerate(tiktoken_file.llama3_special_tokens())}
+    assert len(ids) == 256
+    known = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|reserved_special_token_0|>": 128002,
+        "<|reserved_special_token_1|>": 128003,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|reserved_special_token_2|>": 128005,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+        "<|reserved_special_token_3|>": 128011,
+        "<|reserved_special_token_247|>": 128255,
+    }
+    assert {token: ids[token] for token in known} == known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_in_text_are_text(files: dict[str, Path], kind: str) -> None:
+    tokenizer = build_tokenizer(str(files[kind]))
+    specials = {tokenizer.bos_id, tokenizer.eos_id, *getattr(tokenizer, "special_ids", {}).values()}
+    for token in [*LLAMA3, "<s>", "</s>", "<unk>"]:
+        for text in (token, f"a{token}b", f"a {token} b", f"{token}{token}\n"):
+            ids = tokenizer.encode(text)
+            assert not specials & set(ids), text
+            assert tokenizer.decode(ids).strip() == text.strip()
+
+
+def test_bos_and_eos_are_special_whatever_the_file_says(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", ["<|pad|>"])
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens([AddedToken("<|end_of_text|>", special=False), "<tool>"])
+    tokenizer.save(str(file))
+    ours = build_tokenizer(str(file))
+    assert ours.eos_id is not None
+    assert ours.eos_id not in ours.encode("a <|end_of_text|>")
+    assert tokenizer.token_to_id("<tool>") in ours.encode("a <tool>")  # no special token
+
+
+def test_a_tokenizer_that_cannot_keep_special_tokens_apart_is_refused(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "▁a</s>")]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+    with pytest.raises(ConfigError, match="makes the special token '</s>' of a text"):
+        build_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_json(llama3_style: Path) -> None:
-    tokenizer = build_tokenizer(str(llama3_style))  # by its folder
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
-    size = Tokenizer.from_file(str(llama3_style / "tokenizer.json")).get_vocab_size()
-    assert tokenizer.vocab_size == size > 256
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+def test_special_tokens_are_those_that_the_files_beside_it_name(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    by_name = {t: build_tokenizer(str(file)).special_ids[t] for t in LLAMA3}
+    names = tmp_path / "special_tokens_map.json"
+    names.write_text(json.dumps({"bos_token": "<|eot_id|>", "eos_token": "<|eot_id|>"}))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": {"content": LLAMA3[0]}}))
+    tokenizer = build_tokenizer(str(tmp_path))  # by its folder
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (by_name[LLAMA3[0]], by_name["<|eot_id|>"])
+    config.write_text(json.dumps({"bos_token": None}))  # as Qwen's
+    assert build_tokenizer(str(tmp_path)).bos_id is None
+    config.write_text(json.dumps({"bos_token": "<bos>"}))
+    with pytest.raises(ConfigError, match="lacks '<bos>', which a file beside it names as bos_"):
+        build_tokenizer(str(tmp_path))
+    config.write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer_config.json beside it cannot be read"):
+        build_tokenizer(str(tmp_path))
 
 
-def test_special_tokens_are_those_that_the_config_names(llama3_style: Path) -> None:
-    (llama3_style / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"})
+def test_truncation_and_padding_in_a_file_are_not_heeded(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    whole, empty = (build_tokenizer(str(file)).encode(text) for text in (CODE, ""))
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(file))
+    again = build_tokenizer(str(file))
+    assert (again.encode(CODE), again.encode("")) == (whole, empty) == (whole, [])
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+def test_token_bytes_add_up_to_the_text(files: dict[str, Path], kind: str) -> None:
+    tokenizer = build_tokenizer(str(files[kind]))
+    sizes = tokenizer.token_bytes
+    assert sizes.dtype == np.int64
+    assert sizes.shape == (tokenizer.vocab_size,)
+    for text in TEXTS:
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode()), text
+    for special in {
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        *getattr(tokenizer, "special_ids", {}).values(),
+    }:
+        assert sizes[special] == 0
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "sentencepiece"])
+def test_token_bytes_with_a_space_in_front(files: dict[str, Path], kind: str) -> None:
+    tokenizer = build_tokenizer(str(files[kind]))
+    sizes = tokenizer.token_bytes
+    assert sizes.shape == (tokenizer.vocab_size,)
+    for text in filter(None, TEXTS):
+        text = text.replace("\x00", "")  # sentencepiece leaves it out
+        expected = len((" " + text).encode())
+        assert sizes[tokenizer.encode(text)].sum() == expected, text
+    for special in (0, 1, 2):  # unknown, BOS, EOS
+        assert sizes[special] == 0
+
+
+def test_token_bytes_of_the_shipped_model() -> None:
+    tokenizer = build_tokenizer(str(SHIPPED))
+    for text in [CODE, "世界", "x", "    \n\n"]:
+        assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1, text
+
+
+def test_token_bytes_of_added_tokens_and_of_normalised_text(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens(["<tööl>"])
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save(str(file))
+    ours = build_tokenizer(str(file))
+    assert ours.token_bytes[ours.encode("a<tööl>b")].sum() == len("a<tööl>b".encode())
+    assert ours.token_bytes[ours.encode("e\u0301")].sum() == len("é".encode())
+
+
+def test_token_bytes_where_pieces_do_not_tell(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(str(tmp_path))
+    assert ours.encode("ab") == [1, 2]
+    with pytest.raises(ConfigError, match=r"do not tell how many bytes .*decoder: WordPiece"):
+        _ = ours.token_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_surrogate_pair_does_not_end_the_run(files: dict[str, Path], kind: str) -> None:
+    tokenizer = build_tokenizer(str(files[kind]))
+    broken = json.loads('"a \\ud83d b"')
+    assert tokenizer.encode(broken) == tokenizer.encode("a \ufffd b")
+
+
+def test_long_texts_are_not_too_long_for_tiktoken(files: dict[str, Path]) -> None:
+    tokenizer = build_tokenizer(str(files["tiktoken"]))
+    plain = tokenizer._encoding.encode_ordinary
+    million = 1_000_000
+    for text in (" " * 999_000 + "x", "a" * million, "\n" * 2 * million, " \n" * million + "  x"):
+        assert tokenizer.encode(text) == plain(text)  # uncut, where tiktoken does not give up
+    for text in (" " * million, "a" + " " * 3 * million + "b", "x\n" + "\t" * million + "\n\ty"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text)
+
+
+def test_long_runs_are_cut_where_tiktoken_would_give_up() -> None:
+    def cut(text: str) -> list[str]:
+        return list(tiktoken_file.cut_long_runs(text))
+
+    run = " " * tiktoken_file.MAX_RUN
+    assert cut(f"a{run}b") == [f"a{run}b"]
+    assert cut(f"a{run} \nb{run}\n") == [f"a{run} \nb{run}\n"]
+    assert cut(f"a{run}{run} b{run} c") == [f"a{run}", run, f" b{run}", " c"]
+
+
+def test_a_tokenizer_json_starts_no_threads(files: dict[str, Path]) -> None:
+    """Whoever tokenises does so in several processes: threads in each would be too many."""
+    program = f"""
+import os
+from meshwright.datasets.tokenizers import build_tokenizer
+tokenizer = build_tokenizer({str(files["byte-level"])!r})
+before = len(os.listdir("/proc/self/task"))
+for _ in range(9):
+    tokenizer.encode("some text " * 1000)
+assert len(os.listdir("/proc/self/task")) == before
+assert "torch" not in __import__("sys").modules
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
-    tokenizer = build_tokenizer(str(llama3_style / "tokenizer.json"))
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 2)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.model", b"", "is empty"),
+        ("tokenizer.json", b" \n", "is empty"),
+        ("tokenizer.json", b"{", "not a HuggingFaceTokenizer"),
+        ("tokenizer.json", b"no JSON", "not a HuggingFaceTokenizer"),
+        ("tokenizer.json", b"\xff\xfe{", "not a HuggingFaceTokenizer"),
+        ("tokenizer_config.json", b'{"bos_token": "<s>"}', "not a HuggingFaceTokenizer"),
+        ("tokenizer.model", b'{"bos_token": "<s>"}', "not a HuggingFaceTokenizer"),
+        ("tokenizer.model", b"version https://git-lfs", "not a SentencePieceTokenizer"),
+        ("tokenizer.model", SHIPPED.read_bytes()[:9999], "not a SentencePieceTokenizer"),
+        ("tokenizer.model", b"AA== 0\nAQ== 1\n", "has no token for the byte 0x02"),
+        ("tokenizer.model", b"AA== 0\nAQ== 2\n", "line 2 gives rank 2 to b'\\x01', out of order"),
+        ("tokenizer.model", b"AA== 0\nAA== 1\n", "line 2 gives rank 1 to b'\\x00', out of order"),
+        ("tokenizer.model", b"AA== 0\nA\n", "line 2 is not a base64 token and its rank: b'A'"),
+        ("tokenizer.model", b"AA== 0\nAQQ 1\n", "line 2 is not a base64 token and its rank"),
+    ],
+)
+def test_files_that_are_no_tokenizers(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer(str(file))
+    assert str(caught.value).startswith(f"model.tokenizer_path = {str(file)!r}: ")
+    assert message in str(caught.value)
+    assert caught.value.key == "model.tokenizer_path"
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    for path, message in (
+        ("", "not given"),
+        (str(tmp_path), "holds no tokenizer.json or tokenizer.model"),
+        (str(tmp_path / "no.model"), "no such file or folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_tokenizer(path)

@@ -1,0 +1,256 @@
+"""Conversations to token ids, and which of them the assistant wrote."""
+
+import json
+import re
+from datetime import datetime
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from meshwright.datasets.chat_template import TEMPLATE_KEY, compile_template, find_template
+from meshwright.datasets.special_tokens import any_of
+from meshwright.datasets.tokenizers import KEY, Tokenizer
+from meshwright.datasets.well_formed import well_formed
+from meshwright.errors import ConfigError
+
+__all__ = ["ChatTemplate", "find_template"]
+
+DATA_KEY = "training.dataset"
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Unicode keeps them for marks within a program: no text that is interchanged should hold them."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class Marks(NamedTuple):
+    """Characters put into a text before it is rendered, and taken out after."""
+
+    start: str
+    """Before what the assistant wrote."""
+    end: str
+    """After it."""
+    wall: str
+    """Within what looks like a special token and is not."""
+
+
+@runtime_checkable
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer whose special tokens can be told from text."""
+
+    special_ids: dict[str, int]
+    """Id of each special token."""
+    special_names: dict[str, str]
+    """`bos_token`, `eos_token` and so on: which special token the family calls so."""
+
+    def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the characters [start, end) that each id has a part in.
+
+        Special tokens are parsed, but what reaches over one of the positions `breaks` (ascending)
+        is text.
+
+        Raises:
+            ValueError: if there are `breaks`, and this kind of tokenizer cannot heed them.
+        """
+
+
+class ChatTemplate:
+    """Makes token ids of conversations as transformers' `apply_chat_template` does, but safely.
+
+    The template alone writes special tokens (BOS among them: add none). A special token's text
+    inside a message stays text; where a kind of tokenizer cannot do that, it is an error.
+
+    Loss counts on what the assistant is to write: the template's {% generation %} blocks; if it
+    has none, what it writes for an assistant's message after the generation prompt, up to and
+    with the token that ends the turn. A token that only in part is the assistant's counts.
+
+    Args:
+        template: Jinja source, as `find_template` gives it.
+        now: the date, for templates that ask for it (Llama 3.1's do): the same for every
+            conversation, and to be kept over a resume if the ids are to be the same.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be used for chat, or the template not compiled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, *, now: datetime | None = None) -> None:
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ConfigError(
+                KEY,
+                f"{KEY}: a {type(tokenizer).__name__} cannot parse the special tokens of a chat "
+                "template\n  fix: use a tokenizer.json, or Llama 3's tokenizer.model",
+            )
+        self._tokenizer = tokenizer
+        self._template = compile_template(template, now or datetime.now())
+        self._has_generation_blocks = _GENERATION.search(template) is not None
+        self._too_short = [token for token in tokenizer.special_ids if len(token) == 1]
+        specials = any_of(tokenizer.special_ids).pattern
+        self._special_start = re.compile(f"(?=(?:{specials}))")
+        self._space_after_turn = re.compile(rf"(?:{specials})(\s+)\Z")
+
+    def encode(
+        self, messages: list[dict[str, str]], where: str = ""
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of the whole conversation, and for each whether loss counts on it.
+
+        Args:
+            messages: each with "role" and "content"; other keys are handed to the template.
+            where: file and row, for the message of an error.
+
+        Raises:
+            ConfigError: if it is no such list, the assistant writes nothing in it, the template
+                refuses it, or what the assistant wrote cannot be told from the rest.
+        """
+        try:
+            check_messages(messages)
+            return self._encode(messages)
+        except ValueError as error:
+            at = f"{where}: " if where else ""
+            raise ConfigError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
+
+    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        marks = free_marks(messages)
+        safe = [self._wall_off(without_none(message), marks.wall) for message in messages]
+        if self._has_generation_blocks:
+            marked = self._render(safe, marks)
+        else:
+            marked = self._mark_by_prefixes(safe, marks)
+        text, [starts, ends, walls] = take_out(marked, marks)
+        ids, places = self._tokenizer.encode_chat(text, walls)
+        counts = overlaps(places, list(zip(starts, ends, strict=True)))
+        if not any(counts):
+            raise ValueError("has no token that the assistant wrote, so no loss")
+        return ids, counts
+
+    def _wall_off(self, value: Any, wall: str) -> Any:
+        """`value` with a wall inside of every special token in its strings.
+
+        Unless the template takes it out, which none has reason to, the token cannot be parsed.
+        """
+        if isinstance(value, str):
+            if any(token in value for token in self._too_short):
+                raise ValueError("holds a special token of one character, which no wall can split")
+            found = [match.start() + 1 for match in self._special_start.finditer(value)]
+            cuts = [0, *found, len(value)]
+            return wall.join(value[a:b] for a, b in pairwise(cuts))
+        if isinstance(value, list):
+            return [self._wall_off(item, wall) for item in value]
+        if isinstance(value, dict):
+            return {key: self._wall_off(item, wall) for key, item in value.items()}
+        return value
+
+    def _render(self, messages: list[Any], marks: Marks, prompt: bool = False) -> str:
+        """The text, with the marks for {% generation %} in it; `prompt` asks for an answer."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                generation_marks=(marks.start, marks.end),
+                **self._tokenizer.special_names,
+            )
+        except Exception as error:  # a template is a program: TypeError and all are its errors
+            first_line = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(f"is refused by the chat template: {first_line}") from error
+
+    def _mark_by_prefixes(self, messages: list[Any], marks: Marks) -> str:
+        """The text, with marks around what it gains by each message of the assistant."""
+        whole = self._render(messages, marks)
+        parts, done = [], 0
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:k], marks, prompt=True)
+            last = k + 1 == len(messages)
+            after = whole if last else self._render(messages[: k + 1], marks)
+            if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"shows that the chat template writes messages before the {k + 1}th otherwise "
+                    "when they are not followed by it, so what the assistant wrote cannot be told"
+                    f"\n  fix: give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
+                )
+            written = after[len(before) :]
+            self._check_header(messages[:k], message["content"], written, before, marks)
+            space = self._space_after_turn.search(written)
+            stop = len(after) - (len(space[1]) if space else 0)
+            parts += [whole[done : len(before)], marks.start, whole[len(before) : stop], marks.end]
+            done = stop
+        return "".join([*parts, whole[done:]])
+
+    def _check_header(
+        self, before_it: list[Any], content: str, written: str, before: str, marks: Marks
+    ) -> None:
+        """A template that ignores `add_generation_prompt` writes its header among the answer."""
+        header = written[: max(written.find(content.strip()), 0)]
+        if header.strip() and self._render(before_it, marks) == before:
+            raise ValueError(
+                f"shows that the chat template ignores add_generation_prompt, so its {header!r} "
+                "would count as the assistant's"
+                f"\n  fix: give {TEMPLATE_KEY} a template that heeds it or has "
+                "{% generation %} blocks"
+            )
+
+
+def check_messages(messages: object) -> None:
+    """Raise ValueError unless it is a list of messages, one of them the assistant's."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"is not a list of messages, but {_short(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"has a message {number} that is not a table: {_short(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"has a message {number} without a {key!r}: {_short(message)}")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise ValueError(f"has no message whose role is 'assistant', but {', '.join(roles)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def without_none(value: Any) -> Any:
+    """A message without the keys that it has no value for; its strings fit for UTF-8.
+
+    A table's column holds None where a row lacks a key; templates ask whether the key is there.
+    """
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, list):
+        return [without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def free_marks(messages: object) -> Marks:
+    """Three characters that `messages` do not hold."""
+    used = json.dumps(messages, ensure_ascii=False, default=str)
+    free = [character for character in NONCHARACTERS if character not in used]
+    if len(free) < 3:
+        raise ValueError("holds nearly all of the noncharacters U+FDD0 to U+FDEF")
+    return Marks(*free[:3])
+
+
+def take_out(marked: str, marks: Marks) -> tuple[str, list[list[int]]]:
+    """The text without marks, and where in it each of the three was."""
+    places: dict[str, list[int]] = {mark: [] for mark in marks}
+    parts, length = [], 0
+    for part in re.split(f"([{''.join(marks)}])", marked):
+        if part in places:
+            places[part].append(length)
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), list(places.values())
+
+
+def overlaps(places: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
+    """Whether each of `places` has a character in one of `spans`; both ascend."""
+    counts, remaining = [], iter([*spans, (2**62, 2**62)])
+    start, end = next(remaining)
+    for a, b in places:
+        while a >= end:
+            start, end = next(remaining)
+        counts.append(b > start)
+    return counts

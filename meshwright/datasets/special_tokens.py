@@ -1,0 +1,75 @@
+"""Special tokens in text: where they are, and what the files beside a tokenizer call them."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def special_names(tokenizer_file: Path) -> dict[str, str | None]:
+    """What the files beside `tokenizer_file` call `bos_token`, `eos_token` and so on.
+
+    None where a file says that the family has no such token. The first of `NAME_FILES` that names
+    a token decides.
+
+    Raises:
+        ValueError: if one of them cannot be read.
+    """
+    names: dict[str, str | None] = {}
+    for file in map(tokenizer_file.with_name, NAME_FILES):
+        for name, token in read_json_object(file).items():
+            if isinstance(token, dict):  # older files hold a description of the token
+                token = token.get("content")
+            if name.endswith("_token") and (token is None or isinstance(token, str)):
+                names.setdefault(name, token)
+    return names
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """What the JSON `file` holds; nothing if there is no such file.
+
+    Raises:
+        ValueError: if it does not hold a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name} beside it cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file.name} beside it holds no JSON object")
+    return value
+
+
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches each of `tokens`, the longest that fits."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!): never
+
+
+def split_at_specials(
+    text: str, specials: re.Pattern[str], breaks: list[int]
+) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, whether it is a special token) of each part of `text`, in order.
+
+    Args:
+        breaks: positions in `text`, ascending; what reaches over one is no special token.
+    """
+    done = position = 0
+    while found := specials.search(text, position):
+        start, end = found.span()
+        position = end
+        following = bisect_right(breaks, start)
+        if following < len(breaks) and breaks[following] < end:
+            position = start + 1
+            continue
+        if done < start:
+            yield done, start, False
+        yield start, end, True
+        done = end
+    if done < len(text):
+        yield done, len(text), False

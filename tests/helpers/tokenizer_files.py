@@ -1,0 +1,161 @@
+"""Small tokenizer files of every kind, trained on the spot; and texts that are hard on them."""
+
+import base64
+import io
+import json
+import random
+from pathlib import Path
+
+import sentencepiece
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from meshwright.datasets.tiktoken_file import SPLIT_PATTERN, llama3_special_tokens
+
+CODE = (
+    'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n'
+)
+HARD_TEXTS = [
+    CODE,
+    "plain ASCII text, it's what we've got; they'LL see",
+    "汉字和标点。没有空格",
+    "😀👩‍👩‍👧‍👦🇩🇪 é é",
+    " ",
+    "   \n\n\n \t\t\r\n  ",
+    "0123456789" * 7 + " 1 22 333 4444",
+    "\n" * 50 + "a" + " " * 99 + "b" + "\t" * 33,
+    "a\x00b\x1c\x1d\x85\u2028\ufeff",
+    "עברית العربية हिन्दी ไทย",
+    "",
+]
+
+
+def random_texts(number: int = 200, seed: int = 0) -> list[str]:
+    """Of all of Unicode and of what matters to split patterns, mixed."""
+    chance = random.Random(seed)
+    usual = " \n\t\r'sSdabcXYZ0189.,!?-_(){}<|>é世😀\u0301\u3000\xa0"
+    return [
+        "".join(
+            chance.choice(usual) if chance.random() < 0.8 else _any_character(chance)
+            for _ in range(chance.randrange(1, 60))
+        )
+        for _ in range(number)
+    ]
+
+
+def _any_character(chance: random.Random) -> str:
+    while 0xD800 <= (code := chance.randrange(1, 0x110000)) < 0xE000:
+        pass  # halves of surrogate pairs are no characters
+    return chr(code)
+
+
+def byte_level_json(
+    file: Path, specials: list[str], split: str = SPLIT_PATTERN, size: int = 400
+) -> Path:
+    """A byte-level BPE that cuts text as Llama 3's does."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(HARD_TEXTS * 2, trainer)
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(file))
+    return file
+
+
+def metaspace_json(file: Path, specials: list[str]) -> Path:
+    """Llama 2's kind of tokenizer.json: spaces as U+2581, bytes for what it has no piece for."""
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    trained.train_from_iterator(
+        ["the cat sat on the mat", "def f(x): return x"] * 3,
+        trainers.BpeTrainer(vocab_size=60, show_progress=False),
+    )
+    model = json.loads(trained.to_str())["model"]
+    pieces = [*specials, *byte_pieces, *model["vocab"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[tuple(merge) for merge in model["merges"]],
+            unk_token=specials[0],
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    tokenizer.save(str(file))
+    return file
+
+
+def tiktoken_model(file: Path, source: Path) -> Path:
+    """Llama 3's kind of tokenizer.model, with the ranks of a byte-level tokenizer.json."""
+    model = json.loads(source.read_text("utf-8"))["model"]
+    byte_of = {c: byte for byte, c in enumerate(_byte_characters())}
+    words = [bytes(byte_of[c] for c in a + b) for a, b in model["merges"]]
+    tokens = dict.fromkeys([bytes([i]) for i in range(256)] + words)
+    lines = [f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)]
+    file.write_text("".join(lines))
+    return file
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def transformers_of_tiktoken(file: Path) -> Tokenizer:
+    """What transformers makes of it."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    return TikTokenConverter(
+        vocab_file=str(file), pattern=SPLIT_PATTERN, extra_special_tokens=llama3_special_tokens()
+    ).converted()
+
+
+def sentencepiece_model(file: Path, **options: object) -> Path:
+    settings: dict[str, object] = {
+        "vocab_size": 400,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "character_coverage": 0.98,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+        "num_threads": 1,
+    }
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(HARD_TEXTS * 3).splitlines()),
+        model_writer=model,
+        **(settings | options),
+    )
+    file.write_bytes(model.getvalue())
+    return file

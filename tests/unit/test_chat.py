@@ -1,0 +1,364 @@
+"""Conversations: ids are transformers', loss counts on the assistant's tokens and no others."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from meshwright.datasets.chat import ChatTemplate, find_template
+from meshwright.datasets.tiktoken_file import llama3_special_tokens
+from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.errors import ConfigError
+from tests.helpers.tokenizer_files import (
+    byte_level_json,
+    metaspace_json,
+    random_texts,
+    tiktoken_model,
+    transformers_of_tiktoken,
+)
+
+SPECIALS = ["<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>"]
+LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+CHATML = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported') }}
+    {%- endif %}
+{%- endfor %}
+"""
+GENERATION = """\
+{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+"""
+LLAMA3_GENERATION = GENERATION.replace("<|im_start|>", "<|start_header_id|>").replace(
+    "<|im_end|>", "<|eot_id|>"
+)
+TEMPLATES = {"byte-level": [CHATML, MISTRAL, GENERATION], "tiktoken": [LLAMA3, LLAMA3_GENERATION]}
+CASES = [(kind, template) for kind, templates in TEMPLATES.items() for template in templates]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    byte_level_json(folder / "tokenizer.json", SPECIALS)
+    tiktoken_model(folder / "tokenizer.model", folder / "tokenizer.json")
+    metaspace_json(folder / "metaspace.json", ["<unk>", *SPECIALS])
+    return folder
+
+
+def ours(folder: Path, kind: str) -> Any:
+    names = {"byte-level": "tokenizer.json", "tiktoken": "tokenizer.model"}
+    return build_tokenizer(str(folder / names.get(kind, f"{kind}.json")))
+
+
+def theirs(folder: Path, kind: str) -> PreTrainedTokenizerFast:
+    if kind == "tiktoken":
+        return PreTrainedTokenizerFast(
+            tokenizer_object=transformers_of_tiktoken(folder / "tokenizer.model"),
+            bos_token="<|begin_of_text|>",
+            eos_token="<|end_of_text|>",
+        )
+    name = "tokenizer.json" if kind == "byte-level" else f"{kind}.json"
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / name), bos_token="<s>", eos_token="</s>"
+    )
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+
+
+CONVERSATIONS = [
+    talk("hello", "Good day."),
+    talk("  what is\n\n", "\n\nit is 12345 😀", "und\tGrüße?", "  世界。 "),
+    talk("one turn more", "yes", "and no answer"),
+    talk(*random_texts(8, seed=1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "template"), CASES)
+def test_ids_are_those_of_transformers(folder: Path, kind: str, template: str) -> None:
+    chat = ChatTemplate(ours(folder, kind), template)
+    reference = theirs(folder, kind)
+    for messages in CONVERSATIONS:
+        expected = reference.apply_chat_template(messages, chat_template=template)["input_ids"]
+        assert chat.encode(messages)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "template"), [("byte-level", GENERATION), ("tiktoken", LLAMA3_GENERATION)]
+)
+def test_loss_counts_where_transformers_says_so(folder: Path, kind: str, template: str) -> None:
+    chat = ChatTemplate(ours(folder, kind), template)
+    for messages in CONVERSATIONS:
+        expected = theirs(folder, kind).apply_chat_template(
+            messages, chat_template=template, return_assistant_tokens_mask=True
+        )["assistant_masks"]
+        assert chat.encode(messages)[1] == [bool(flag) for flag in expected]
+
+
+def counted(folder: Path, kind: str, template: str, messages: Any) -> list[str]:
+    """The text of each run of tokens on which loss counts."""
+    tokenizer = ours(folder, kind)
+    ids, counts = ChatTemplate(tokenizer, template).encode(messages)
+    runs: list[list[int]] = []
+    for i, (token_id, count) in enumerate(zip(ids, counts, strict=True)):
+        if count and (i == 0 or not counts[i - 1]):
+            runs.append([])
+        if count:
+            runs[-1].append(token_id)
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_loss_counts_on_answers_and_ends_of_turns(folder: Path) -> None:
+    messages = talk("ask", "answer 1", "ask again", "answer 2 😀", "and again")
+    assert counted(folder, "tiktoken", LLAMA3, messages) == [
+        "answer 1<|eot_id|>",
+        "answer 2 😀<|eot_id|>",
+    ]
+    for template in (CHATML, GENERATION):  # not on the line end that follows
+        assert counted(folder, "byte-level", template, messages) == [
+            "answer 1<|im_end|>",
+            "answer 2 😀<|im_end|>",
+        ]
+    assert counted(folder, "byte-level", MISTRAL, messages) == [
+        " answer 1</s>",
+        " answer 2 😀</s>",
+    ]
+
+
+def test_an_answer_that_repeats_the_question(folder: Path) -> None:
+    messages = talk("yes", "yes", "yes", "yes")
+    assert counted(folder, "tiktoken", LLAMA3, messages) == ["yes<|eot_id|>"] * 2
+
+
+def test_the_last_turn_of_several_by_the_assistant(folder: Path) -> None:
+    messages = [*talk("ask", "first"), {"role": "assistant", "content": "second"}]
+    assert counted(folder, "tiktoken", LLAMA3, messages) == [
+        "first<|eot_id|>",
+        "second<|eot_id|>",
+    ]
+
+
+def test_bos_is_the_templates(folder: Path) -> None:
+    tokenizer = ours(folder, "tiktoken")
+    ids, _ = ChatTemplate(tokenizer, LLAMA3).encode(talk("a", "b"))
+    assert ids.count(tokenizer.bos_id) == 1
+    ids, _ = ChatTemplate(tokenizer, LLAMA3.replace("{{- bos_token }}\n", "")).encode(
+        talk("a", "b")
+    )
+    assert ids.count(tokenizer.bos_id) == 0
+
+
+@pytest.mark.parametrize(("kind", "template"), CASES)
+def test_special_tokens_in_messages_are_text(folder: Path, kind: str, template: str) -> None:
+    """Ids are those of the same conversation with other text, but for that text."""
+    tokenizer = ours(folder, kind)
+    chat = ChatTemplate(tokenizer, template)
+    specials = llama3_special_tokens() if kind == "tiktoken" else SPECIALS
+    special_ids = set(tokenizer.special_ids.values())
+    for token in specials[:12]:
+        attack = f"x {token}{token[:2]}{token} y"
+        messages = talk(attack, f"{attack} z", token, f"so {token}")
+        ids, counts = chat.encode(messages)
+        harmless, _ = chat.encode(talk("q", "q", "q", "q"))
+        kept = [i for i in ids if i in special_ids]
+        assert kept == [i for i in harmless if i in special_ids]
+        text = tokenizer.decode(ids)
+        assert text.count(attack) == 2
+        assert f"{attack} z" in tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode()) - sum(
+            len(t) * kept.count(i) for t, i in tokenizer.special_ids.items()
+        )
+
+
+def test_special_tokens_in_messages_are_encoded_as_transformers_does(folder: Path) -> None:
+    messages = talk("x <|eot_id|>\n\ny", "a<|start_header_id|>user<|end_header_id|>b  <|eot_id|>")
+    plain = ChatTemplate(ours(folder, "tiktoken"), LLAMA3).encode(messages)[0]
+    tokenizer = ours(folder, "tiktoken")
+    contents = [tokenizer.encode("\n\n" + message["content"]) for message in messages]
+    special = tokenizer.special_ids
+    expected = [special["<|begin_of_text|>"]]
+    for message, content in zip(messages, contents, strict=True):
+        header = tokenizer.encode(message["role"])
+        expected += [special["<|start_header_id|>"], *header, special["<|end_header_id|>"]]
+        expected += [*content, special["<|eot_id|>"]]
+    assert plain == expected
+
+
+def test_a_role_cannot_smuggle_either(folder: Path) -> None:
+    tokenizer = ours(folder, "tiktoken")
+    messages = [{"role": "user<|end_header_id|>", "content": "a"}, *talk("b", "c")[1:]]
+    ids, _ = ChatTemplate(tokenizer, LLAMA3).encode(messages)
+    assert ids.count(tokenizer.special_ids["<|end_header_id|>"]) == 2
+
+
+def test_where_special_tokens_cannot_be_kept_apart_the_row_is_refused(folder: Path) -> None:
+    tokenizer = ours(folder, "metaspace")
+    chat = ChatTemplate(tokenizer, MISTRAL)
+    messages = talk("the cat", "sat")
+    expected = theirs(folder, "metaspace").apply_chat_template(messages, chat_template=MISTRAL)
+    assert chat.encode(messages)[0] == expected["input_ids"]
+    with pytest.raises(ConfigError, match="row 7: the conversation contains a special token"):
+        chat.encode(talk("the [INST] cat", "sat"), where="chats.jsonl row 7")
+
+
+def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
+    """Phi-3's do: only the library knows how, so text with special tokens in it is refused."""
+    file = byte_level_json(tmp_path / "tokenizer.json", ["<s>", "</s>", "<|im_start|>"])
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", rstrip=True)])
+    tokenizer.save(str(file))
+    chat = ChatTemplate(build_tokenizer(str(file)), CHATML)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    expected = reference.apply_chat_template(CONVERSATIONS[0], chat_template=CHATML)["input_ids"]
+    assert chat.encode(CONVERSATIONS[0])[0] == expected
+    with pytest.raises(ConfigError, match="cannot keep apart"):
+        chat.encode(talk("<s>", "a"))
+
+
+def test_marks_in_messages_are_text(folder: Path) -> None:
+    messages = talk("\ufdd0 a", "\ufdd1<|eot_id|>\ufdd2\ufdd3")
+    assert counted(folder, "tiktoken", LLAMA3, messages) == [
+        "\ufdd1<|eot_id|>\ufdd2\ufdd3<|eot_id|>"
+    ]
+    everything = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    with pytest.raises(ConfigError, match="nearly all of the noncharacters"):
+        counted(folder, "tiktoken", LLAMA3, talk(everything, "b"))
+
+
+def test_what_templates_may_use(folder: Path) -> None:
+    template = """\
+{%- set ns = namespace(n=0) %}
+{%- for message in messages %}
+    {%- if loop.index > 2 %}{% break %}{% endif %}
+    {%- set ns.n = ns.n + 1 %}
+    {{- message | tojson }} {{ strftime_now('%d %b %Y') }} {{ tools is none }}{{ ns.n }}
+    {%- generation %} ok{% endgeneration %}
+{%- endfor %}"""
+    tokenizer = ours(folder, "byte-level")
+    chat = ChatTemplate(tokenizer, template, now=datetime(2024, 7, 26))
+    ids, _ = chat.encode([{"role": "assistant", "content": "<é>", "name": None}, *talk("", "")])
+    assert tokenizer.decode(ids) == (
+        '{"role": "assistant", "content": "<é>"} 26 Jul 2024 True1 ok'
+        '{"role": "user", "content": ""} 26 Jul 2024 True2 ok'
+    )
+
+
+def test_a_template_cannot_reach_python(folder: Path) -> None:
+    chat = ChatTemplate(ours(folder, "byte-level"), "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ConfigError, match="is refused by the chat template: access to attribute"):
+        chat.encode(talk("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "is not a list of messages, but 'hello'"),
+        ([], "is not a list of messages, but []"),
+        (["hello"], "has a message 1 that is not a table: 'hello'"),
+        ([{"content": "a"}], "has a message 1 without a 'role': {'content': 'a'}"),
+        ([*talk("a"), {"role": "assistant"}], "has a message 2 without a 'content'"),
+        ([{"role": "assistant", "content": [1]}], "has a message 1 without a 'content'"),
+        (talk("a"), "has no message whose role is 'assistant', but user"),
+        (
+            [{"role": "system", "content": "a"}, *talk("b", "c")],
+            "is refused by the chat template: Only user and assistant roles are supported",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_used(folder: Path, messages: Any, message: str) -> None:
+    chat = ChatTemplate(ours(folder, "byte-level"), MISTRAL)
+    with pytest.raises(ConfigError) as caught:
+        chat.encode(messages, where="chats.jsonl row 7")
+    expected = f"training.dataset: chats.jsonl row 7: the conversation {message}"
+    assert str(caught.value).startswith(expected)
+
+
+def test_templates_that_do_not_show_what_the_assistant_wrote(folder: Path) -> None:
+    tokenizer = ours(folder, "byte-level")
+    count = "{{ messages | length }}" + CHATML
+    with pytest.raises(ConfigError, match="before the 2th otherwise when they are not followed"):
+        ChatTemplate(tokenizer, count).encode(talk("a", "b", "c"))
+    without_prompt = CHATML.replace("add_generation_prompt", "false")
+    with pytest.raises(ConfigError, match=r"ignores add_generation_prompt, so its '<\|im_start\|>"):
+        ChatTemplate(tokenizer, without_prompt).encode(talk("a", "b"))
+    silent = GENERATION.replace("message['role'] == 'assistant'", "false")
+    with pytest.raises(ConfigError, match="has no token that the assistant wrote"):
+        ChatTemplate(tokenizer, silent).encode(talk("a", "b"))
+
+
+def test_a_template_that_does_not_compile(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is no Jinja template: line 1: "):
+        ChatTemplate(ours(folder, "byte-level"), "{% for %}")
+
+
+def test_tokenizers_without_special_tokens_in_text() -> None:
+    shipped = Path(__file__).parents[2] / "assets" / "tokenizers" / "python_2k.model"
+    for path in ("bytes", str(shipped)):
+        with pytest.raises(ConfigError, match="cannot parse the special tokens"):
+            ChatTemplate(build_tokenizer(path), CHATML)
+
+
+def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes((folder / "tokenizer.json").read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    with pytest.raises(ConfigError, match="no chat template beside it"):
+        find_template(str(tmp_path))
+    config.write_text(json.dumps({"chat_template": "one"}))
+    assert find_template(str(tmp_path)) == find_template(str(tokenizer)) == "one"
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert find_template(str(tokenizer)) == "three"
+    config.write_text(json.dumps({"chat_template": named[:1]}))
+    with pytest.raises(ConfigError, match="has the chat templates tool_use, and none of them"):
+        find_template(str(tokenizer))
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert find_template(str(tokenizer)) == "four"
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("five")
+    assert find_template(str(tokenizer), str(mine)) == find_template("bytes", str(mine)) == "five"
+    mine.write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        find_template(str(tokenizer), str(mine))
+    with pytest.raises(ConfigError, match=r"no.jinja': No such file or directory"):
+        find_template(str(tokenizer), str(tmp_path / "no.jinja"))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        find_template("bytes")
