@@ -18,8 +18,8 @@ Tokens = npt.NDArray[np.uint32]
 class Conversation(Protocol):
     """Makes tokens of conversations."""
 
-    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Ids, special ones included; and whether the loss counts each."""
+    def encode(self, messages: Messages, where: str) -> tuple[list[int], list[bool]]:
+        """Ids, special ones included; and whether the loss counts each. `where` is for errors."""
 
 
 class Encoder:
@@ -42,5 +42,6 @@ class Encoder:
             return np.array([*self._before, *ids, *self._after] if ids else [], np.uint32)
         if self._template is None:
             self._template = self._open_template()
-        ids, counts = self._template.encode(document)
+        begins = repr(document[0]["content"][:40]) if document else "empty"
+        ids, counts = self._template.encode(document, begins)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from meshwright.datasets import find_dataset
+from meshwright.datasets.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.sources import Documents, Entry, fingerprint
 from meshwright.datasets.token_cache import (
@@ -30,9 +32,13 @@ from meshwright.datasets.token_cache import (
     load_arrays,
 )
 from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.well_formed import well_formed
 from meshwright.errors import ConfigError
 from meshwright.log import logger
 
+TODAY = datetime(2024, 7, 26)
+"""For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
+conversation has to be the same tokens tomorrow."""
 FORMAT = 1
 """Of the files; another number is another cache."""
 
@@ -55,8 +61,9 @@ class Recipe:
         """What makes tokens of them."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
-        def open_template() -> Any:
-            raise ConfigError("", "no chat")
+        def open_template() -> ChatTemplate:
+            template = find_template(self.tokenizer_path, self.chat_template_path)
+            return ChatTemplate(tokenizer, template, now=TODAY)
 
         return Encoder(tokenizer, open_template)
 
@@ -65,7 +72,10 @@ class Recipe:
         spec = find_dataset(self.entry.source.dataset)
         assert spec is not None
         tokenizer = build_tokenizer(self.tokenizer_path)
-        template = ""
+        try:
+            template = find_template(self.tokenizer_path, self.chat_template_path)
+        except ConfigError:  # it matters only if there are conversations, and is raised then
+            template = ""
         parts = [
             FORMAT,
             fingerprint(self.entry, spec.files(self.entry)),
@@ -257,7 +267,7 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
 
 def _num_bytes(document: Any) -> int:
     texts = [document] if isinstance(document, str) else [turn["content"] for turn in document]
-    return sum(len(text.encode()) for text in texts)
+    return sum(len(well_formed(text).encode()) for text in texts)
 
 
 def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None:

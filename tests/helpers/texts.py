@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
 class Turns:
     """In place of a chat template: contents one after the other; the assistant's have loss."""
 
-    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: Messages, where: str) -> tuple[list[int], list[bool]]:
         tokens = [
             (byte, turn["role"] == "assistant")
             for turn in messages
