@@ -132,10 +132,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             asked = time.perf_counter()
             data = next(loader)
             data_time_s = time.perf_counter() - asked
-            batches = [
-                (tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-                for tokens, labels in data.batches
-            ]
+            batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from meshwright.batch import Batch
 from meshwright.datasets.packing import Cursor, Packer
 from meshwright.datasets.sources import Documents
 from meshwright.datasets.tokenizers import Tokenizer
@@ -19,8 +19,8 @@ STEPS_AHEAD = 4
 class StepData:
     """What one rank reads for one optimizer step."""
 
-    batches: list[tuple[Tensor, Tensor]]
-    """(tokens, labels) a microbatch, each (B, S) int64 on the CPU, pinned if a device follows."""
+    batches: list[Batch]
+    """The microbatches, on the CPU, pinned if a device follows."""
     cursor: Cursor
     """Behind the step's whole global batch."""
 
@@ -103,5 +103,5 @@ class Loader:
         if self._pin_memory:
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         size = shape.local_batch_size
-        batches = list(zip(tokens.split(size), labels.split(size), strict=True))
+        batches = [*map(Batch, tokens.split(size), labels.split(size))]
         return StepData(batches, self._packer.cursor)

@@ -90,9 +90,9 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     health, lr_at = Health.on(device), learning_rate(plan.config)
     for step in range(1, training.steps + 1):
         batches = next(loader).batches
-        for number, (tokens, labels) in enumerate(batches):
-            first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(tokens)
-            for index, sample in enumerate(zip(tokens, labels, strict=True), first):
+        for number, batch in enumerate(batches):
+            first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(batch.tokens)
+            for index, sample in enumerate(zip(batch.tokens, batch.labels, strict=True), first):
                 seen.samples[step, index] = _hash(*sample)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step)

@@ -163,11 +163,15 @@ def read_steps(dp_size: int, local: int, accumulate: int, n: int, cursor=Cursor(
             [*map(int, tokens), int(labels[-1])]
             for microbatch in range(accumulate)
             for part in parts
-            for tokens, labels in zip(*part.batches[microbatch], strict=True)
+            for tokens, labels in zip(
+                part.batches[microbatch].tokens, part.batches[microbatch].labels, strict=True
+            )
         ]
         for part in parts:
-            for tokens, labels in part.batches:
-                assert torch.equal(tokens[:, 1:], labels[:, :-1])  # each predicts the next
+            for batch in part.batches:
+                assert torch.equal(
+                    batch.tokens[:, 1:], batch.labels[:, :-1]
+                )  # each predicts the next
         assert len({part.cursor for part in parts}) == 1
         steps.append((rows, parts[0].cursor))
     for loader in loaders:
