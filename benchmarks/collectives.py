@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.batch import Batch
 from meshwright.build import build_model
 from meshwright.config.loader import load_config
 from meshwright.models.initialize import initialize
@@ -120,7 +121,7 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
         with watch:
             train_step(
                 model,
-                [(batch, batch)],
+                [Batch(batch, batch)],
                 optimizer,
                 step=step,
                 max_norm=training.max_norm,

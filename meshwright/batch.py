@@ -1,32 +1,33 @@
-"""What a step reads for one microbatch."""
+"""What a model is given to learn from, or to be judged on, at once."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors that are equal are not one truth value
 class Batch:
-    """Sequences of one rank and microbatch."""
+    """One microbatch of a rank."""
 
     tokens: Tensor
     """(B, S) int64."""
     labels: Tensor
-    """(B, S) int64; `loss.IGNORE` where the loss counts nothing."""
+    """(B, S) int64: the token that follows; `loss.IGNORE` where that is not to be learned."""
     documents: Tensor | None = None
-    """(B, S) int32: which document of its sequence a position belongs to, rising from 0; None:
-    attention does not stop between documents."""
+    """(B, S) int32: which document of its sequence each token belongs to, rising from 0. None:
+    attention does not stop between documents. Not cut where context parallelism cuts the others."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        tokens, labels = (
+            part.to(device, non_blocking=non_blocking) for part in (self.tokens, self.labels)
+        )
+        if self.documents is None:
+            return Batch(tokens, labels)
+        return Batch(tokens, labels, self.documents.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same in pinned memory."""
-        return self._map(torch.Tensor.pin_memory)
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        documents = None if self.documents is None else function(self.documents)
-        return Batch(function(self.tokens), function(self.labels), documents)
+        """The same in page-locked memory, from where copies to a device need not wait."""
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)

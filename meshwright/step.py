@@ -11,10 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import clip_grads_with_norm_
 
+from meshwright.batch import Batch
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
-from meshwright.parallelisms.context_parallel import local_positions
+from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.gradients import local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
@@ -55,7 +56,7 @@ class StepResult:
 
 def train_step(
     model: LocalModel,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Batch],
     optimizer: torch.optim.Optimizer,
     early: EarlyStep | None = None,
     *,
@@ -75,8 +76,8 @@ def train_step(
 
     Args:
         model: as `parallelize` leaves it: gradients summed over ranks, not averaged.
-        batches: (tokens, labels) a microbatch, each (B, S) int64 on the device; ranks that differ
-            along pp, cp or tp alone have the same.
+        batches: the microbatches, on the device; ranks that differ along pp, cp or tp alone have
+            the same.
         optimizer: fused; its learning rate is set.
         early: makes it update during backward. What is not finite is then held back only where it
             is, so of the first bad step other parts of the weights may be updated; `max_norm` is
@@ -86,11 +87,11 @@ def train_step(
         reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
             ones: less memory for more communication. Of no effect in a pipeline.
     """
-    first, _ = batches[0]
+    first = batches[0].tokens
     positions = local_positions(first.shape[1], meshes.cp, first.device)
-    if meshes.cp.size() > 1:  # this rank's part of every sequence
-        batches = [(tokens[:, positions], labels[:, positions]) for tokens, labels in batches]
-    num_labels = torch.stack([(labels != IGNORE).sum() for _, labels in batches]).sum()
+    if meshes.cp.size() > 1:
+        batches = [local_part(batch, positions) for batch in batches]
+    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss_fn = partial(token_loss, num_labels=num_labels)
     if early is not None:
@@ -130,7 +131,7 @@ def train_step(
 
 def _accumulate(
     model: Decoder,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Batch],
     positions: Tensor,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     early: EarlyStep | None,
@@ -138,14 +139,14 @@ def _accumulate(
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; the sum of their losses."""
     loss = torch.zeros((), device=positions.device)
-    for index, (tokens, labels) in enumerate(batches):
+    for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
         if early is not None:
             early.gradients_are_final = is_last
-        share = loss_fn(model(tokens, positions), labels)
+        share = loss_fn(model(batch.tokens, positions, batch.documents), batch.labels)
         share.backward()
         loss += share.detach()
     return loss

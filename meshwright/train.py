@@ -141,13 +141,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             if data is None:
                 break
             data_time_s = time.perf_counter() - asked
-            batches = [
-                (
-                    batch.tokens.to(device, non_blocking=True),
-                    batch.labels.to(device, non_blocking=True),
-                )
-                for batch in data.batches
-            ]
+            batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
             for group in optimizer.param_groups:
                 group["lr"] = lr

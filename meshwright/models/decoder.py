@@ -29,11 +29,16 @@ class Decoder(nn.Module, ABC):
         """Standard deviation that the parameter `name` starts with; None: it starts at one."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """(B, S) int64 -> (B, S, V) logits.
 
         A stage without the embedding takes (B, S, D) instead; one without the output gives it.
 
         Args:
-            positions: (S,) or (B, S) int64 of the tokens, else 0 .. S-1.
+            positions: (S,) or (B, S) int64 of the tokens in their sequence, else 0 .. S-1.
+            documents: (B, S) int: which document of its sequence each position belongs to, rising
+                from 0. Attention then stops between them, and the positions that it rotates by
+                begin at 0 in each. Of whole sequences, also where `tokens` are parts of them.
         """

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
@@ -12,8 +11,11 @@ from torch import Tensor
 # all_gather_into_tensor and reduce_scatter_tensor would do.
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 
+from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.document_mask import Mask, masked_attention
 
 # torch 2.13 deprecates the only name that 2.11 has
 _all_gather: Callable[..., Tensor] = (
@@ -37,6 +39,12 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
+def local_part(batch: Batch, positions: Tensor) -> Batch:
+    """The tokens and labels at `positions` of every sequence, and the documents of all: which keys
+    a query sees is known where it is."""
+    return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
+
+
 def apply_cp(model: Decoder, mesh: DeviceMesh) -> None:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
@@ -49,23 +57,30 @@ def apply_cp(model: Decoder, mesh: DeviceMesh) -> None:
         core.forward = attend
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H)."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh
+) -> Tensor:
+    """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H).
+
+    Args:
+        mask: of this rank's queries and all keys; None: only causal.
+    """
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
+    if isinstance(mask, BlockMask):  # leaves out by itself what comes later
+        return masked_attention(q, k, v, mask)
     rank, size = mesh.get_local_rank(), mesh.size()
+    length = q.shape[2] // 2
     outputs = []
-    for chunk, queries in zip((rank, 2 * size - 1 - rank), q.chunk(2, dim=2), strict=True):
-        length = queries.shape[2]
+    for part, chunk in enumerate((rank, 2 * size - 1 - rank)):
         num_keys = (chunk + 1) * length  # none that comes later
-        mask = torch.ones(length, num_keys, dtype=torch.bool, device=q.device).tril(chunk * length)
+        rows = slice(part * length, (part + 1) * length)
+        if mask is None:
+            seen = torch.ones(length, num_keys, dtype=torch.bool, device=q.device)
+            seen = seen.tril(chunk * length)
+        else:
+            seen = mask[:, :, rows, :num_keys]
         outputs.append(
-            F.scaled_dot_product_attention(
-                queries,
-                k[:, :, :num_keys],
-                v[:, :, :num_keys],
-                attn_mask=mask,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            masked_attention(q[:, :, rows], k[:, :, :num_keys], v[:, :, :num_keys], seen)
         )
     return torch.cat(outputs, dim=2)
 

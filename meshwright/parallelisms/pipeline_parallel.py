@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 
@@ -88,27 +89,31 @@ class Pipeline:
         assert self._loss_fn is not None
         return self._loss_fn(logits, labels)
 
-    def run(
-        self, batches: Sequence[tuple[Tensor, Tensor]], positions: Tensor, loss_fn: LossFn
-    ) -> Tensor:
+    def run(self, batches: Sequence[Batch], positions: Tensor, loss_fn: LossFn) -> Tensor:
         """Forward and backward of every microbatch, gradients communicated once at the end.
 
         Collective: every rank of the pp axis must call it.
 
         Args:
-            batches: (tokens, labels) a microbatch, each (B, S/cp) int64; the same on all ranks.
+            batches: the microbatches, the same on all ranks; tokens and labels are (B, S/cp).
             positions: (S/cp,) int64 of the tokens.
             loss_fn: of the last stage's logits and a microbatch's labels.
 
         Returns:
             () fp32: sum of the losses; zero on ranks without the last stage.
         """
-        tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        # torch wants one batch, and cuts it into microbatches along the first dimension
+        tokens = torch.cat([batch.tokens for batch in batches])
+        labels = torch.cat([batch.labels for batch in batches])
+        inputs = {"positions": positions.expand(len(tokens), -1)}  # of every stage
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        if documents:
+            inputs["documents"] = torch.cat(documents)
         self._loss_fn = loss_fn
         losses: list[Tensor] = []
         self._schedule.step(
             tokens,
-            positions=positions.expand(len(tokens), -1),  # torch cuts it into microbatches too
+            **inputs,
             target=labels,
             losses=losses,
             return_outputs=False,

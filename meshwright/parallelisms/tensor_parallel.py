@@ -35,9 +35,10 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
     and its logits stay so if `enable_loss_parallel`: the loss is then computed on V/tp logits.
     """
     block_plan: dict[str, ParallelStyle] = {
-        # cos and sin, its other inputs, are the same on every rank
+        # cos, sin and mask, its other inputs, are the same on every rank
         "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+            input_layouts=(Shard(1), None, None, None),
+            desired_input_layouts=(Replicate(), None, None, None),
         ),
         "feed_forward": PrepareModuleInput(
             input_layouts=Shard(1), desired_input_layouts=Replicate()

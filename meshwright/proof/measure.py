@@ -44,7 +44,7 @@ class Measurement:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By step and index in the global batch: hash of the tokens and labels that were read."""
+    """By step and index in the global batch: hash of what was read."""
     weights: dict[str, Box] = field(default_factory=dict)
     """Initial ones, by name."""
     gradients: dict[str, Box] = field(default_factory=dict)
@@ -88,10 +88,11 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     reduction = plan.config.parallelism.fsdp_reduce_gradients
     health, lr_at = Health.on(device), learning_rate(plan.config)
     for step in range(1, training.steps + 1):
-        batches = [(b.tokens, b.labels) for b in next(loader).batches]
-        for number, (tokens, labels) in enumerate(batches):
-            first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(tokens)
-            for index, sample in enumerate(zip(tokens, labels, strict=True), first):
+        batches = next(loader).batches
+        for number, batch in enumerate(batches):
+            first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(batch.tokens)
+            parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
+            for index, sample in enumerate(zip(*parts, strict=True), first):
                 seen.samples[step, index] = _hash(*sample)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step)
@@ -150,8 +151,8 @@ def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:
     return boxes
 
 
-def _hash(tokens: Tensor, labels: Tensor) -> str:
-    data = torch.cat([tokens, labels]).numpy().tobytes()
+def _hash(*parts: Tensor) -> str:
+    data = torch.cat(parts).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
 
 

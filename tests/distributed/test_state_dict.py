@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
@@ -40,12 +41,12 @@ class Job:
         self.early = EarlyStep(self.optimizer) if is_early else None
         self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
-    def batches(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, step: int) -> list[Batch]:
         dp = self.meshes.dp
         parts = (
             part.split(self._size)[dp.get_local_rank() :: dp.size()] for part in global_batch(step)
         )
-        return list(zip(*parts, strict=True))
+        return [*map(Batch, *parts)]
 
     def take_step(self, step: int) -> None:
         train_step(
@@ -61,7 +62,7 @@ class Job:
 
     def forward(self, step: int) -> torch.Tensor:
         """Logits of a microbatch."""
-        tokens, _ = self.batches(step)[0]
+        tokens = self.batches(step)[0].tokens
         return self.model.stages[0](tokens, torch.arange(tokens.shape[1]))
 
     def save(self, folder: str) -> None:

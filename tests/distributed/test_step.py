@@ -14,6 +14,7 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.batch import Batch
 from meshwright.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
@@ -80,7 +81,7 @@ def steps_on_mesh(
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
         result = train_step(
             model,
-            list(zip(*parts, strict=True)),
+            [*map(Batch, *parts)],
             optimizer,
             early,
             step=step,
@@ -295,7 +296,7 @@ def _most_gradients() -> int:
     )
     train_step(
         model,
-        [tuple(part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))],
+        [Batch(*(part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1)))],
         optimizer,
         early,
         step=1,
@@ -330,14 +331,14 @@ def _bf16_loss() -> None:
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
     seen = []
     hook = model.layers["1"].attention.register_forward_pre_hook(
-        lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs)
+        lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs[:3])
     )
     assert model.stages[0](tokens).dtype == torch.bfloat16
     assert seen == [torch.bfloat16, torch.float32, torch.float32]  # x, cos, sin
     hook.remove()
     result = train_step(
         model,
-        [(tokens, labels)],
+        [Batch(tokens, labels)],
         adamw(model),
         step=1,
         max_norm=0.5,
@@ -363,7 +364,7 @@ def _bf16_figures(pp: int) -> tuple[float, float]:
         param_dtype=torch.bfloat16,
         microbatches=(2, 4),
     )
-    batches = list(zip(*(part.split(4) for part in global_batch(1)), strict=True))
+    batches = [*map(Batch, *(part.split(4) for part in global_batch(1)))]
     result = train_step(
         model,
         batches,
@@ -410,7 +411,9 @@ def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[flo
     inside = tuple(f"{name}." for name in fp32_modules)
     for name in fp32_modules:
         module = model.get_submodule(name)
-        module.register_forward_pre_hook(lambda m, inputs: tuple(x.float() for x in inputs))
+        module.register_forward_pre_hook(
+            lambda m, inputs: tuple(x if x is None else x.float() for x in inputs)
+        )
         if name != "output":
             module.register_forward_hook(lambda m, inputs, output: output.bfloat16())
     weights = {
@@ -455,7 +458,7 @@ def _step_with_fp32_modules(
     parts = [part.split(size)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(1)]
     result = train_step(
         model,
-        list(zip(*parts, strict=True)),
+        [*map(Batch, *parts)],
         adamw(model),
         step=1,
         max_norm=0.5,
@@ -519,7 +522,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
     tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     result = train_step(
         model,
-        [(tokens, labels)],
+        [Batch(tokens, labels)],
         adamw(model),
         step=1,
         max_norm=0.5,
@@ -550,7 +553,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
         result = train_step(
             model,
-            list(zip(*parts, strict=True)),
+            [*map(Batch, *parts)],
             optimizer,
             step=step,
             max_norm=0.5,
@@ -594,7 +597,7 @@ def _step_without_sync(is_early: bool) -> None:
         with NoSync():
             train_step(
                 model,
-                [(tokens, labels)] * 2,
+                [Batch(tokens, labels)] * 2,
                 optimizer,
                 early,
                 step=step,
@@ -629,7 +632,7 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
     with CountCollectives() as counter:
         train_step(
             model,
-            [(tokens, labels)] * 4,
+            [Batch(tokens, labels)] * 4,
             adamw(model),
             step=1,
             max_norm=0.5,
@@ -707,7 +710,7 @@ def _gradients_sent(options: dict) -> int:
         with CountCollectives() as counter:
             train_step(
                 model,
-                list(zip(*(part.split(2) for part in global_batch(step)), strict=True)),
+                [*map(Batch, *(part.split(2) for part in global_batch(step)))],
                 adamw(model),
                 step=step,
                 max_norm=0.5,
@@ -735,7 +738,7 @@ def _bad_second_step(is_early: bool) -> tuple[int, int]:
             model.stages[0].register_forward_hook(lambda m, i, logits: logits * float("inf"))
         train_step(
             model,
-            [(tokens, labels)],
+            [Batch(tokens, labels)],
             optimizer,
             early,
             step=step,

@@ -13,7 +13,7 @@ PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
     "log hardware",
-    "batch config models",
+    "config models batch",
     "parallelisms loss",
     "datasets optim checkpoint metrics profiling supervise",
     "specs step",

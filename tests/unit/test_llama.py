@@ -111,6 +111,39 @@ def test_logits_and_gradients_equal_transformers(args: LlamaArgs) -> None:
         assert_close(got, their_gradients[their_name(name)], name)
 
 
+@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+def test_packed_documents_equal_transformers(args: LlamaArgs) -> None:
+    """Which is told of them by a mask of four dimensions, and by positions."""
+    torch.manual_seed(0)
+    ours = Llama(args, seq_len=32)
+    ours.init_buffers()
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    theirs = transformers_llama(ours)
+    lengths = [(5, 20, 7), (32,), (1, 30, 1)]
+    tokens = torch.randint(args.vocab_size, (3, 32))
+    documents, positions = torch.empty(3, 32, dtype=torch.int32), torch.empty(3, 32).long()
+    sees = torch.zeros(3, 1, 32, 32, dtype=torch.bool)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(parts):
+            own = slice(start, start + length)
+            documents[row, own] = number
+            positions[row, own] = torch.arange(length)
+            sees[row, 0, own, own] = torch.ones(length, length).tril().bool()
+            start += length
+    unseen = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    logits = ours(tokens, documents=documents)
+    theirs_out = theirs(tokens, attention_mask=unseen, position_ids=positions).logits
+    assert_close(logits, theirs_out, "logits")
+    (logits.square().mean() + theirs_out.square().mean()).backward()
+    their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        is_rotated = name.endswith(("wq.weight", "wk.weight"))
+        got = halves(parameter.grad, args.head_dim) if is_rotated else parameter.grad
+        assert_close(got, their_gradients[their_name(name)], name)
+
+
 @pytest.mark.parametrize("args", [TINY, *CASES.values()])
 def test_counts_equal_those_of_the_model(args: LlamaArgs) -> None:
     model = Llama(args, SEQ_LEN)

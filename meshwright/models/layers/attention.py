@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.models.layers.rope import apply_rope
 
 
@@ -12,8 +13,14 @@ class CausalAttention(nn.Module):
     A module without parameters, so that parallelism has a name to replace it by.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H); K divides N."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H); K divides N.
+
+        Args:
+            mask: that of `build_mask`, which is causal too; None: only causal.
+        """
+        if mask is not None:
+            return masked_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -39,10 +46,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
         # the number of heads is what the weights give, so that each rank may hold some of them
         q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, N, H)
         k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, K, H)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, N, S, H)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
+        out = self.core(q, k, v, mask)  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
+from meshwright.models.layers.document_mask import Mask, build_mask, positions_in_document
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.projection import TiedProjection
 from meshwright.models.layers.rope import rope_cache
@@ -24,8 +25,9 @@ class LlamaBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.hidden_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -85,14 +87,20 @@ class Llama(Decoder):
             return 1 / math.sqrt(self.args.dim)
         return 0.02
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = None
+        if documents is not None:
+            mask = build_mask(documents, positions)  # once for all blocks
+            positions = positions_in_document(documents, positions)
         if positions is None:
             cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
         for block in self.layers.values():
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         if self.norm is not None:
             x = self.norm(x)
         if isinstance(self.output, TiedProjection):

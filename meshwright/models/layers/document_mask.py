@@ -1,0 +1,80 @@
+"""Attention that stays inside documents, where a sequence is made of several."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Mask = Tensor | BlockMask
+"""Which keys each query sees: (B, 1, queries, keys) bool, or the same in blocks."""
+
+# uncompiled, either makes a whole (S, S) matrix first, which on the GPU is what they are to avoid
+_create_block_mask_on_gpu = torch.compile(create_block_mask)
+_flex_attention_on_gpu = torch.compile(flex_attention)
+
+
+def positions_in_document(documents: Tensor, positions: Tensor | None = None) -> Tensor:
+    """How far each token is from the first of its document.
+
+    Args:
+        documents: (B, S) int, rising along a sequence.
+        positions: (S/cp,) or (B, S/cp) int64 in the sequence, of the tokens that are asked about;
+            None: of all.
+
+    Returns:
+        (B, S/cp) int64.
+    """
+    place = torch.arange(documents.shape[1], device=documents.device)
+    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    start = (place * is_first).cummax(dim=1).values  # a place without a start counts 0
+    return _at(place - start, positions)
+
+
+def build_mask(documents: Tensor, positions: Tensor | None = None) -> Mask:
+    """Causal, and inside documents: what suits the device of `documents`.
+
+    Args:
+        documents: (B, S) int of the keys.
+        positions: (S/cp,) or (B, S/cp) int64 in the sequence, of the queries; None: all.
+    """
+    if documents.is_cuda:
+        return block_mask(documents, positions)
+    return dense_mask(documents, positions)
+
+
+def dense_mask(documents: Tensor, positions: Tensor | None = None) -> Tensor:
+    """(B, 1, S/cp, S) bool, arguments as `build_mask`'s. Its memory grows with S^2."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    own = _at(documents, positions).unsqueeze(2)  # (B, S/cp, 1)
+    rows = (place if positions is None else positions).unsqueeze(-1)  # (S/cp, 1) or (B, S/cp, 1)
+    return ((own == documents.unsqueeze(1)) & (rows >= place)).unsqueeze(1)
+
+
+def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
+    """Blocks of queries by keys that are seen in full, in part or not at all, as `build_mask`'s."""
+    batch, seq_len = documents.shape
+    place = torch.arange(seq_len, device=documents.device).expand(batch, -1)
+    own, rows = _at(documents, positions), _at(place, positions)  # (B, S/cp) each
+
+    def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (own[b, query] == documents[b, key]) & (rows[b, query] >= key)
+
+    create = _create_block_mask_on_gpu if documents.is_cuda else create_block_mask
+    device = documents.device
+    return create(is_seen, batch, None, own.shape[1], seq_len, device=device)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """(B, N, queries, H), twice (B, K, keys, H) -> (B, N, queries, H); K divides N."""
+    is_grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        attend = _flex_attention_on_gpu if q.is_cuda else flex_attention
+        return attend(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
+
+
+def _at(values: Tensor, positions: Tensor | None) -> Tensor:
+    """(B, S) at (S/cp,) or (B, S/cp) -> (B, S/cp)."""
+    if positions is None:
+        return values
+    return values.gather(1, positions.expand(len(values), -1))

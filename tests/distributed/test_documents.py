@@ -1,0 +1,128 @@
+"""Packed sequences on several ranks against each of their documents alone on one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from meshwright.batch import Batch
+from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.step import Health, train_step
+from tests.distributed.test_compile import Graphs
+from tests.distributed.test_step import DEEP, SCHEDULES, adamw
+from tests.helpers.packed import packed, reference
+from tests.helpers.tiny import TINY, parallel_llama, whole
+
+ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
+FSDP = dataclasses.replace(ALONE, dp_shard=2)
+CASES = {
+    "1": (ALONE, {}),
+    "fsdp": (FSDP, {}),
+    "tp": (dataclasses.replace(ALONE, tp=2), {}),
+    "2d": (dataclasses.replace(FSDP, tp=2), {}),
+    "cp": (dataclasses.replace(ALONE, cp=2), {}),
+    "cp4": (dataclasses.replace(ALONE, cp=4), {}),
+    "cp-tp": (dataclasses.replace(ALONE, cp=2, tp=2), {}),
+    "pp-1f1b": (dataclasses.replace(ALONE, pp=2), SCHEDULES["1F1B"]),
+    "pp-zbv": (dataclasses.replace(ALONE, pp=2), SCHEDULES["ZBVZeroBubble"]),
+    "pp-cp": (dataclasses.replace(ALONE, pp=2, cp=2), SCHEDULES["1F1B"]),
+    "pp-interleaved-fsdp": (dataclasses.replace(FSDP, pp=2), SCHEDULES["Interleaved1F1B"]),
+    "pp-tp": (dataclasses.replace(ALONE, pp=2, tp=2), SCHEDULES["1F1B"]),
+    "3d": (dataclasses.replace(FSDP, pp=2, tp=2), SCHEDULES["1F1B"]),
+    "full": (FSDP, {"ac_mode": "full"}),
+    "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
+    "cp-full": (dataclasses.replace(ALONE, cp=2), {"ac_mode": "full"}),
+}
+COMPILED = {
+    "fsdp": (FSDP, {}),
+    "fsdp-op": (FSDP, {"ac_mode": "selective"}),
+    "2d": (dataclasses.replace(FSDP, tp=2), {}),
+    "cp": (dataclasses.replace(ALONE, cp=2), {}),
+    "pp": (dataclasses.replace(ALONE, pp=2), SCHEDULES["1F1B"]),
+}
+
+
+def num_ranks(dims: ParallelDims) -> int:
+    return dims.dp * dims.cp * dims.tp * dims.pp
+
+
+class PackedJob:
+    """A model that is given packed batches."""
+
+    def __init__(self, dims: ParallelDims, args: LlamaArgs, options: dict) -> None:
+        self._num_microbatches = 4 if dims.pp > 1 else 2
+        self._size = 8 // (dims.dp * self._num_microbatches)
+        self.model: LocalModel
+        self.meshes: Meshes
+        self.model, self.meshes = parallel_llama(
+            dims, args, microbatches=(self._num_microbatches, self._size), **options
+        )
+        self.optimizer = adamw(self.model)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.optimizer.register_step_pre_hook(self._keep_gradients)
+
+    def _keep_gradients(self, *_: object) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.gradients[name] = whole(parameter.grad).clone()
+
+    def take_step(self, step: int) -> float:
+        batch, dp = packed(step), self.meshes.dp
+        parts = (
+            part.split(self._size)[dp.get_local_rank() :: dp.size()]
+            for part in (batch.tokens, batch.labels, batch.documents)
+        )
+        result = train_step(
+            self.model,
+            [*map(Batch, *parts)],
+            self.optimizer,
+            step=step,
+            max_norm=float("inf"),
+            meshes=self.meshes,
+            health=Health.on(torch.device("cpu")),
+        )
+        return result.loss.item()
+
+
+def _compare(job: PackedJob, args: LlamaArgs) -> None:
+    loss = job.take_step(1)
+    want_loss, want_gradients = reference(args)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    for name, gradient in job.gradients.items():
+        want = want_gradients[name]
+        error = ((gradient - want).norm() / want.norm()).item()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def _packed_step(dims: ParallelDims, options: dict) -> None:
+    args = DEEP if dims.pp > 1 else TINY
+    _compare(PackedJob(dims, args, options), args)
+
+
+@pytest.mark.parametrize(("dims", "options"), CASES.values(), ids=CASES)
+def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> None:
+    on_ranks(num_ranks(dims), _packed_step, dims, options)
+
+
+def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]:
+    """Graphs of the first step, and of two with documents of other lengths."""
+    args = DEEP if dims.pp > 1 else TINY
+    graphs = Graphs()
+    job = PackedJob(dims, args, {"compile_backend": "aot_eager", **options})
+    _compare(job, args)
+    first = graphs.new()
+    for step in (2, 3):
+        job.take_step(step)
+    return first, graphs.new()
+
+
+@pytest.mark.parametrize(("dims", "options"), COMPILED.values(), ids=COMPILED)
+def test_other_documents_are_not_compiled_anew(on_ranks, dims, options) -> None:
+    ranks = num_ranks(dims)
+    assert on_ranks(ranks, _compiled_packed_steps, dims, options) == [(1, 0)] * ranks
+
+
+def test_packed_documents_compiled_by_inductor(on_ranks) -> None:
+    on_ranks(2, _packed_step, FSDP, {"compile_backend": "inductor"})

@@ -1,0 +1,78 @@
+"""Which tokens see which, where sequences are made of several documents."""
+
+import warnings
+
+import pytest
+import torch
+
+from meshwright.batch import Batch
+from meshwright.models.layers.document_mask import (
+    block_mask,
+    dense_mask,
+    masked_attention,
+    positions_in_document,
+)
+from tests.helpers.packed import packed
+from tests.helpers.tiny import SEQ_LEN, plain_llama
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 3, 3]], dtype=torch.int32)
+WITHIN = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 1, 2]])
+PART = torch.tensor([1, 2, 5])
+
+
+def test_positions_begin_at_0_in_every_document() -> None:
+    assert torch.equal(positions_in_document(DOCUMENTS), WITHIN)
+    assert torch.equal(positions_in_document(DOCUMENTS, PART), WITHIN[:, PART])
+    assert torch.equal(positions_in_document(DOCUMENTS, PART.expand(2, -1)), WITHIN[:, PART])
+    a_part_of_a_stream = DOCUMENTS + 7
+    assert torch.equal(positions_in_document(a_part_of_a_stream), WITHIN)
+
+
+def test_a_token_sees_itself_and_what_comes_before_in_its_document() -> None:
+    want = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    for row, documents in enumerate(DOCUMENTS.tolist()):
+        for query in range(6):
+            for key in range(query + 1):
+                want[row, 0, query, key] = documents[query] == documents[key]
+    assert torch.equal(dense_mask(DOCUMENTS), want)
+    assert torch.equal(dense_mask(DOCUMENTS, PART), want[:, :, PART])
+    assert torch.equal(dense_mask(DOCUMENTS, PART.expand(2, -1)), want[:, :, PART])
+
+
+@pytest.mark.parametrize("part", [None, "cp", "pp"])
+@pytest.mark.parametrize("num_keys", [256, 300], ids=["blocks", "odd"])
+def test_blocks_are_the_same_mask(num_keys, part) -> None:
+    """What GPUs get; only its forward works on CPUs, where it is compiled by nobody."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.rand(2, num_keys, generator=generator) < 0.02
+    documents = starts.cumsum(1, dtype=torch.int32)
+    positions = None
+    if part is not None:  # the two chunks of the second of two ranks
+        positions = torch.arange(num_keys // 4, 3 * num_keys // 4)
+    if part == "pp":
+        positions = positions.expand(2, -1)
+    queries = num_keys if positions is None else positions.shape[-1]
+    q = torch.randn(2, 4, queries, 16, generator=generator)
+    k, v = torch.randn(2, 2, 2, num_keys, 16, generator=generator)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        got = masked_attention(q, k, v, block_mask(documents, positions))
+    torch.testing.assert_close(got, masked_attention(q, k, v, dense_mask(documents, positions)))
+
+
+def test_blocks_rotate_by_positions_in_documents() -> None:
+    """Which no loss shows: what rotary attention sees are differences of positions."""
+    model, batch, seen = plain_llama(), packed(1), []
+    model.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
+    model(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
+    within = positions_in_document(batch.documents)
+    assert torch.equal(seen[0], model.cos[within])
+    assert torch.equal(seen[1], model.sin[within])
+
+
+def test_a_batch_goes_to_a_device_as_a_whole() -> None:
+    batch = packed(1)
+    moved = batch.to(torch.device("meta"))
+    for part in (moved.tokens, moved.labels, moved.documents):
+        assert part.is_meta
+    assert Batch(batch.tokens, batch.labels).to(torch.device("meta")).documents is None
