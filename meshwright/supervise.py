@@ -5,18 +5,12 @@ import os
 import signal
 import sys
 
-import torch.distributed as dist
-
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this rank when torchrun dies, SIGKILL included (Linux only).
-
-    torchrun starts every rank in a session of its own, so nothing else would. A rank without
-    torchrun may outlive the shell that started it.
-    """
-    if sys.platform != "linux" or not dist.is_torchelastic_launched():
+    """Have the kernel kill this process when its parent dies, SIGKILL included (Linux only)."""
+    if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -47,7 +47,8 @@ from meshwright.supervise import die_with_parent
 
 def main() -> None:
     """Run the job that the command line describes; leave with its exit code."""
-    die_with_parent()
+    if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
+        die_with_parent()  # nothing else would; without torchrun it may outlive its shell
     log_to_console()
     code = 0
     try:

@@ -349,6 +349,8 @@ def _reason(error: BaseException) -> str:
     """The first line of what lies deepest."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "there is nothing in it"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

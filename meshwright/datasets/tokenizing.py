@@ -35,6 +35,7 @@ from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.datasets.well_formed import well_formed
 from meshwright.errors import ConfigError
 from meshwright.log import logger
+from meshwright.supervise import die_with_parent
 
 TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
@@ -214,7 +215,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
             return sum(counts)
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_workers, context) as pool:
+        with ProcessPoolExecutor(num_workers, context, initializer=die_with_parent) as pool:
             futures = [pool.submit(write_part, recipe, part, dtype) for part in parts]
             try:
                 for future in as_completed(futures):

@@ -38,8 +38,8 @@ def write_texts(folder: Path, seed: int, num_files: int, per_file: int) -> None:
 def mixture(tmp_path_factory) -> Path:
     """A TOML with a mixture of a cached and a streamed source, both soon used up."""
     folder = tmp_path_factory.mktemp("mixture")
-    write_texts(folder / "small", 0, 1, 30)
-    write_texts(folder / "large", 1, 4, 20)
+    write_texts(folder / "small", 0, 1, 12)
+    write_texts(folder / "large", 1, 4, 2)
     (folder / "job.toml").write_text(f"""
 extends = "{CONFIG}"
 
@@ -53,14 +53,14 @@ steps = 24
 name = "cached"
 dataset = "json"
 dataset_path = "small"
-weight = 0.7
+weight = 0.6
 
 [[training.datasets]]
 name = "streamed"
 dataset = "json"
 dataset_path = "large"
 dataset_mode = "streamed"
-weight = 0.3
+weight = 0.4
 
 [checkpoint]
 interval = 2
@@ -198,7 +198,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
 
 
 BAD_DATA = {
-    "empty": ("{}.jsonl", b"", "holds no text"),
+    "empty": ("{}.jsonl", b"", "there is nothing in it"),
     "no column": ("{}.jsonl", b'{"txt": "a"}\n', "dataset_column = 'text': no such column"),
     "no text": ("{}.jsonl", b'{"text": ""}\n', "holds no text"),
     "not UTF-8": ("{}.jsonl", b'{"text": "caf\xe9"}\n', "cannot be opened: 'utf-8' codec"),

@@ -12,10 +12,10 @@ from meshwright.specs import MODELS
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware",
+    "log hardware supervise",
     "config models batch",
     "parallelisms loss",
-    "datasets optim checkpoint metrics profiling supervise",
+    "datasets optim checkpoint metrics profiling",
     "specs step",
     "preflight",
     "build",
