@@ -15,7 +15,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "log hardware",
     "config models batch",
     "parallelisms loss",
-    "datasets optim checkpoint metrics profiling supervise",
+    "datasets optim checkpoint metrics profiling supervise validation",
     "specs step",
     "preflight",
     "build",
