@@ -1,5 +1,6 @@
 """The next-token loss, normalised once over the global batch."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -34,3 +35,19 @@ def token_loss(logits: Tensor, labels: Tensor, num_labels: Tensor) -> Tensor:
     if isinstance(total, DTensor):  # of logits that are cut along the vocabulary
         total = total.to_local()
     return total / num_labels
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of `logits`, added up over this rank's counted labels, in nats.
+
+    Args:
+        logits, labels: as `token_loss` takes them.
+
+    Returns:
+        () fp64: of many labels, or of none.
+    """
+    flat = logits.flatten(0, 1).float()  # (B*S, V)
+    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE, reduction="none")
+    if isinstance(losses, DTensor):  # of logits that are cut along the vocabulary
+        losses = losses.to_local()
+    return losses.sum(dtype=torch.float64)

@@ -124,3 +124,16 @@ def sum_gradients(model: Decoder) -> None:
             module.set_gradient_divide_factor(1.0)
             # else FSDP2 pre-multiplies within the collective, which gloo cannot
             module.set_force_sum_reduction_for_comms(True)
+
+
+def forget_forward(model: Decoder) -> None:
+    """After forwards of `model` without gradients: free what is gathered, and leave FSDP2 as a
+    backward would, which never comes."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if isinstance(model, FSDPModule):
+        # FSDP2 notes every forward, to gather in backward what was used before; notes of one that
+        # has no backward make the next gather in vain. Only `reset_iter_state` clears them too,
+        # which torch 2.11 lacks. If the name is gone, look whether they are still made.
+        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()

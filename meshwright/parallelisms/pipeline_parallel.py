@@ -10,7 +10,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.pipeline_split import SCHEDULES
+from meshwright.parallelisms.pipeline_forward import forward_all
+from meshwright.parallelisms.pipeline_split import SCHEDULES, stages_of_rank
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -82,6 +83,14 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is divided once, by the global number of labels
         )
+        self._stages, self._group = stages, mesh.get_group()
+        self._ranks = [
+            rank
+            for index in range(num_stages)
+            for rank in range(mesh.size())
+            if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
+        ]
+        self._activation = torch.empty_like(activation, device=device)
         self._has_last = num_stages - 1 in stages
         self._loss_fn: LossFn | None = None
 
@@ -121,3 +130,24 @@ class Pipeline:
         if not self._has_last:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def forward_all(
+        self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
+    ) -> None:
+        """Forward of every microbatch, for its logits: to be called without gradients.
+
+        Collective: every rank of the pp axis must call it.
+
+        Args:
+            batches, positions: as `run`'s.
+            take: called with the logits of each microbatch, where the last stage is.
+        """
+        forward_all(
+            self._stages,
+            self._ranks,
+            batches,
+            positions,
+            self._activation,
+            group=self._group,
+            take=take,
+        )

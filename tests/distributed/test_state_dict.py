@@ -41,12 +41,18 @@ class Job:
         self.early = EarlyStep(self.optimizer) if is_early else None
         self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
-    def batches(self, step: int) -> list[Batch]:
+    def part(self, batch: Batch) -> list[Batch]:
+        """This rank's microbatches of a global batch."""
         dp = self.meshes.dp
         parts = (
-            part.split(self._size)[dp.get_local_rank() :: dp.size()] for part in global_batch(step)
+            part.split(self._size)[dp.get_local_rank() :: dp.size()]
+            for part in (batch.tokens, batch.labels, batch.documents)
+            if part is not None
         )
         return [*map(Batch, *parts)]
+
+    def batches(self, step: int) -> list[Batch]:
+        return self.part(Batch(*global_batch(step)))
 
     def take_step(self, step: int) -> None:
         train_step(

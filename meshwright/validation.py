@@ -1,0 +1,106 @@
+"""How well a model does on data that it does not learn from, on any mesh."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from meshwright.batch import Batch
+from meshwright.loss import IGNORE, summed_loss
+from meshwright.parallelisms.context_parallel import local_part, local_positions
+from meshwright.parallelisms.data_parallel import forget_forward
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all ranks, the same on each."""
+
+    loss: float
+    """Nats per counted label, every label weighing the same; nan if none counts."""
+    num_labels: int
+    """That count: those that are not `IGNORE`."""
+    num_bytes: int
+    """Of text that they stand for; 0 if unknown."""
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; inf where that is beyond a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """What the text would take, compressed by the model: unlike the loss, it can be compared
+        between tokenizers. nan if the number of bytes is unknown."""
+        if self.num_bytes == 0:
+            return math.nan
+        return self.loss * self.num_labels / math.log(2) / self.num_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: LocalModel,
+    steps: Iterable[Sequence[Batch]],
+    meshes: Meshes,
+    token_bytes: Tensor | None = None,
+) -> Evaluation:
+    """The loss of `model` on `steps`; nothing that training will find is changed.
+
+    Waits for the device once, at the end. Collective: every rank of the job must call it, with as
+    many steps.
+
+    Args:
+        model: as `train_step` takes it, between two steps. It is not switched to `eval()`, since
+            nothing in it would differ.
+        steps: each with the microbatches of a training step, as many and of the same shapes, on
+            the device; ranks that differ along pp, cp or tp alone have the same. What is missing
+            is filled up with sequences whose labels are all `IGNORE`.
+        token_bytes: (V,) int on the device: bytes of text that each token stands for.
+    """
+    device = torch.device(meshes.world.device_type)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
+    positions: Tensor | None = None
+
+    def add(logits: Tensor, batch: Batch) -> None:
+        figures = _figures(logits, batch.labels, token_bytes)
+        if meshes.tp.get_local_rank() == 0:  # the others of a tp group have the same
+            sums.add_(figures)
+
+    for batches in steps:
+        if positions is None:
+            positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
+        if meshes.cp.size() > 1:
+            batches = [local_part(batch, positions) for batch in batches]
+        with loss_parallel():  # takes effect where logits are cut along the vocabulary
+            if model.pipeline is not None:
+                model.pipeline.forward_all(batches, positions, add)
+            else:
+                for batch in batches:
+                    add(model.stages[0](batch.tokens, positions, batch.documents), batch)
+    for stage in model.stages:
+        forget_forward(stage)
+    dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
+    loss, num_labels, num_bytes = sums.tolist()
+    return Evaluation(
+        loss=loss / num_labels if num_labels else math.nan,
+        num_labels=int(num_labels),
+        num_bytes=int(num_bytes),
+    )
+
+
+def _figures(logits: Tensor, labels: Tensor, token_bytes: Tensor | None) -> Tensor:
+    """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
+    is_counted = labels != IGNORE
+    loss, num_labels = summed_loss(logits, labels), is_counted.sum()
+    num_bytes = torch.zeros_like(num_labels)
+    if token_bytes is not None:
+        num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
+    return torch.stack([loss, num_labels.double(), num_bytes.double()])

@@ -1,0 +1,259 @@
+"""Evaluation on several ranks: what it finds, and that training does not notice it."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from meshwright.batch import Batch
+from meshwright.loss import IGNORE
+from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.validation import Evaluation, evaluate
+from tests.distributed.test_compile import Graphs
+from tests.distributed.test_state_dict import Job, assert_equal
+from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
+from tests.helpers.packed import one_by_one, packed
+from tests.helpers.tiny import TIED, TINY, plain_llama
+
+ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
+FSDP = dataclasses.replace(ALONE, dp_shard=2)
+HSDP = dataclasses.replace(FSDP, dp_replicate=2)
+TP = dataclasses.replace(ALONE, tp=2)
+CP = dataclasses.replace(ALONE, cp=2)
+PP = dataclasses.replace(ALONE, pp=2)
+TOKEN_BYTES = torch.arange(TINY.vocab_size) % 5
+
+
+def num_ranks(dims: ParallelDims) -> int:
+    return dims.dp * dims.cp * dims.tp * dims.pp
+
+
+def args_of(dims: ParallelDims, options: dict) -> LlamaArgs:
+    return options.get("args", DEEP if dims.pp > 1 else TINY)
+
+
+def job_of(dims: ParallelDims, options: dict) -> Job:
+    num_microbatches = 4 if dims.pp > 1 else 2
+    return Job(
+        dims, num_microbatches=num_microbatches, **{"args": args_of(dims, options)} | options
+    )
+
+
+def data() -> list[Batch]:
+    """Global batches of an evaluation, packed ones among them. Of the last only a sequence is
+    there: some ranks have nothing to count in it."""
+    last = Batch(*global_batch(9))
+    last.labels[:3] = last.labels[4:] = IGNORE
+    return [Batch(*global_batch(8)), last]
+
+
+def evaluation_of(job: Job, batches: list[Batch]) -> Evaluation:
+    return evaluate(job.model, map(job.part, batches), job.meshes, TOKEN_BYTES)
+
+
+# --- what it finds ---
+
+
+def reference(args: LlamaArgs, batches: list[Batch]) -> tuple[float, int, int]:
+    """Loss, labels and bytes, by a plain model in fp64."""
+    model = plain_llama(args).double()
+    total, num_labels, num_bytes = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in batches:
+            counted = batch.labels[batch.labels != IGNORE]
+            if batch.documents is None:
+                logits = model(batch.tokens).flatten(0, 1)
+                loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE)
+            else:
+                loss = one_by_one(model, batch)
+            total += loss.item() * len(counted)
+            num_labels += len(counted)
+            num_bytes += int(TOKEN_BYTES[counted].sum())
+    return total / num_labels, num_labels, num_bytes
+
+
+def _evaluations(dims: ParallelDims, options: dict) -> list[Evaluation]:
+    """Of sequences, of packed ones, and of none that counts."""
+    job = job_of(dims, options)
+    nothing = Batch(data()[0].tokens, torch.full_like(data()[0].labels, IGNORE))
+    return [evaluation_of(job, batches) for batches in (data(), [packed(1), packed(2)], [nothing])]
+
+
+VALUES = {
+    "1": (ALONE, {}),
+    "fsdp": (FSDP, {}),
+    "hsdp": (HSDP, {}),
+    "fsdp4": (dataclasses.replace(ALONE, dp_shard=4), {}),
+    "tp": (TP, {}),
+    "tied-tp": (TP, {"args": TIED}),
+    "tp-whole-logits": (TP, {"enable_loss_parallel": False}),
+    "2d": (dataclasses.replace(FSDP, tp=2), {}),
+    "cp": (CP, {}),
+    "cp-tp": (dataclasses.replace(CP, tp=2), {}),
+    **{name: (PP, options) for name, options in SCHEDULES.items()},
+    "pp4": (dataclasses.replace(ALONE, pp=4), {}),
+    "pp-tp": (dataclasses.replace(PP, tp=2), SCHEDULES["ZBVZeroBubble"]),
+    "pp-cp": (dataclasses.replace(PP, cp=2), SCHEDULES["Interleaved1F1B"]),
+}
+
+
+@pytest.mark.parametrize(("dims", "options"), VALUES.values(), ids=VALUES)
+def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
+    evaluations = on_ranks(num_ranks(dims), _evaluations, dims, options)
+    assert all(evaluation[:2] == evaluations[0][:2] for evaluation in evaluations)
+    wants = [reference(args_of(dims, options), b) for b in (data(), [packed(1), packed(2)])]
+    *seen, nothing = evaluations[0]
+    for got, (loss, num_labels, num_bytes) in zip(seen, wants, strict=True):
+        assert got.loss == pytest.approx(loss, rel=1e-6)
+        assert (got.num_labels, got.num_bytes) == (num_labels, num_bytes)
+        assert got.perplexity == math.exp(got.loss)
+        bits = loss * num_labels / math.log(2)
+        assert got.bits_per_byte == pytest.approx(bits / num_bytes, rel=1e-6)
+    assert math.isnan(nothing.loss)
+    assert math.isnan(nothing.perplexity)
+    assert math.isnan(nothing.bits_per_byte)
+    assert (nothing.num_labels, nothing.num_bytes) == (0, 0)
+
+
+def test_a_perplexity_beyond_a_float_is_infinite() -> None:
+    assert Evaluation(loss=1e4, num_labels=1, num_bytes=0).perplexity == math.inf
+
+
+# --- that training does not notice it ---
+
+
+def _state(job: Job) -> dict[str, torch.Tensor]:
+    """All that a step could find changed: weights, optimizer, buffers, random numbers."""
+    state = job.weights()
+    names = {parameter: name for name, parameter in job.model.named_parameters()}
+    for parameter, slots in job.optimizer.state.items():
+        for slot, tensor in slots.items():
+            state[f"{names[parameter]}.{slot}"] = local(tensor).clone()
+    for number, stage in enumerate(job.model.stages):
+        state |= {f"{number}.{name}": buffer.clone() for name, buffer in stage.named_buffers()}
+    return state | {"random": torch.get_rng_state()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _training(dims: ParallelDims, options: dict, is_evaluated: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    job = job_of(dims, options)
+    for step in (1, 2, 3):
+        if is_evaluated and step != 2:  # also before the first step
+            for _ in range(step):  # and after another
+                evaluation_of(job, data())
+            assert all(parameter.grad is None for parameter in job.model.parameters())
+        job.take_step(step)
+    return _state(job)
+
+
+def _train_twice(dims: ParallelDims, options: dict) -> None:
+    assert_equal(_training(dims, options, True), _training(dims, options, False))
+
+
+TRAINING = {
+    "1": (ALONE, {}),
+    "fsdp": (FSDP, {}),
+    "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
+    "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
+    "prefetch": (FSDP, {"prefetch_layers": 2}),
+    "early": (FSDP, {"is_early": True}),
+    "offload": (FSDP, {"enable_cpu_offload": True}),
+    "full": (FSDP, {"ac_mode": "full"}),
+    "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
+    "bf16": (FSDP, {"param_dtype": torch.bfloat16}),
+    "tied": (FSDP, {"args": TIED}),
+    "hsdp": (HSDP, {}),
+    "hsdp-early": (HSDP, {"is_early": True}),
+    "tp": (TP, {}),
+    "2d": (dataclasses.replace(FSDP, tp=2), {}),
+    "cp": (CP, {}),
+    "cp-op": (CP, {"ac_mode": "selective"}),
+    **{name: (PP, options) for name, options in SCHEDULES.items()},
+    "pp-fsdp": (dataclasses.replace(FSDP, pp=2), SCHEDULES["Interleaved1F1B"]),
+    "pp-fsdp-always": (
+        dataclasses.replace(FSDP, pp=2),
+        SCHEDULES["ZBVZeroBubble"] | {"reshard_after_forward": "always"},
+    ),
+    "pp-early": (PP, SCHEDULES["1F1B"] | {"is_early": True}),
+    "pp-offload": (PP, SCHEDULES["1F1B"] | {"enable_cpu_offload": True}),
+    "pp-tp": (dataclasses.replace(PP, tp=2), SCHEDULES["DualPipeV"]),
+    "compiled": (FSDP, {"compile_backend": "aot_eager"}),
+    "compiled-op": (FSDP, {"compile_backend": "aot_eager", "ac_mode": "selective"}),
+    "compiled-2d": (dataclasses.replace(FSDP, tp=2), {"compile_backend": "aot_eager"}),
+    "compiled-cp": (CP, {"compile_backend": "aot_eager"}),
+    "compiled-pp": (PP, SCHEDULES["1F1B"] | {"compile_backend": "aot_eager"}),
+}
+
+
+@pytest.mark.parametrize(("dims", "options"), TRAINING.values(), ids=TRAINING)
+def test_training_is_to_the_bit_that_without_evaluation(on_ranks, dims, options) -> None:
+    on_ranks(num_ranks(dims), _train_twice, dims, options)
+
+
+def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) -> list[int]:
+    """All-gathers of each step."""
+    job = job_of(dims, options)
+    counts = []
+    for step in (1, 2, 3):
+        with CountCollectives() as counter:
+            job.take_step(step)
+        counts.append(counter.counts["_allgather_base_"])
+        if is_evaluated:
+            evaluation_of(job, data())
+        for stage in job.model.stages:
+            assert not fully_shard.state(stage)._comm_ctx.post_forward_order
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    for group in fully_shard.state(module)._fsdp_param_groups:
+                        assert group.is_sharded
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [(FSDP, {}), (HSDP, {}), (dataclasses.replace(FSDP, pp=2), SCHEDULES["1F1B"])],
+    ids=["fsdp", "hsdp", "pp"],
+)
+def test_a_step_after_an_evaluation_gathers_no_more(on_ranks, dims, options) -> None:
+    ranks = num_ranks(dims)
+    got, want = (on_ranks(ranks, _gathered_in_steps, dims, options, flag) for flag in (True, False))
+    assert got == want
+
+
+def _graphs(dims: ParallelDims, options: dict) -> list[int]:
+    """Of a step and two evaluations, in turns."""
+    graphs = Graphs()
+    job = job_of(dims, {"compile_backend": "aot_eager"} | options)
+    counts = []
+    for step in (1, 2):
+        job.take_step(step)
+        counts.append(graphs.new())
+        for _ in range(2):
+            evaluation_of(job, data())
+            counts.append(graphs.new())
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (FSDP, {}),
+        (FSDP, {"ac_mode": "selective"}),
+        (FSDP, {"ac_mode": "full"}),
+        (dataclasses.replace(FSDP, tp=2), {}),
+        (CP, {}),
+        (PP, SCHEDULES["1F1B"]),
+    ],
+    ids=["fsdp", "op", "full", "2d", "cp", "pp"],
+)
+def test_the_first_evaluation_compiles_one_graph_more(on_ranks, dims, options) -> None:
+    ranks = num_ranks(dims)
+    assert on_ranks(ranks, _graphs, dims, options) == [[1, 1, 0, 0, 0, 0]] * ranks
