@@ -239,6 +239,16 @@ def test_token_bytes_of_added_tokens_and_of_normalised_text(tmp_path: Path) -> N
     assert ours.token_bytes[ours.encode("e\u0301")].sum() == len("é".encode())
 
 
+def test_an_unknown_token_stands_for_no_bytes_in_particular(tmp_path: Path) -> None:
+    model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(str(tmp_path))
+    assert ours.encode("aééa") == [1, 0, 1]
+    assert ours.token_bytes.tolist() == [0, 1]
+
+
 def test_token_bytes_where_pieces_do_not_tell(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
@@ -283,8 +293,8 @@ def test_neither_threads_nor_torch(files: dict[str, Path]) -> None:
     program = f"""
 import os, meshwright.datasets.chat
 from meshwright.datasets.tokenizers import build_tokenizer
-tokenizer = build_tokenizer({str(files["byte-level"])!r})
 before = len(os.listdir("/proc/self/task"))
+tokenizer = build_tokenizer({str(files["byte-level"])!r})
 for _ in range(9):
     tokenizer.encode("some text " * 1000)
 assert len(os.listdir("/proc/self/task")) == before
