@@ -1,7 +1,7 @@
 """From a plan to the parts of a job."""
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright import hardware
+from meshwright.batch import Batch
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
-from meshwright.datasets.loader import BatchShape, Loader
-from meshwright.datasets.opening import OpenSource, weights
+from meshwright.datasets.loader import BatchShape, Loader, padded_steps
+from meshwright.datasets.opening import CachedSource, OpenSource, weights
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -21,6 +22,7 @@ from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
+from meshwright.validation import evaluate
 
 
 def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
@@ -88,6 +90,46 @@ def build_loader(
         mask_documents=training.mask_documents,
         pin_memory=device.type == "cuda",
     )
+
+
+def build_validation(
+    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
+) -> Callable[[LocalModel], dict[str, float]]:
+    """What measures a model on `sources`: figures by name. Collective."""
+    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
+
+    def steps(source: OpenSource) -> Iterator[list[Batch]]:
+        order = GlobalOrder(
+            [source],
+            [1],
+            Cursor(),
+            length=training.seq_len + 1,
+            seed=None,  # as they lie
+            max_epochs=0,
+            batch=shape.global_batch_size,
+            slots=shape.slots,
+        )
+        num_samples = plan.config.validation.num_samples
+        if isinstance(source, CachedSource) and num_samples == -1:
+            num_samples = source.cache.num_tokens // order.length
+        padded = padded_steps(order, shape, num_samples, mask_documents=training.mask_documents)
+        for batches in padded:
+            yield [batch.to(device) for batch in batches]
+
+    def validate(model: LocalModel) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for source in sources:
+            prefix = "validation/" + f"{source.entry.name}/" * (len(sources) > 1)
+            result = evaluate(model, steps(source), meshes, token_bytes)
+            figures |= {
+                f"{prefix}loss": result.loss,
+                f"{prefix}perplexity": result.perplexity,
+                f"{prefix}bits_per_byte": result.bits_per_byte,
+            }
+        return figures
+
+    return validate
 
 
 def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:

@@ -20,6 +20,7 @@ from meshwright.build import (
     build_loader,
     build_model,
     build_reporter,
+    build_validation,
     learning_rate,
 )
 from meshwright.checkpoint.manager import CheckpointManager
@@ -28,7 +29,7 @@ from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import whole_cursor
-from meshwright.datasets.opening import OpenSource, open_training_data
+from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
@@ -108,7 +109,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         return
     # before anything is written: what torch or the data lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
-    sources = open_training_data(config)
+    sources, held_out = open_training_data(config), open_validation_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     torch.manual_seed(config.training.seed)
@@ -132,6 +133,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             stage.init_buffers()
     loader = build_loader(plan, sources, meshes, device, Cursor.from_json(saved["data"]))
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
+    validate = build_validation(plan, held_out, meshes, device) if held_out else None
     lr_at, health = learning_rate(config), Health.on(device)
     reduction = config.parallelism.fsdp_reduce_gradients
 
@@ -161,19 +163,24 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
 
             is_first, is_last = step == saved["step"] + 1, step == steps or data.is_last
             is_due = checkpoints.is_due(step, is_last)
-            is_logged = is_first or is_last or step % config.metrics.log_freq == 0
+            is_validated = validate is not None and (is_last or step % config.validation.freq == 0)
+            is_logged = is_first or is_last or is_validated or step % config.metrics.log_freq == 0
             if is_logged or is_due:
                 raise_if_bad(health, is_early=early is not None)
             if is_logged:
-                loss, grad_norm = result.loss.item(), result.grad_norm.item()
-                epochs = {f"epochs/{name}": count for name, count in data.epochs.items()}
-                reporter.report(step, loss=loss, grad_norm=grad_norm, lr=lr, **epochs)
+                figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
+                figures |= {"lr": lr} | {f"epochs/{k}": count for k, count in data.epochs.items()}
+                if validate is not None and is_validated:
+                    with reporter.paused():
+                        set_timeout(meshes, config.comm.init_timeout_seconds)  # it compiles anew
+                        figures |= validate(model)
+                reporter.report(step, **figures)
             if is_due:
                 with reporter.paused():
                     cursor = whole_cursor(data.cursor)
                     manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources)
                     checkpoints.save(step, tensors, manifest)
-            if is_first:
+            if is_first or is_validated:
                 set_timeout(meshes, config.comm.train_timeout_seconds)
             if step % config.training.gc_freq == 0:
                 gc.collect(1)

@@ -125,7 +125,7 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), 1):
         found = _LINE.fullmatch(line)
         try:
-            token = base64.b64decode(found[1], validate=True) if found else b""
+            token = base64.b64decode(found[1]) if found else b""
         except binascii.Error:
             token = b""
         if not found or not token:

@@ -23,7 +23,7 @@ class Sink(Protocol):
 
 
 class Console:
-    """One line a record, with the time that is left."""
+    """One line a record, with the time that is left; one more if it has a validation."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -46,6 +46,9 @@ class Console:
             left_s // 60 % 60,
             left_s % 60,
         )
+        validation = {k: v for k, v in record.items() if k.startswith("validation/")}
+        if validation:
+            logger.info("  ".join(f"{name} {value:.4f}" for name, value in validation.items()))
 
     def close(self) -> None:
         return

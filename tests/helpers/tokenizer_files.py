@@ -135,8 +135,8 @@ def transformers_of_tiktoken(file: Path) -> Tokenizer:
     """What transformers makes of it."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    return TikTokenConverter(
-        vocab_file=str(file), pattern=SPLIT_PATTERN, extra_special_tokens=llama3_special_tokens()
+    return TikTokenConverter(  # its pattern is Llama 3's unless it is given another
+        vocab_file=str(file), extra_special_tokens=llama3_special_tokens()
     ).converted()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.chat import ChatTemplate, find_template
@@ -36,7 +36,7 @@ CHATML = """\
 {% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
 {%- endfor %}
-{% if add_generation_prompt %}
+    {% if add_generation_prompt %}
 {{ '<|im_start|>assistant\n' }}
 {%- endif %}
 """
@@ -208,9 +208,8 @@ def test_special_tokens_in_messages_are_text(folder: Path, kind: str, template: 
         )
 
 
-def test_special_tokens_in_messages_are_encoded_as_transformers_does(folder: Path) -> None:
+def test_special_tokens_in_messages_are_encoded_with_the_text_around_them(folder: Path) -> None:
     messages = talk("x <|eot_id|>\n\ny", "a<|start_header_id|>user<|end_header_id|>b  <|eot_id|>")
-    plain = ChatTemplate(ours(folder, "tiktoken"), LLAMA3).encode(messages)[0]
     tokenizer = ours(folder, "tiktoken")
     contents = [tokenizer.encode("\n\n" + message["content"]) for message in messages]
     special = tokenizer.special_ids
@@ -219,7 +218,7 @@ def test_special_tokens_in_messages_are_encoded_as_transformers_does(folder: Pat
         header = tokenizer.encode(message["role"])
         expected += [special["<|start_header_id|>"], *header, special["<|end_header_id|>"]]
         expected += [*content, special["<|eot_id|>"]]
-    assert plain == expected
+    assert ChatTemplate(tokenizer, LLAMA3).encode(messages)[0] == expected
 
 
 def test_a_role_cannot_smuggle_either(folder: Path) -> None:
@@ -237,6 +236,23 @@ def test_where_special_tokens_cannot_be_kept_apart_the_row_is_refused(folder: Pa
     assert chat.encode(messages)[0] == expected["input_ids"]
     with pytest.raises(ConfigError, match="row 7: the conversation contains a special token"):
         chat.encode(talk("the [INST] cat", "sat"), where="chats.jsonl row 7")
+
+
+def test_a_file_that_trims_white_space_from_places(folder: Path, tmp_path: Path) -> None:
+    """As Llama 3's tokenizer.json does, besides adding a BOS that the template has written."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+            ),
+        ]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for messages in [*CONVERSATIONS, talk("a", "  \n \n"), talk("<s> a", " </s> ")]:
+        trimming = ChatTemplate(ours(tmp_path, "byte-level"), CHATML).encode(messages)
+        assert trimming == ChatTemplate(ours(folder, "byte-level"), CHATML).encode(messages)
 
 
 def test_special_tokens_that_swallow_space(tmp_path: Path) -> None:
