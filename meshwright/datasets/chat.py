@@ -150,8 +150,8 @@ class ChatTemplate:
             after = whole if last else self._render(messages[: k + 1], marks)
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    f"shows that the chat template writes messages before the {k + 1}th otherwise "
-                    "when they are not followed by it, so what the assistant wrote cannot be told"
+                    f"shows that the chat template writes what is before message {k + 1} otherwise "
+                    "when that does not follow, so what the assistant wrote cannot be told"
                     f"\n  fix: give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
                 )
             written = after[len(before) :]

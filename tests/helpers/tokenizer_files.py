@@ -25,7 +25,7 @@ CODE = (
 )
 HARD_TEXTS = [
     CODE,
-    "plain ASCII text, it's what we've got; they'LL see",
+    "plain ASCII text, it's what we've got; they'LL see" + ", 'LLama" * 9 + "",
     "汉字和标点。没有空格",
     "😀👩‍👩‍👧‍👦🇩🇪 é é",
     " ",
@@ -57,21 +57,24 @@ def _any_character(chance: random.Random) -> str:
     return chr(code)
 
 
-def byte_level_json(
-    file: Path, specials: list[str], split: str = SPLIT_PATTERN, size: int = 400
-) -> Path:
-    """A byte-level BPE that cuts text as Llama 3's does."""
+def byte_level_json(file: Path, specials: list[str], size: int = 400) -> Path:
+    """A byte-level BPE that cuts text as Llama 3's does.
+
+    It is trained on whole lines, so it has tokens that reach over every kind of cut: one that is
+    not made shows.
+    """
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(HARD_TEXTS * 2, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.add_special_tokens(specials)
     tokenizer.save(str(file))
     return file

@@ -176,6 +176,20 @@ def test_the_last_turn_of_several_by_the_assistant(folder: Path) -> None:
     ]
 
 
+def test_what_the_template_has_the_assistant_write_before_its_answer(folder: Path) -> None:
+    """As Qwen 3's does, after the generation prompt: it is for the model to write."""
+    thinks = CHATML.replace("+ message['content']", "+ '<think></think>' + message['content']")
+    assert counted(folder, "byte-level", thinks, talk("a", "b")) == ["<think></think>b<|im_end|>"]
+
+
+def test_special_tokens_of_one_character(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", [*SPECIALS, "§"])
+    chat = ChatTemplate(build_tokenizer(str(file)), CHATML)
+    assert any(chat.encode(talk("a", "b"))[1])
+    with pytest.raises(ConfigError, match="a special token of one character"):
+        chat.encode(talk("a § b", "c"))
+
+
 def test_bos_is_the_templates(folder: Path) -> None:
     tokenizer = ours(folder, "tiktoken")
     ids, _ = ChatTemplate(tokenizer, LLAMA3).encode(talk("a", "b"))
@@ -250,6 +264,10 @@ def test_a_file_that_trims_white_space_from_places(folder: Path, tmp_path: Path)
         ]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = " a  b<s>\n\n "
+    for breaks in ([], [6]):
+        _, spans = ours(tmp_path, "byte-level").encode_chat(text, breaks)
+        assert "".join(text[start:end] for start, end in spans) == text
     for messages in [*CONVERSATIONS, talk("a", "  \n \n"), talk("<s> a", " </s> ")]:
         trimming = ChatTemplate(ours(tmp_path, "byte-level"), CHATML).encode(messages)
         assert trimming == ChatTemplate(ours(folder, "byte-level"), CHATML).encode(messages)
@@ -330,11 +348,20 @@ def test_conversations_that_cannot_be_used(folder: Path, messages: Any, message:
 def test_templates_that_do_not_show_what_the_assistant_wrote(folder: Path) -> None:
     tokenizer = ours(folder, "byte-level")
     count = "{{ messages | length }}" + CHATML
-    with pytest.raises(ConfigError, match="before the 2th otherwise when they are not followed"):
+    with pytest.raises(ConfigError, match="what is before message 2 otherwise when"):
         ChatTemplate(tokenizer, count).encode(talk("a", "b", "c"))
     without_prompt = CHATML.replace("add_generation_prompt", "false")
     with pytest.raises(ConfigError, match=r"ignores add_generation_prompt, so its '<\|im_start\|>"):
         ChatTemplate(tokenizer, without_prompt).encode(talk("a", "b"))
+    omits = """\
+{% for message in messages %}
+    {% if not (loop.last and add_generation_prompt and message.role == 'assistant') %}
+{{ message.role + ' ' + message.content }}
+    {% endif %}
+{% endfor %}"""
+    twice = [*talk("a", "b"), {"role": "assistant", "content": "c"}]
+    with pytest.raises(ConfigError, match="what is before message 3 otherwise"):
+        ChatTemplate(tokenizer, omits.replace("message.role + ' ' +", "")).encode(twice)
     silent = GENERATION.replace("message['role'] == 'assistant'", "false")
     with pytest.raises(ConfigError, match="has no token that the assistant wrote"):
         ChatTemplate(tokenizer, silent).encode(talk("a", "b"))
