@@ -4,14 +4,17 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from meshwright.batch import Batch
+from meshwright.models.layers import document_mask
 from meshwright.models.layers.document_mask import (
     block_mask,
     dense_mask,
     masked_attention,
     positions_in_document,
 )
+from meshwright.models.llama import model
 from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, plain_llama
 
@@ -62,12 +65,12 @@ def test_blocks_are_the_same_mask(num_keys, part) -> None:
 
 def test_blocks_rotate_by_positions_in_documents() -> None:
     """Which no loss shows: what rotary attention sees are differences of positions."""
-    model, batch, seen = plain_llama(), packed(1), []
-    model.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
-    model(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
+    llama, batch, seen = plain_llama(), packed(1), []
+    llama.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
+    llama(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
     within = positions_in_document(batch.documents)
-    assert torch.equal(seen[0], model.cos[within])
-    assert torch.equal(seen[1], model.sin[within])
+    assert torch.equal(seen[0], llama.cos[within])
+    assert torch.equal(seen[1], llama.sin[within])
 
 
 def test_a_batch_goes_to_a_device_as_a_whole() -> None:
@@ -76,3 +79,24 @@ def test_a_batch_goes_to_a_device_as_a_whole() -> None:
     for part in (moved.tokens, moved.labels, moved.documents):
         assert part.is_meta
     assert Batch(batch.tokens, batch.labels).to(torch.device("meta")).documents is None
+
+
+@pytest.mark.parametrize("attend", ["flex_attention", "_flex_attention_on_gpu"])
+def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch, attend) -> None:
+    """Forward, on the CPU and without code of its own: as near as that gets to a GPU's."""
+    monkeypatch.setattr(document_mask, "flex_attention", getattr(document_mask, attend))
+    monkeypatch.setattr(model, "build_mask", block_mask)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, plain = plain_llama(), plain_llama()
+    for block in compiled.layers.values():
+        block.compile(fullgraph=True, backend="aot_eager")
+    for step in (1, 2, 3):
+        batch = packed(step)
+        with torch.no_grad():
+            got = compiled(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
+            with monkeypatch.context() as patch:
+                patch.setattr(model, "build_mask", dense_mask)
+                want = plain(batch.tokens, documents=batch.documents)
+        torch.testing.assert_close(got, want)
+    assert counters["stats"]["unique_graphs"] == 1
