@@ -1,6 +1,7 @@
 """The data of a job, on real processes: killed, resumed on other meshes, tokenised by several."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -254,3 +255,77 @@ def test_other_data_than_the_checkpoints_is_refused(tmp_path) -> None:
     second = launch(tmp_path / "out", *arguments, "--training.steps", 4, **caches)
     assert second.returncode == 2
     assert "its content is not what it was when the checkpoint was saved" in second.stderr
+
+
+VALIDATION = (
+    *("--validation.enable", "--validation.dataset_split", "validation"),
+    *("--validation.num_samples", 13, "--validation.freq", 3),
+)
+
+
+def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path) -> None:
+    short = ("--training.steps", 7, "--checkpoint.interval", 4)
+    runs = {
+        "without": (1, short),
+        "one": (1, (*short, *VALIDATION)),
+        "two": (2, (*short, *VALIDATION)),
+        "pipeline": (4, (*short, *VALIDATION, "--parallelism.pipeline_parallel_degree", 2)),
+    }
+    for name, (ranks, arguments) in runs.items():
+        result = launch(tmp_path / name, *arguments, NGPU=ranks)
+        assert result.returncode == 0, result.stdout + result.stderr
+    trained = {
+        name: [(row["loss"], row["grad_norm"]) for row in records(tmp_path / name)] for name in runs
+    }
+    assert trained["one"] == trained["without"]
+    checkpoints = [str(tmp_path / name / "checkpoint/step-7") for name in ("one", "without")]
+    compare = ROOT / "tests/helpers/compare_checkpoints.py"
+    subprocess.run([sys.executable, str(compare), *checkpoints], check=True)
+    keys = ("validation/loss", "validation/perplexity", "validation/bits_per_byte")
+    found = {
+        name: {row["step"]: [row[key] for key in keys] for row in rows if keys[0] in row}
+        for name, rows in ((name, records(tmp_path / name)) for name in runs)
+    }
+    assert found["without"] == {}
+    assert list(found["one"]) == [3, 6, 7]
+    for name in ("two", "pipeline"):
+        assert found[name].keys() == found["one"].keys()
+        for step, figures in found[name].items():
+            assert figures == pytest.approx(found["one"][step], rel=1e-6)
+    loss, perplexity, bits = found["one"][7]
+    assert perplexity == pytest.approx(math.exp(loss))
+    assert 2 < loss / math.log(2) / bits < 4  # bytes a token
+
+
+def test_several_validation_sets_have_figures_of_their_own(tmp_path) -> None:
+    write_texts(tmp_path / "data", 4, 1, 40)
+    (tmp_path / "job.toml").write_text(f"""
+extends = "{CONFIG}"
+
+[training]
+steps = 2
+
+[validation]
+enable = true
+num_samples = 4
+
+[[validation.datasets]]
+dataset = "python_stdlib"
+dataset_split = "validation"
+
+[[validation.datasets]]
+name = "words"
+dataset = "json"
+dataset_path = "data"
+""")
+    caches = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
+    result = launch(tmp_path / "out", CONFIG_FILE=tmp_path / "job.toml", **caches)
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = records(tmp_path / "out")[-1]
+    assert last["validation/words/loss"] != last["validation/python_stdlib/loss"]
+    assert "validation/words/loss" in result.stdout
+    too_many = ("--validation.num_samples", 100000)
+    result = launch(tmp_path / "no", *too_many, CONFIG_FILE=tmp_path / "job.toml", **caches)
+    assert result.returncode == 2
+    assert "and 100000 are needed" in result.stderr
+    assert "lower training.seq_len or validation.num_samples" in result.stderr

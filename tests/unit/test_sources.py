@@ -7,8 +7,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from meshwright.config.job_config import Source
+from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import find_dataset
+from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.sources import (
     Document,
     Documents,
@@ -17,7 +18,10 @@ from meshwright.datasets.sources import (
     check_path,
     fingerprint,
 )
+from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizing import Recipe, open_cache
 from meshwright.errors import ConfigError
+from tests.helpers.tokenizer_files import byte_level_json
 
 ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]
 TEXTS = [row["text"] for row in ROWS]
@@ -242,3 +246,50 @@ def test_whatever_changes_the_documents_changes_the_fingerprint(folder: Path) ->
         file.write('{"text": "more"}\n')
     seen.append(fingerprint(entry(**keys), files))
     assert len(set(seen)) == len(seen)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_conversations_from_file_to_labels(folder: Path) -> None:
+    """Rows of messages, the tokenizer's own template, the cache: only the answers have loss."""
+    answers = ["four", "it is  blue 😀", "yes"]
+    rows = [
+        [
+            {"role": "system", "content": "be short"},
+            {"role": "user", "content": f"question {i} <|im_end|>"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": answer.upper()},
+        ]
+        for i, answer in enumerate(answers)
+    ]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"), dataset_column="messages")
+    recipe = Recipe(Entry("training", "chat", source), str(tokenizer_file))
+    cache = open_cache(recipe, folder / "cache", num_workers=1)
+    assert cache.num_documents == 3
+    sample = CachedSamples(cache, cache.num_tokens, seed=None).read(0)
+    decode = build_tokenizer(str(tokenizer_file)).decode
+    with_loss = decode(sample.tokens[sample.has_loss].tolist())
+    assert with_loss == "".join(f"{a}<|im_end|>{a.upper()}<|im_end|>" for a in answers)
+    text = decode(sample.tokens.tolist())
+    assert text.count("<|im_start|>") == 15
+    assert text.count("question") == 3
+    assert sample.documents[-1] == 2
+
+
+def test_conversations_without_a_template_are_an_error(folder: Path) -> None:
+    row = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "a.jsonl").write_text(json.dumps({"text": row}) + "\n")
+    tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
+    source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"))
+    for tokenizer_path in (str(tokenizer_file), BYTES):
+        recipe = Recipe(Entry("training", "chat", source), tokenizer_path)
+        with pytest.raises(ConfigError, match="model\\.(chat_template|tokenizer)_path"):
+            open_cache(recipe, folder / "cache", num_workers=1)
