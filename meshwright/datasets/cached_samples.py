@@ -1,15 +1,16 @@
 """Samples of a token cache: any of them, at once, in an order that differs each epoch."""
 
 import functools
+from bisect import bisect_right
 
 import numpy as np
-import numpy.typing as npt
 
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.sample import Sample, to_sample
+from meshwright.datasets.sample import Raw, Sample, to_sample
 from meshwright.datasets.token_cache import TokenCache
 
-BLOCKS_KEPT = 256
+BLOCKS_KEPT = 64
+"""Of 1024 documents each, some 80 KiB."""
 
 
 class CachedSamples:
@@ -37,8 +38,8 @@ class CachedSamples:
         if self._seed is not None:
             position = permuted(position, self.samples_per_epoch, self._seed, epoch)
         begin, missing = position * self._length, self._length
-        pieces: list[npt.NDArray[np.unsignedinteger]] = []
-        block = int(np.searchsorted(self._cache.block_starts, begin, side="right")) - 1
+        pieces: list[Raw] = []
+        block = int(self._cache.block_starts.searchsorted(begin, side="right")) - 1
         while missing:
             first = int(self._cache.block_starts[block])
             found = self._read_block(epoch, block, begin - first, missing)
@@ -47,29 +48,25 @@ class CachedSamples:
             begin, block = begin + count, block + 1
         return to_sample(pieces)
 
-    def _read_block(
-        self, epoch: int, block: int, begin: int, count: int
-    ) -> list[npt.NDArray[np.unsignedinteger]]:
+    def _read_block(self, epoch: int, block: int, begin: int, count: int) -> list[Raw]:
         """Up to `count` tokens of a shuffled block from its token `begin` on, by document."""
         starts, ends = self._block(epoch, block)
         pieces = []
-        document = int(np.searchsorted(ends, begin, side="right"))
+        document = bisect_right(ends, begin)
         while count and document < len(ends):
             # where the document lies, moved to where the sample begins in it
-            shift = int(starts[document]) - (int(ends[document - 1]) if document else 0)
-            end = min(begin + count, int(ends[document]))
+            shift = starts[document] - (ends[document - 1] if document else 0)
+            end = min(begin + count, ends[document])
             pieces.append(self._cache.tokens(shift + begin, shift + end))
             count, begin, document = count - (end - begin), end, document + 1
         return pieces
 
-    def _shuffled_block(
-        self, epoch: int, block: int
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    def _shuffled_block(self, epoch: int, block: int) -> tuple[list[int], list[int]]:
         """Of the documents in this epoch's order: where each begins in the cache, and where each
         ends in the block."""
-        lengths = self._cache.lengths(block).astype(np.uint64)
+        lengths = self._cache.lengths(block).astype(np.int64)
         starts = self._cache.block_starts[block] + np.cumsum(lengths) - lengths
         if self._seed is not None:
             order = permutation(len(lengths), self._seed, epoch, block)
             starts, lengths = starts[order], lengths[order]
-        return starts, np.cumsum(lengths)
+        return starts.tolist(), np.cumsum(lengths).tolist()  # lists are quicker to look into

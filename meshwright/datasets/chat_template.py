@@ -18,7 +18,7 @@ from meshwright.datasets.special_tokens import read_json_object
 from meshwright.datasets.tokenizers import KEY, find_file
 from meshwright.errors import ConfigError
 
-TEMPLATE_KEY = "training.chat_template"
+TEMPLATE_KEY = "model.chat_template_path"
 FILE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
 FIX = f"fix: name a Jinja template in {TEMPLATE_KEY}"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.batch import Batch
+from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.streamed_samples import EndOfData
@@ -146,13 +147,16 @@ def padded_steps(
 
 def _stack(samples: Sequence[Sample], size: int, mask_documents: bool) -> list[Batch]:
     """Batches of `size` samples."""
-    tokens = np.stack([sample.tokens for sample in samples])
-    has_loss = np.stack([sample.has_loss for sample in samples])[:, 1:]
-    documents = np.stack([sample.documents for sample in samples])
-    if mask_documents:  # the first token of a document cannot be foreseen
-        has_loss = has_loss & (documents[:, 1:] == documents[:, :-1])
-    labels = np.where(has_loss, tokens[:, 1:], IGNORE)
-    parts = [torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])), torch.from_numpy(labels)]
+    raw = np.stack([sample.raw for sample in samples]).astype(np.int64)
+    tokens, labels = raw[:, :-1], raw[:, 1:].copy()
+    if raw.max() >= NO_LOSS:
+        labels[labels >= NO_LOSS] = IGNORE
+        tokens = tokens & ~NO_LOSS
+    parts = [np.ascontiguousarray(tokens), labels]
     if mask_documents:
-        parts.append(torch.from_numpy(np.ascontiguousarray(documents[:, :-1])))
-    return [Batch(*split) for split in zip(*(part.split(size) for part in parts), strict=True)]
+        documents = np.stack([sample.documents for sample in samples])
+        # the first token of a document cannot be foreseen
+        labels[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        parts.append(np.ascontiguousarray(documents[:, :-1]))
+    split = zip(*(torch.from_numpy(part).split(size) for part in parts), strict=True)
+    return [Batch(*tensors) for tensors in split]

@@ -8,26 +8,39 @@ import numpy.typing as npt
 
 from meshwright.datasets.encoding import NO_LOSS
 
+Raw = npt.NDArray[np.unsignedinteger]
+"""Ids as they are kept: of 16 bits, or of 32 of which `NO_LOSS` is one."""
+
 
 @dataclass(frozen=True)
 class Sample:
     """S + 1 tokens, of which each but the first is the label of the one before."""
 
-    tokens: npt.NDArray[np.int64]
-    has_loss: npt.NDArray[np.bool_]
-    """Whether the loss counts the token, as a label."""
-    documents: npt.NDArray[np.int32]
-    """Which document of the sample a token belongs to: 0, 1, ..."""
+    raw: Raw
+    lengths: list[int]
+    """Of the pieces of documents that it is made of."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Ids."""
+        return self.raw.astype(np.int64) & ~NO_LOSS
+
+    @property
+    def has_loss(self) -> npt.NDArray[np.bool_]:
+        """Whether the loss counts the token, as a label."""
+        return self.raw.astype(np.int64) & NO_LOSS == 0
+
+    @property
+    def documents(self) -> npt.NDArray[np.int32]:
+        """Which document of the sample a token belongs to: 0, 1, ..."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
 
 
-def to_sample(pieces: Sequence[npt.NDArray[np.unsignedinteger]]) -> Sample:
-    """Join pieces of documents, one after the other; ids may carry `NO_LOSS`."""
-    joined = np.concatenate(pieces).astype(np.int64)
-    documents = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(p) for p in pieces])
-    return Sample(joined & ~NO_LOSS, (joined & NO_LOSS) == 0, documents)
+def to_sample(pieces: Sequence[Raw]) -> Sample:
+    """Join pieces of documents, one after the other."""
+    return Sample(np.concatenate(pieces), [len(piece) for piece in pieces])
 
 
 def blank_sample(length: int) -> Sample:
     """A sample that the loss leaves out."""
-    zeros = np.zeros(length, np.int64)
-    return Sample(zeros, zeros.astype(np.bool_), zeros.astype(np.int32))
+    return Sample(np.full(length, NO_LOSS, np.uint32), [length])

@@ -24,7 +24,7 @@ BLOCK_DOCUMENTS = 1 << 10
 KEY = "training.token_cache_folder"
 
 Lengths = npt.NDArray[np.uint32]
-Starts = npt.NDArray[np.uint64]
+Starts = npt.NDArray[np.int64]
 
 
 class DamagedError(Exception):
@@ -87,15 +87,15 @@ class TokenCache:
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
         """Of the text, in UTF-8."""
-        self.block_starts: Starts = arrays["block_starts"].astype(np.uint64)
+        self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
         self._length_checksums = arrays["length_checksums"]
-        self._part_starts = arrays["part_starts"].astype(np.uint64)
+        self._part_starts = arrays["part_starts"].astype(np.int64)
         self.num_tokens = int(self.block_starts[-1])
         self.num_documents = int(arrays["num_documents"])
         self._dtype = np.dtype(str(arrays["dtype"]))
         self._parts = [Part(folder, number) for number in range(len(self._part_starts) - 1)]
-        sizes = np.diff(self._part_starts) * np.uint64(self._dtype.itemsize)
+        sizes = np.diff(self._part_starts) * self._dtype.itemsize
         for part, size in zip(self._parts, sizes.tolist(), strict=True):
             _check_size(part.tokens, size)
         _check_size(folder / "lengths", 4 * self.num_documents)
@@ -112,7 +112,7 @@ class TokenCache:
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
         """Tokens `begin` to `end`, which lie in one document: a view of the file."""
-        number = int(np.searchsorted(self._part_starts, begin, side="right")) - 1
+        number = int(self._part_starts.searchsorted(begin, side="right")) - 1
         tokens, is_checked, expected = self._tokens(number)
         first = int(self._part_starts[number])
         begin, end = begin - first, end - first
