@@ -25,7 +25,7 @@ CODE = (
 )
 HARD_TEXTS = [
     CODE,
-    "plain ASCII text, it's what we've got; they'LL see" + ", 'LLama" * 9 + "",
+    "plain ASCII text, it's what we've got; they'LL see",
     "汉字和标点。没有空格",
     "😀👩‍👩‍👧‍👦🇩🇪 é é",
     " ",

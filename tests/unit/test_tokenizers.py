@@ -11,6 +11,7 @@ import pytest
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from meshwright.datasets import tiktoken_file
 from meshwright.datasets.tokenizers import build_tokenizer
@@ -89,6 +90,10 @@ def test_a_tiktoken_file_gives_the_ids_of_transformers(files: dict[str, Path]) -
     for token in tiktoken_file.llama3_special_tokens():
         assert ours.special_ids[token] == theirs.token_to_id(token)
     assert ours.vocab_size == theirs.get_vocab_size()
+
+
+def test_the_split_pattern_is_the_one_of_transformers() -> None:
+    assert TikTokenConverter(vocab_file="").pattern == tiktoken_file.SPLIT_PATTERN
 
 
 def test_a_sentencepiece_model_gives_the_ids_of_its_library(files: dict[str, Path]) -> None:
