@@ -13,6 +13,7 @@ three; sides and numbers of processes take turns.
 import argparse
 import itertools
 import json
+import os
 import sysconfig
 import tempfile
 import time
@@ -74,8 +75,9 @@ def rates(megabytes: int) -> None:
         num_bytes = write_corpus(folder / "corpus.jsonl", megabytes)
         datasets.disable_progress_bars()
         datasets.config.HF_DATASETS_CACHE = folder / "hf"
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "hf")  # for processes
         rows = datasets.load_dataset(
-            "json", data_files=str(folder / "corpus.jsonl"), split="train", cache_dir=folder / "hf"
+            "json", data_files=[str(folder / "corpus.jsonl")], split="train"
         )
         print(f"corpus: {num_bytes / 1e6:.0f} MB, {len(rows)} documents; samples of {LENGTH}")
         source = Source(dataset="json", dataset_path=str(folder / "corpus.jsonl"))

@@ -215,16 +215,20 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
             return sum(counts)
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_workers, context, initializer=die_with_parent) as pool:
-            futures = [pool.submit(write_part, recipe, part, dtype) for part in parts]
+        with ProcessPoolExecutor(num_workers - 1, context, initializer=die_with_parent) as pool:
             try:
-                for future in as_completed(futures):
-                    future.result()
-                    bar.update()
+                futures = {pool.submit(write_part, recipe, part, dtype): part for part in parts}
+                for future in futures:
+                    future.add_done_callback(lambda _: bar.update())
+                mine = 0  # this process is one of them, and at work while others start
+                for future, part in reversed(futures.items()):
+                    if future.cancel():
+                        mine += write_part(recipe, part, dtype)
+                done = [future for future in futures if not future.cancelled()]
+                return mine + sum(future.result() for future in as_completed(done))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            return sum(future.result() for future in futures)
 
 
 @functools.lru_cache(1)
