@@ -591,13 +591,14 @@ class NoSync(TorchDispatchMode):
 def _step_without_sync(is_early: bool) -> None:
     model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(tokens), -1)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
     early = EarlyStep(optimizer) if is_early else None
     for step in (1, 2):
         with NoSync():
             train_step(
                 model,
-                [Batch(tokens, labels)] * 2,
+                [Batch(tokens, labels), Batch(tokens, labels, documents)],
                 optimizer,
                 early,
                 step=step,

@@ -7,7 +7,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.batch import Batch
-from meshwright.models.layers import document_mask
 from meshwright.models.layers.document_mask import (
     block_mask,
     dense_mask,
@@ -81,10 +80,8 @@ def test_a_batch_goes_to_a_device_as_a_whole() -> None:
     assert Batch(batch.tokens, batch.labels).to(torch.device("meta")).documents is None
 
 
-@pytest.mark.parametrize("attend", ["flex_attention", "_flex_attention_on_gpu"])
-def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch, attend) -> None:
+def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
     """Forward, on the CPU and without code of its own: as near as that gets to a GPU's."""
-    monkeypatch.setattr(document_mask, "flex_attention", getattr(document_mask, attend))
     monkeypatch.setattr(model, "build_mask", block_mask)
     torch._dynamo.reset()
     counters.clear()

@@ -1,5 +1,8 @@
 """Attention that stays inside documents, where a sequence is made of several."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,10 +10,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 Mask = Tensor | BlockMask
 """Which keys each query sees: (B, 1, queries, keys) bool, or the same in blocks."""
-
-# uncompiled, either makes a whole (S, S) matrix first, which on the GPU is what they are to avoid
-_create_block_mask_on_gpu = torch.compile(create_block_mask)
-_flex_attention_on_gpu = torch.compile(flex_attention)
 
 
 def positions_in_document(documents: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -59,7 +58,7 @@ def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
     def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (own[b, query] == documents[b, key]) & (rows[b, query] >= key)
 
-    create = _create_block_mask_on_gpu if documents.is_cuda else create_block_mask
+    create = _compiled(create_block_mask) if documents.is_cuda else create_block_mask
     device = documents.device
     return create(is_seen, batch, None, own.shape[1], seq_len, device=device)
 
@@ -68,7 +67,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """(B, N, queries, H), twice (B, K, keys, H) -> (B, N, queries, H); K divides N."""
     is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        attend = _flex_attention_on_gpu if q.is_cuda else flex_attention
+        # within a compiled block it is compiled with that
+        is_eager = q.is_cuda and not torch.compiler.is_compiling()
+        attend = _compiled(flex_attention) if is_eager else flex_attention
         return attend(q, k, v, block_mask=mask, enable_gqa=is_grouped)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
 
@@ -78,3 +79,9 @@ def _at(values: Tensor, positions: Tensor | None) -> Tensor:
     if positions is None:
         return values
     return values.gather(1, positions.expand(len(values), -1))
+
+
+@cache  # not at import, which would take a second
+def _compiled(function: Any) -> Any:
+    """Of flex attention's functions, which uncompiled make a whole (S, S) matrix first."""
+    return torch.compile(function)
