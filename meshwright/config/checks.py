@@ -174,6 +174,18 @@ def check_device(config: JobConfig, device_type: str) -> None:
         f"needs GPUs, and this machine trains on its {device_type}",
         "leave it out",
     )
+    parallelism = config.parallelism
+    check(
+        device_type != "cuda"
+        or not config.training.mask_documents
+        or parallelism.pipeline_parallel_degree == 1
+        or parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B", "Interleaved1F1B"),
+        "training.mask_documents",
+        True,
+        "flex attention, which does it on GPUs, is not known to work with a schedule that goes "
+        f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
+        'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
+    )
     # torch takes attention for random; on CPU it saves a random state for it, and that in the place
     # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.

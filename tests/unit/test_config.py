@@ -343,3 +343,84 @@ def test_help_documents_every_key(capsys) -> None:
         for key, declared in field.annotation.model_fields.items():
             assert declared.description, f"{section}.{key} has no docstring"
             assert f"--{section}.{key} " in text
+
+
+def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
+    words = ["--training.mask_documents", "--parallelism.pipeline_parallel_degree=2"]
+    key = "--parallelism.pipeline_parallel_schedule"
+    config, _ = load_config([*words, f"{key}=ZBVZeroBubble"])
+    check_device(config, "cpu")
+    with pytest.raises(ConfigError, match="not known to work with a schedule that goes backward"):
+        check_device(config, "cuda")
+    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda")
+
+
+PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'
+HEAD = '[model]\ntokenizer_path = "bytes"\nargs = { vocab_size = 258 }\n[training]\nseq_len = 64\n'
+STEPS_OF_4 = "local_batch_size = 4\nsteps = 10\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (HEAD + PART, "training.datasets.0: has neither weight nor tokens"),
+        (HEAD + PART + "weight = 1\ntokens = 1\n", "has both weight and tokens"),
+        (HEAD + PART + "weight = 0\n", "a.toml:8: training.datasets.0.weight = 0: "),
+        (HEAD + PART + "weight = -1.5\n", "training.datasets.0.weight = -1.5: "),
+        (HEAD + PART + "wieght = 1\n", "fix: did you mean training.datasets.0.weight?"),
+        (
+            HEAD + PART + "weight = 1\n" + PART + "weight = 2\n",
+            "a.toml:9: training.datasets.1.name: another dataset is called python_stdlib too",
+        ),
+        (
+            HEAD + PART + "weight = 1\n" + PART + 'name = "b"\ntokens = 2\n',
+            "training.datasets.1: weights and tokens are mixed",
+        ),
+        (
+            HEAD + STEPS_OF_4 + PART + "tokens = 2000\n" + PART + 'name = "b"\ntokens = 500\n',
+            "training.steps = 10: takes 2,560 tokens, but training.datasets give 2,500\n"
+            "  fix: set it to 9",
+        ),
+        (
+            HEAD + 'dataset = "c4"\n' + PART + "weight = 1\n",
+            "a.toml:6: training.dataset = 'c4': is given beside [[training.datasets]]",
+        ),
+        (HEAD + '[[training.datasets]]\ndataset = "x"\nweight = 1\n', "no such dataset"),
+        (
+            HEAD + "[validation]\nenable = true\nnum_samples = 0\n",
+            "validation.num_samples = 0: must be positive or -1",
+        ),
+        (
+            HEAD + '[validation]\nenable = true\ndataset = "c4"\n',
+            "validation.num_samples = -1: c4 is streamed: it has no known end",
+        ),
+        (
+            HEAD + '[validation]\nenable = true\n[[validation.datasets]]\ndataset = "json"\n',
+            "validation.datasets.0.dataset_path = '': dataset 'json' needs it",
+        ),
+    ],
+)
+def test_mistakes_in_lists_of_datasets(text, says, toml, tmp_path) -> None:
+    assert says in error_of([*toml(text), f"--job.dump_folder={tmp_path}/out"])
+
+
+def test_a_mixture_and_its_paths(toml, tmp_path) -> None:
+    """Relative to their TOML, in lists too; a list replaces that of the TOML below."""
+    base = HEAD + 'dataset = "c4"\n' + PART + "weight = 1\n"
+    toml(base, "base.toml")
+    parts = (
+        '[[training.datasets]]\ndataset = "text"\ndataset_path = "texts/*.txt"\nweight = 2\n'
+        '[[training.datasets]]\nname = "b"\ndataset = "json"\ndataset_path = "rows"\n'
+        'dataset_format = "formats.py:f"\nweight = 0.5\n'
+        '[[training.datasets]]\nname = "c"\ndataset = "json"\n'
+        'dataset_format = "a.b:f"\nweight = 1\n'
+    )
+    config, _ = load_config(toml(f'extends = "base.toml"\n[training]\ndataset = ""\n{parts}'))
+    first, second, third = config.training.datasets
+    assert first.dataset_path == f"{tmp_path}/texts/*.txt"
+    assert second.dataset_path == f"{tmp_path}/rows"
+    assert second.dataset_format == f"{tmp_path}/formats.py:f"
+    assert third.dataset_format == "a.b:f"
+    again, _ = load_config(toml(to_toml(config), "again.toml"))
+    assert again.training == config.training
+    assert again.validation == config.validation
