@@ -99,6 +99,15 @@ def test_documents_and_samples_are_shuffled_anew_each_epoch(tmp_path, small_bloc
     assert [int(other.read(n).tokens[1]) for n in range(26)] != epochs[0]
 
 
+def test_the_samples_of_a_single_document_are_shuffled_anew_each_epoch(tmp_path) -> None:
+    text = "".join(map(chr, range(32, 127)))
+    samples = CachedSamples(cached(tmp_path, (text,)).cache, 1, seed=0)
+    epochs = [[int(samples.read(97 * epoch + n).tokens[0]) for n in range(97)] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    same = sum(a == b for a, b in zip(*epochs, strict=True))
+    assert same < 10
+
+
 def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
     samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=0)
     for n in range(samples.samples_per_epoch):
