@@ -3,6 +3,7 @@
     python benchmarks/data.py rates --megabytes 64    against datasets.map and torch's DataLoader
     python benchmarks/data.py memory --gigabytes 1
     python benchmarks/data.py resume
+    python benchmarks/data.py share outputs/debug_model/metrics.jsonl
 
 `rates` reads the Python files of this environment. Both sides tokenise them with the same
 sentencepiece model, BOS and EOS around each, lay them end to end and cut them into samples of 513;
@@ -258,19 +259,29 @@ def resume() -> None:
         print(f"first batch at sample 12: {early * 1e3:.2f} ms, at 10^9: {late * 1e3:.2f} ms")
 
 
+def share(metrics: Path) -> None:
+    """Of the time of a finished job's steps, what they waited for data."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    waited, taken = (sum(row[key] for row in records) for key in ("data_time_s", "step_time_s"))
+    print(f"data: {100 * waited / taken:.4f} % of {len(records)} logged steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("rates").add_argument("--megabytes", type=int, default=64)
     commands.add_parser("memory").add_argument("--gigabytes", type=float, default=1)
     commands.add_parser("resume")
+    commands.add_parser("share").add_argument("metrics", type=Path)
     options = parser.parse_args()
     if options.command == "rates":
         rates(options.megabytes)
     elif options.command == "memory":
         memory(options.gigabytes)
-    else:
+    elif options.command == "resume":
         resume()
+    else:
+        share(options.metrics)
 
 
 if __name__ == "__main__":
