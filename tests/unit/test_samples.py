@@ -177,6 +177,7 @@ def test_a_window_shuffles_and_differs_each_epoch() -> None:
     assert sorted(first) == sorted(second) == [ord(text[0]) for text in LETTERS]
     assert first != second
     assert sorted(first[:10]) == sorted(second[:10]) == [ord(text[0]) for text in LETTERS[:10]]
+    assert [letter + 10 for letter in first[:10]] != first[10:20]  # nor two windows alike
 
 
 def test_shards_interleave() -> None:

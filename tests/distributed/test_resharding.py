@@ -1,0 +1,131 @@
+"""A checkpoint of one mesh is the same state on another, and goes on as it would have there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.distributed.test_state_dict import Job
+from tests.distributed.test_step import DEEP, SCHEDULES
+from tests.helpers.tiny import whole
+
+Tensors = dict[str, torch.Tensor]
+
+
+def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
+    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
+
+
+MESHES = {
+    "1": (mesh(), {}),
+    "fsdp2": (mesh(dp_shard=2), {}),
+    "tp2": (mesh(tp=2), {}),
+    "pp2": (mesh(pp=2), SCHEDULES["1F1B"]),
+    "fsdp4": (mesh(dp_shard=4), {}),
+    "ddp4": (mesh(dp_replicate=4), {}),
+    "hsdp": (mesh(dp_replicate=2, dp_shard=2), {}),
+    "2d": (mesh(dp_shard=2, tp=2), {}),
+    "cp": (mesh(dp_shard=2, cp=2), {}),
+    "cp-tp": (mesh(cp=2, tp=2), {}),
+    "pp-fsdp": (mesh(dp_shard=2, pp=2), SCHEDULES["1F1B"]),
+    "pp-interleaved": (mesh(dp_shard=2, pp=2), SCHEDULES["Interleaved1F1B"]),
+    "pp-zbv": (mesh(dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
+    "pp-tp": (mesh(pp=2, tp=2), SCHEDULES["GPipe"]),
+}
+PAIRS = [  # each mesh is left, and each reached
+    ("fsdp4", "2d"),
+    ("2d", "pp-interleaved"),
+    ("pp-interleaved", "hsdp"),
+    ("hsdp", "pp-tp"),
+    ("pp-tp", "cp"),
+    ("cp", "pp-zbv"),
+    ("pp-zbv", "ddp4"),
+    ("ddp4", "cp-tp"),
+    ("cp-tp", "pp-fsdp"),
+    ("pp-fsdp", "fsdp4"),
+    ("fsdp4", "1"),
+    ("pp-interleaved", "fsdp2"),
+    ("2d", "pp2"),
+    ("hsdp", "tp2"),
+    ("1", "pp-interleaved"),
+    ("pp2", "2d"),
+    ("tp2", "cp"),
+]
+
+
+def ranks_of(name: str) -> int:
+    dims, _ = MESHES[name]
+    return dims.dp * dims.cp * dims.tp * dims.pp
+
+
+def job_on(name: str, seed: int = 0) -> Job:
+    dims, options = MESHES[name]
+    return Job(dims, seed, num_microbatches=4 if dims.pp > 1 else 1, args=DEEP, **options)
+
+
+def held(job: Job) -> Tensors:
+    """What this rank holds of model and optimizer, whole: of a pipeline its own stages."""
+    return {
+        name: whole(tensor).clone()
+        for name, tensor in job.tensors.state_dict().items()
+        if not name.startswith("rng.")
+    }
+
+
+def _train(name: str, folder: str) -> tuple[Tensors, Tensors]:
+    """Save after two steps: the state then, and after one more."""
+    job = job_on(name)
+    for step in (1, 2):
+        job.take_step(step)
+    job.save(folder)
+    saved = held(job)
+    job.take_step(3)
+    return saved, held(job)
+
+
+def _resume(name: str, folder: str) -> tuple[Tensors, Tensors]:
+    """The state that is found, and after a step."""
+    job = job_on(name, seed=1)
+    job.take_step(1)  # so that there is state of an optimizer to be replaced
+    # another rank's generators are not this one's, as the manager knows
+    state = {k: v for k, v in job.tensors.state_dict().items() if not k.startswith("rng.")}
+    dcp.load(state, checkpoint_id=folder)
+    job.tensors.load_state_dict(state)
+    found = held(job)
+    job.take_step(3)
+    dist.barrier()
+    return found, held(job)
+
+
+def merge(results: list[tuple[Tensors, Tensors]], which: int) -> Tensors:
+    """Of all ranks, which agree where they hold the same."""
+    state: Tensors = {}
+    for result in results:
+        for name, tensor in result[which].items():
+            assert torch.equal(state.setdefault(name, tensor), tensor), name
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, tuple[Path, Tensors, Tensors]]:
+    """By mesh, filled as tests need it."""
+    return {"": (tmp_path_factory.mktemp("saved"), {}, {})}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=map("->".join, PAIRS))
+def test_a_checkpoint_goes_on_on_another_mesh(source, target, on_ranks, saved) -> None:
+    folder = saved[""][0] / source
+    if source not in saved:
+        results = on_ranks(ranks_of(source), _train, source, str(folder))
+        saved[source] = folder, merge(results, 0), merge(results, 1)
+    _, at_save, a_step_later = saved[source]
+    results = on_ranks(ranks_of(target), _resume, target, str(folder))
+    found = merge(results, 0)
+    assert found.keys() == at_save.keys()
+    for name, tensor in at_save.items():
+        assert torch.equal(found[name], tensor), name
+    for name, tensor in merge(results, 1).items():
+        torch.testing.assert_close(tensor, a_step_later[name], rtol=1e-4, atol=1e-6, msg=name)
