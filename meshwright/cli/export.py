@@ -5,7 +5,6 @@ import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,10 +12,10 @@ from meshwright.checkpoint.export import Job, export, tokenizer_files
 from meshwright.checkpoint.find import find_checkpoint, read_manifest, saved_args
 from meshwright.checkpoint.hf_folder import GENERATION_CONFIG, Place
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer, find_file, kind_of
+from meshwright.datasets.tokenizers import find_file, kind_of
 from meshwright.errors import ConfigError, check
-from meshwright.specs import MODELS, ModelSpec
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
@@ -73,43 +72,6 @@ def main(arguments: Sequence[str]) -> None:
         other_files=files,
     )
     export(job, given.out.absolute(), print)
-
-
-def saved_spec(place: Place, manifest: dict[str, Any]) -> ModelSpec:
-    """The family of the model that a checkpoint is of."""
-    name = manifest.get("model_name")
-    place.check(name in MODELS, f"is of a model {name!r}, which is not known here")
-    return MODELS[str(name)]
-
-
-def open_tokenizer(
-    place: Place, manifest: dict[str, Any], given: str | None
-) -> tuple[Tokenizer, str]:
-    """The tokenizer that the checkpoint was trained with, and its path.
-
-    Args:
-        given: where to look for it; None: where the job had it.
-
-    Raises:
-        ConfigError: if it is not there, or another.
-    """
-    path = given or str(manifest.get("tokenizer_path", ""))
-    fix = "name the tokenizer that it was trained with: --tokenizer PATH"
-    try:
-        tokenizer = build_tokenizer(path)
-    except ConfigError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
-    trained_with = manifest["data_identity"]["model.tokenizer_path"]
-    check(
-        tokenizer.fingerprint == trained_with,
-        "--tokenizer",
-        path,
-        f"is not what checkpoint {place.path} was trained with: {tokenizer.fingerprint} instead of "
-        f"{trained_with}",
-        fix,
-    )
-    return tokenizer, path
 
 
 def _bytes(size: str) -> int:
