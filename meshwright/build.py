@@ -1,6 +1,7 @@
 """From a plan to the parts of a job."""
 
 import pkgutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,19 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.batch import Batch
+from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.checkpoint.initial_load import KEY, find_initial
+from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_steps
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
+from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.models.counting import flops_per_token
+from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes
@@ -63,6 +69,36 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         device=device,
         enable_cpu_offload=training.enable_cpu_offload,
     )
+
+
+def set_first_values(plan: Plan, model: LocalModel) -> None:
+    """Give parameters and buffers their values at step 0. Collective.
+
+    Raises:
+        ConfigError: if what they are to be read from is not what preflight saw.
+    """
+    config = plan.config.checkpoint
+    if not config.initial_load_path:
+        for stage in model.stages:
+            initialize(stage, plan.config.training.seed)
+        return
+    start, place = time.perf_counter(), find_initial(config)
+    seen: list[Path | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, place.path)
+    if any(path != place.path for path in seen):  # the newest of a job that goes on
+        paths = ", ".join(sorted({str(path) for path in seen}))
+        raise ConfigError(
+            KEY, f"{KEY}: ranks see different checkpoints: {paths}\n  fix: name the step's folder"
+        )
+    source = (
+        HuggingFaceWeights(place, plan.spec.hf, plan.model_args)
+        if config.initial_load_in_hf
+        else CheckpointWeights(place)
+    )
+    source.load(dict(model.named_parameters()))
+    for stage in model.stages:
+        stage.init_buffers()
+    logger.info("first weights from %s in %.1f s", place.path, time.perf_counter() - start)
 
 
 def build_loader(

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.initial_load import check_initial
 from meshwright.config.checks import (
     check_divisible,
     check_sections,
@@ -133,6 +134,8 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     )
     if resume_step is not None:
         _check_checkpoint(plan)
+    elif config.checkpoint.initial_load_path:
+        check_initial(config.checkpoint, spec.hf, model_args)
     return plan
 
 

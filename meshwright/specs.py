@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.models import llama
+from meshwright.models.foreign import HuggingFaceForm
+from meshwright.models.llama import hf as llama_hf
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class ModelSpec:
     """Class of the model: `Model(args, seq_len)`, a `Decoder`."""
     parallelize: str
     """Function with the signature of `parallelize_llama`."""
+    hf: HuggingFaceForm
+    """Module that knows the form in which Hugging Face has it."""
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -27,5 +31,6 @@ MODELS: dict[str, ModelSpec] = {
         flavors=llama.FLAVORS,
         model="meshwright.models.llama.model:Llama",
         parallelize="meshwright.parallelisms.parallelize_llama:parallelize_llama",
+        hf=llama_hf,
     ),
 }

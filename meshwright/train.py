@@ -22,6 +22,7 @@ from meshwright.build import (
     build_reporter,
     build_validation,
     learning_rate,
+    set_first_values,
 )
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
@@ -34,7 +35,6 @@ from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingE
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.models.counting import num_params
-from meshwright.models.initialize import initialize
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.activation_checkpoint import find_ops
@@ -124,8 +124,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     saved = checkpoints.load(tensors)
     if saved is None:
-        for stage in model.stages:
-            initialize(stage, config.training.seed)
+        set_first_values(plan, model)
         saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
     else:
         _check_same_content(saved, sources)
@@ -264,7 +263,9 @@ def _manifest(
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
+        "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
+        "tokenizer_path": plan.config.model.tokenizer_path,
         "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},

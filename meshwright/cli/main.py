@@ -18,6 +18,17 @@ COMMANDS = {
         f"[--workers N] [--verify] [--quiet] {CONFIG}",
         "make the token caches that the job reads, ahead of it; or check them to the last byte",
     ),
+    "export": (
+        "meshwright.cli.export:main",
+        "CHECKPOINT OUT [--dtype bfloat16|float32] [--max-shard-size 5GB] [--tokenizer PATH]",
+        "a checkpoint as a model folder of Hugging Face, compared with it before it gets its name",
+    ),
+    "generate": (
+        "meshwright.cli.generate:main",
+        "CHECKPOINT_OR_HF_FOLDER --prompt TEXT [--max-new-tokens N] [--temperature T] [--top-p P] "
+        "[--seed N]\n      [--dtype auto|bfloat16|float32] [--tokenizer PATH]",
+        "what a model writes, on one device; without a temperature the likeliest token each time",
+    ),
     "prove": (
         "meshwright.cli.prove:main",
         f"[--every-mesh] [--output FOLDER] {CONFIG}",

@@ -97,6 +97,13 @@ def check_sections(config: JobConfig) -> None:
         "set checkpoint.enable = true",
     )
     check(
+        bool(config.checkpoint.initial_load_path) or not config.checkpoint.initial_load_in_hf,
+        "checkpoint.initial_load_in_hf",
+        True,
+        "nothing is loaded: checkpoint.initial_load_path is not given",
+        "name the folder there",
+    )
+    check(
         config.activation_checkpoint.mode != "memory_budget"
         or (config.compile.enable and config.compile.backend != "eager"),
         "activation_checkpoint.mode",

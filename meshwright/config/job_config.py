@@ -372,6 +372,14 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest."""
 
+    initial_load_path: InputPath = ""
+    """Folder of the weights that the job starts from, where the dump folder holds no checkpoint to
+    resume from: a step's folder, or a dump folder (its newest), of which only the weights are
+    taken; or one of Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
+
+    initial_load_in_hf: bool = False
+    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors."""
+
 
 class Metrics(Section):
     """[metrics] What is reported, and where to. {dump_folder}/metrics.jsonl is always written."""

@@ -1,0 +1,202 @@
+"""A checkpoint of ours as a model folder of Hugging Face, held against what it was made of."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.commit import UNFINISHED
+from meshwright.checkpoint.hf_folder import CONFIG, GENERATION_CONFIG, Place
+from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.checkpoint.hf_write import write_weights
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.models.decoder import Decoder
+from meshwright.models.foreign import HuggingFaceForm
+from meshwright.models.llama import LlamaArgs
+
+NUM_TOKENS = 256
+TOLERANCE = 1e-3
+"""Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
+permutation, rotation or constant gives more by far."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to export."""
+
+    weights: CheckpointWeights
+    form: HuggingFaceForm
+    args: LlamaArgs
+    build: Callable[[LlamaArgs, int], Decoder]
+    """The model, from its dimensions and its longest sequence."""
+    seq_len: int
+    """Tokens of a sequence of training."""
+    dtype: torch.dtype
+    max_shard_bytes: int
+    special_tokens: Mapping[str, int]
+    """bos_token_id, eos_token_id."""
+    other_files: Mapping[str, Path]
+    """To be copied, by their names in the folder."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of the exported folder against those of the checkpoint, on the same tokens."""
+
+    by: str
+    """What computed the former."""
+    num_tokens: int
+    difference: float
+    """Largest of all."""
+    scale: float
+    """The largest logit."""
+
+
+def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
+    """Write the folder `out`, which appears when it is complete and has been compared.
+
+    In memory there are at most a few copies of the largest tensor; during the comparison of logits,
+    the model once in fp32.
+
+    Args:
+        say: is told what was done.
+
+    Raises:
+        ConfigError: if `out` exists or cannot be written, or what was written is not what was read.
+    """
+    place = Place("OUT", out)
+    place.check(not out.exists(), "exists already", "name another folder, or remove it")
+    unfinished = out.with_name(out.name + UNFINISHED)
+    try:
+        if unfinished.exists():  # of an export that was killed
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
+        try:
+            _write(job, unfinished, say)
+            _verify(job, Place("OUT", unfinished), say)
+            unfinished.rename(out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        place.check(False, f"cannot be written: {error.strerror or error}", "name another folder")
+    say(f"exported to {out}")
+
+
+def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
+    for name, file in job.other_files.items():
+        shutil.copyfile(file, folder / name)
+    config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
+    config["torch_dtype"] = str(job.dtype).removeprefix("torch.")
+    _write_json(folder / CONFIG, config)
+    if GENERATION_CONFIG not in job.other_files:
+        _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens))
+    tensors = job.form.tensors(job.args)
+    files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
+    size = sum(file.stat().st_size for file in files)
+    say(f"wrote {len(tensors)} tensors, {size:,} bytes in {len(files)} files, as {job.dtype}")
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
+    """Read back what was written."""
+    written = HuggingFaceWeights(place, job.form, job.args)
+    tensors = job.form.tensors(job.args)
+    for name, foreign in tensors.items():
+        want = job.weights.read(name).to(job.dtype)
+        got = written.read(name, foreign.shape, (0,) * len(foreign.shape))
+        place.check(
+            got.dtype == want.dtype and torch.equal(_bits(got), _bits(want)),
+            f"{name} is not what the checkpoint holds",
+            "export again; if it stays so, the disk or meshwright is at fault",
+        )
+        del want, got
+    rounded = "" if job.dtype == torch.float32 else f", rounded to {job.dtype},"
+    say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
+    result = compare_logits(job, place)
+    place.check(
+        result.difference <= TOLERANCE * result.scale,
+        f"its logits by {result.by} differ by {result.difference:.2e} from the checkpoint's, of "
+        f"which the largest is {result.scale:.2e}",
+    )
+    say(
+        f"compared logits of {result.num_tokens} tokens, in fp32, with {result.by}: largest "
+        f"difference {result.difference:.2e}, largest logit {result.scale:.2e}"
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """So that a NaN equals itself, and zero does not equal minus zero."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@torch.no_grad()
+def compare_logits(job: Job, place: Place) -> Comparison:
+    """The model in the checkpoint, rounded as the folder's, against the folder's in transformers;
+    where that is not installed, in our own model. Never both in memory."""
+    tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
+    model = _empty_model(job)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(job.weights.read(name).to(job.dtype))
+    want = model(tokens)
+    if importlib.util.find_spec("transformers") is None:
+        HuggingFaceWeights(place, job.form, job.args).load(dict(model.named_parameters()))
+        got, by = model(tokens), "meshwright's own reader (transformers is not installed)"
+    else:
+        del model
+        got, by = _logits_of_transformers(place, tokens)
+    difference = (got - want).abs().max().item()
+    return Comparison(by, NUM_TOKENS, difference, want.abs().max().item())
+
+
+def _empty_model(job: Job) -> Decoder:
+    with torch.device("meta"):
+        model = job.build(job.args, NUM_TOKENS)
+    model.to_empty(device="cpu")
+    model.init_buffers()
+    return model
+
+
+def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
+    transformers: Any = importlib.import_module("transformers")  # only to compare with
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        place.path,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    place.check(not wrong, f"transformers does not find in it what it expects: {wrong}")
+    logits: Tensor = model(tokens).logits
+    return logits, f"transformers {transformers.__version__}"
+
+
+def tokenizer_files(file: Path, standard_name: str, names: Sequence[str]) -> dict[str, Path]:
+    """What goes with a tokenizer, by the names to give it: the file alone where it has a name of
+    its own, for then what lies beside it may be another's.
+
+    Args:
+        names: of all that may go with it.
+    """
+    if file.name not in names:
+        return {standard_name: file}
+    return {name: file.parent / name for name in names if (file.parent / name).is_file()}

@@ -1,0 +1,228 @@
+"""What a model folder of Hugging Face holds, and whether it is the model that is wanted.
+
+Free of torch, so that a job that cannot start says so before any rank does.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header
+from meshwright.errors import ConfigError, check
+from meshwright.models.foreign import Dimension, ForeignTensor, HuggingFaceForm
+from meshwright.models.llama import LlamaArgs
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A path that a user gave, and the key that it was given by: what an error must name."""
+
+    key: str
+    path: Path
+
+    def check(self, ok: bool, rule: str, fix: str = "") -> None:
+        """Raise `ConfigError` unless `ok`."""
+        check(ok, self.key, str(self.path), rule, fix)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in the file `name` of the folder."""
+        try:
+            content = json.loads((self.path / name).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                self.key, f"{self.key} = {str(self.path)!r}: {name} cannot be read: {reason}"
+            ) from None
+        self.check(isinstance(content, dict), f"{name} holds no JSON object")
+        return dict(content)
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether `path` looks like a model folder of Hugging Face."""
+    return (path / CONFIG).is_file()
+
+
+def find_tensors(place: Place) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's safetensors files, by the name it has there.
+
+    Raises:
+        ConfigError: if there are none, or a file is missing or not whole.
+    """
+    folder = place.path
+    if (folder / INDEX).is_file():
+        weight_map = place.read_json(INDEX).get("weight_map")
+        is_map = isinstance(weight_map, dict) and all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        )
+        place.check(is_map, f"{INDEX} has no weight_map of tensors to files in the folder")
+        assert isinstance(weight_map, dict)
+    else:
+        _check_single(place)
+        weight_map = {}
+    files = sorted(set(weight_map.values())) or [SINGLE]
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        again = "download or export the folder again"
+        place.check((folder / name).is_file(), f"{name} is missing, which {INDEX} names", again)
+        try:
+            found |= read_header(folder / name)
+        except OSError as error:
+            place.check(False, f"{name} cannot be read: {error.strerror}")
+        except ValueError as error:
+            place.check(False, f"{name} {error}", again)
+    for name, file in weight_map.items():
+        place.check(
+            name in found and found[name].file.name == file,
+            f"{INDEX} says that {name} is in {file}, but it is not",
+            "download or export the folder again",
+        )
+    return found
+
+
+def _check_single(place: Place) -> None:
+    folder = place.path
+    if (folder / SINGLE).is_file():
+        return
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    place.check(
+        not shards,
+        f"holds {', '.join(shards[:3])}, but no {INDEX}, which says what is in which",
+        f"download {INDEX} too",
+    )
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pth")))
+    place.check(
+        not pickles,
+        f"its weights, {', '.join(pickles[:3])}, are pickles, which can run code when they are "
+        "read; only safetensors are",
+        "download the safetensors files, or convert it: load it in transformers where you trust "
+        "it, then save_pretrained",
+    )
+    place.check(False, f"holds neither {SINGLE} nor {INDEX}")
+
+
+def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
+    """The folder's config.json as our dimensions.
+
+    Raises:
+        ConfigError: if it is of a model that ours cannot be.
+    """
+    place.check(place.path.is_dir(), "no such folder")
+    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
+    config = place.read_json(CONFIG)
+    try:
+        return form.read_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
+        ) from None
+
+
+def check_hf_folder(place: Place, form: HuggingFaceForm, args: LlamaArgs) -> None:
+    """Check that the folder is of a model with `args`, and whole.
+
+    Raises:
+        ConfigError: naming every dimension that differs, or the first tensor.
+    """
+    there = read_dimensions(place, form)
+    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
+    check_args(args, found, str(place.path / CONFIG))
+    check_tensors(place, form, args, find_tensors(place))
+
+
+def check_args(args: LlamaArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
+    """Check that `args` are those that `file` gives, each with the key that it has there.
+
+    Raises:
+        ConfigError: naming every dimension that differs, and both values.
+    """
+    messages, keys = [], []
+    for name, (key, theirs) in there.items():
+        ours = getattr(args, name)
+        if ours == theirs:
+            continue
+        keys.append(f"model.args.{name}")
+        messages.append(
+            f"{keys[-1]} = {_shown(ours)}: {file} has {key} = {_shown(theirs)}"
+            f"\n  fix: {_fix(name, theirs)}"
+        )
+    if messages:
+        raise ConfigError(keys[0], "\n".join(messages))
+
+
+def _shown(value: object) -> str:
+    table = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    return "none" if table is None else repr(table)
+
+
+def _fix(name: str, value: object) -> str:
+    key = f"model.args.{name}"
+    if isinstance(value, bool):
+        return f"set {key} = {str(value).lower()}"
+    if value is None:
+        return f"choose a model.flavor without {name}"
+    if dataclasses.is_dataclass(value):
+        table = dataclasses.asdict(value)  # type: ignore[arg-type]
+        return f"set {key} = {{ {', '.join(f'{k} = {v}' for k, v in table.items())} }}"
+    return f"set {key} = {value}"
+
+
+def check_tensors(
+    place: Place, form: HuggingFaceForm, args: LlamaArgs, stored: Mapping[str, StoredTensor]
+) -> dict[str, ForeignTensor]:
+    """Check that `stored` are the parameters of the model with `args`, and nothing besides.
+
+    Returns:
+        What each of our parameters is there.
+
+    Raises:
+        ConfigError: for the first that is missing, has another shape or type, or has no place.
+    """
+    wanted = form.tensors(args)
+    for ours, theirs in wanted.items():
+        place.check(
+            theirs.name in stored,
+            f"{theirs.name}, our {ours}, is in none of its files",
+            "download or export the folder again"
+            + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
+        )
+        for name in (theirs.name, *theirs.copies):
+            tensor = stored.get(name, stored[theirs.name])
+            place.check(
+                tensor.shape == theirs.shape,
+                f"{name} in {tensor.file.name} has shape {tensor.shape}, not {theirs.shape}",
+                "its config.json is of another model",
+            )
+            place.check(
+                tensor.dtype in ITEM_BYTES,
+                f"{name} in {tensor.file.name} is of type {tensor.dtype}, not "
+                f"{', '.join(ITEM_BYTES)}",
+            )
+    known = {name for theirs in wanted.values() for name in (theirs.name, *theirs.copies)}
+    others = [name for name in stored if name not in known and not form.is_needless(name, args)]
+    place.check(
+        not others,
+        f"holds {others[0] if others else ''}, for which the model has no place",
+    )
+    return wanted
+
+
+def read_args(place: Place, form: HuggingFaceForm, build: Callable[..., LlamaArgs]) -> LlamaArgs:
+    """The dimensions that config.json gives.
+
+    Raises:
+        ConfigError: if they cannot be those of our model.
+    """
+    values = {name: found.value for name, found in read_dimensions(place, form).items()}
+    try:
+        return build(**values)
+    except ValueError as error:
+        raise ConfigError(
+            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
+        ) from None

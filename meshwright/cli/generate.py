@@ -1,0 +1,153 @@
+"""`meshwright generate`: text from a checkpoint, or from a model folder of Hugging Face."""
+
+import argparse
+import math
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import hardware
+from meshwright.checkpoint.find import find_checkpoint, read_manifest, saved_args
+from meshwright.checkpoint.hf_folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    Place,
+    is_hf_folder,
+    read_args,
+)
+from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.saved import open_tokenizer, saved_spec
+from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
+from meshwright.errors import ConfigError, check
+from meshwright.generation import generate, greedy, sampler
+from meshwright.models.decoder import Decoder
+from meshwright.models.llama import LlamaArgs
+from meshwright.specs import MODELS, ModelSpec
+
+KEY = "CHECKPOINT_OR_HF_FOLDER"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What text is made with."""
+
+    spec: ModelSpec
+    args: LlamaArgs
+    weights: CheckpointWeights | HuggingFaceWeights
+    tokenizer: Tokenizer
+    stop: frozenset[int]
+    """Tokens that end a text."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the prompt and what follows.
+
+    Raises:
+        ConfigError: if there is no model, or an option is out of bounds.
+    """
+    parser = argparse.ArgumentParser("meshwright generate", allow_abbrev=False)
+    parser.add_argument("source", type=Path, metavar=KEY)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from so much probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--tokenizer", help="where it is now, if no longer where the job read it")
+    given = parser.parse_args(arguments)
+    positive = "must be positive"
+    check(given.max_new_tokens > 0, "--max-new-tokens", given.max_new_tokens, positive)
+    is_finite = math.isfinite(given.temperature) and given.temperature >= 0
+    check(is_finite, "--temperature", given.temperature, "must be 0 or more")
+    check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
+    check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
+    source = _open(Place(KEY, given.source), given.tokenizer)
+    tokenizer = source.tokenizer
+    prompt = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    prompt += tokenizer.encode(given.prompt)
+    check(bool(prompt), "--prompt", given.prompt, "is no token, and the tokenizer has no BOS")
+    check(
+        max(prompt) < source.args.vocab_size,
+        "--prompt",
+        given.prompt,
+        f"has token {max(prompt)}, and the model a vocabulary of {source.args.vocab_size}",
+        "name the tokenizer that the model was trained with: --tokenizer PATH",
+    )
+    model = _build(source, len(prompt) + given.max_new_tokens, given.dtype)
+    is_greedy = given.temperature == 0
+    choose = greedy if is_greedy else sampler(given.temperature, given.top_p, given.seed)
+    new: list[int] = []
+    shown = tokenizer.decode(tokenizer.encode(given.prompt))
+    print(shown, end="", flush=True)
+    follow = partial(generate, max_new_tokens=given.max_new_tokens, choose=choose, stop=source.stop)
+    for token in follow(model, prompt):
+        if token in source.stop:
+            break
+        new.append(token)
+        text = tokenizer.decode([*tokenizer.encode(given.prompt), *new])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete yet
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    text = tokenizer.decode([*tokenizer.encode(given.prompt), *new])
+    print(text[len(shown) :])
+
+
+def _open(place: Place, tokenizer_path: str | None) -> Source:
+    found = find_checkpoint(place)
+    if found is not None:
+        manifest = read_manifest(found)
+        tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
+        args, weights = saved_args(found, manifest), CheckpointWeights(found)
+        return Source(saved_spec(found, manifest), args, weights, tokenizer, _eos(tokenizer))
+    place.check(place.path.is_dir(), "no such folder")
+    place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}")
+    family = place.read_json(CONFIG).get("model_type")
+    specs = [spec for spec in MODELS.values() if family == spec.hf.MODEL_TYPE]
+    known = ", ".join(spec.hf.MODEL_TYPE for spec in MODELS.values())
+    place.check(bool(specs), f"is of a model {family!r}, not of one of {known}")
+    spec = specs[0]
+    args = read_args(place, spec.hf, LlamaArgs)
+    path = tokenizer_path or str(place.path)
+    try:
+        tokenizer = build_tokenizer(path)
+    except ConfigError as error:
+        reason = str(error).partition("\n")[0]
+        fix = "name it: --tokenizer PATH (or bytes)"
+        raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
+    weights_there = HuggingFaceWeights(place, spec.hf, args)
+    return Source(spec, args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
+
+
+def _eos(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+
+
+def _stops(place: Place) -> frozenset[int]:
+    """Tokens that generation_config.json says end a text: chats have one of their own."""
+    if not (place.path / GENERATION_CONFIG).is_file():
+        return frozenset()
+    tokens: Any = place.read_json(GENERATION_CONFIG).get("eos_token_id")
+    tokens = tokens if isinstance(tokens, list) else [tokens]
+    return frozenset(token for token in tokens if isinstance(token, int))
+
+
+@torch.no_grad()
+def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
+    """The model with its weights, on the first GPU, else on the CPU."""
+    device = hardware.pick_device(0)
+    if dtype_name == "auto":  # what the device computes best
+        dtype_name = "bfloat16" if device.type == "cuda" else "float32"
+    with torch.device("meta"):
+        model: Decoder = pkgutil.resolve_name(source.spec.model)(source.args, seq_len)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype_name))
+    model.to_empty(device=device)
+    model.init_buffers()
+    source.weights.load(dict(model.named_parameters()))
+    return model

@@ -1,0 +1,115 @@
+"""Text from a model: one sequence, its keys and values kept, on one device."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.layers.document_mask import Mask
+
+Choose = Callable[[Tensor], int]
+"""(V,) fp32 logits of the next token -> a token."""
+
+
+class CachedAttention(nn.Module):
+    """Attention of new positions to themselves and to all before, whose keys and values it keeps.
+
+    It stands in the place of `CausalAttention`: keys come to it with their rotation.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__()
+        self._max_len, self._len = max_len, 0
+        self._keys = self._values = torch.empty(0)  # made when it is known how wide they are
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H): all at first, then one by one."""
+        assert mask is None
+        assert self._len == 0 or q.shape[2] == 1  # else it would take an offset causal mask
+        if self._len == 0:
+            shape = (*k.shape[:2], self._max_len, k.shape[3])
+            self._keys, self._values = k.new_empty(shape), v.new_empty(shape)
+        end = self._len + k.shape[2]
+        self._keys[:, :, self._len : end] = k
+        self._values[:, :, self._len : end] = v
+        is_first, self._len = self._len == 0, end
+        return F.scaled_dot_product_attention(
+            q,
+            self._keys[:, :, :end],
+            self._values[:, :, :end],
+            is_causal=is_first,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+
+@contextmanager
+def _cached(model: Decoder, max_len: int) -> Iterator[None]:
+    """Within, `model` goes on where its last call ended."""
+    attentions = [block.get_submodule("attention") for block in model.layers.values()]
+    before = [attention.core for attention in attentions]
+    for attention in attentions:
+        attention.core = CachedAttention(max_len)
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, before, strict=True):
+            attention.core = core
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    choose: Choose,
+    stop: Collection[int] = (),
+) -> Iterator[int]:
+    """The tokens that follow `prompt`, one by one, up to and with the first of `stop`.
+
+    Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements.
+
+    Args:
+        model: whole, on one device, made for sequences as long as prompt and new tokens together.
+        prompt: at least one token.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    with _cached(model, len(prompt) + max_new_tokens):
+        if len(prompt) > 1:  # without logits, which would be (S, V) for nothing
+            output, model.output = model.output, None
+            model(tokens[:, :-1])
+            model.output = output
+        for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
+            logits = model(tokens[:, -1:], torch.tensor([position], device=device))  # (1, 1, V)
+            token = choose(logits[0, -1].float())
+            yield token
+            if token in stop:
+                return
+            tokens = torch.tensor([[token]], device=device)
+
+
+def greedy(logits: Tensor) -> int:
+    """The likeliest token."""
+    return int(logits.argmax())
+
+
+def sampler(temperature: float, top_p: float, seed: int) -> Choose:
+    """Draws from softmax(logits / temperature), among the likeliest tokens that together have a
+    probability of `top_p` or more.
+
+    Source: Holtzman et al. 2020, arXiv:1904.09751, section 3.1 (nucleus sampling). It draws on the
+    CPU, so that a seed means the same tokens on any device that gives the same logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        chance, order = (logits.cpu() / temperature).softmax(-1).sort(descending=True)
+        before = chance.cumsum(-1) - chance  # of all that are likelier; so the first always stays
+        chance[before >= top_p] = 0.0
+        return int(order[torch.multinomial(chance, 1, generator=generator)])
+
+    return choose

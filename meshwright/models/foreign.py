@@ -1,0 +1,52 @@
+"""How a model's weights lie in files that others made. Free of torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwright.models.llama import LlamaArgs
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """What the file calls a parameter, and how it holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    head_dim: int | None = None
+    """If given, the rows of each head, which are so many, are for a rotation of (i, i + H/2); ours
+    are for one of (2i, 2i + 1)."""
+    copies: tuple[str, ...] = ()
+    """Other names under which the files may hold it once more."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One of a model's dimensions, as a file gives it."""
+
+    key: str
+    """What the file calls it."""
+    value: Any
+
+
+class HuggingFaceForm(Protocol):
+    """A model family in the form of Hugging Face's transformers: a module has these names."""
+
+    MODEL_TYPE: str
+    """What config.json calls the family."""
+
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        """A config.json as the dimensions of our model, by our names.
+
+        Raises:
+            ValueError: if our model is not that function, or a key is missing.
+        """
+
+    def write_config(self, args: LlamaArgs, seq_len: int) -> dict[str, Any]:
+        """config.json, without what says how weights are stored and which tokens are special."""
+
+    def tensors(self, args: LlamaArgs) -> dict[str, ForeignTensor]:
+        """Every parameter of the plain model, in its order."""
+
+    def is_needless(self, name: str, args: LlamaArgs) -> bool:
+        """Whether a tensor that no parameter is made of may be in the files all the same."""

@@ -1,0 +1,84 @@
+"""Hugging Face's folders on meshes: in as on one process, and out of what several ranks saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.export import main as export
+from meshwright.models.llama import LlamaArgs, hf
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
+from tests.helpers.tiny import parallel_llama, whole
+
+MESHES = {
+    2: {
+        "fsdp": ParallelDims(dp_replicate=1, dp_shard=2),
+        "tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
+        "pp": ParallelDims(dp_replicate=1, dp_shard=1, pp=2),
+    },
+    4: {
+        "fsdp": ParallelDims(dp_replicate=1, dp_shard=4),
+        "hsdp": ParallelDims(dp_replicate=2, dp_shard=2),
+        "fsdp-tp": ParallelDims(dp_replicate=1, dp_shard=2, tp=2),
+        "cp-tp": ParallelDims(dp_replicate=1, dp_shard=1, cp=2, tp=2),
+        "pp-tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2, pp=2),
+    },
+}
+
+
+def build(dims: ParallelDims, args: LlamaArgs) -> LocalModel:
+    """With other values than the folder's."""
+    model, _ = parallel_llama(dims, args, seed=1, microbatches=(dims.pp, 1))
+    return model
+
+
+def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
+    """Fill from Hugging Face's folder, save a checkpoint, and fill from that."""
+    args = CASES[case]
+    wanted = {name: p.detach() for name, p in load_hf(folder, args).named_parameters()}
+
+    def assert_equal(model: LocalModel, what: str) -> None:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter), wanted[name]), f"{what}: {name}"
+
+    for mesh, dims in MESHES[ranks].items():
+        if dims.pp > 1 and args.tie_embeddings:
+            continue
+        model = build(dims, args)
+        weights = HuggingFaceWeights(Place("folder", folder), hf, args)
+        weights.load(dict(model.named_parameters()))
+        assert_equal(model, mesh)
+        checkpoint = save_checkpoint(saved / mesh, model, args)
+        torch.distributed.barrier()
+        model = build(dims, args)
+        CheckpointWeights(Place("folder", checkpoint)).load(dict(model.named_parameters()))
+        assert_equal(model, f"{mesh}, from a checkpoint")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_import_and_export_on_two_ranks(on_ranks, tmp_path, case) -> None:
+    _check(on_ranks, 2, tmp_path, case, ["pp"])
+
+
+@pytest.mark.parametrize("case", ["gqa", "tied"])
+def test_import_and_export_on_four_ranks(on_ranks, tmp_path, case) -> None:
+    _check(on_ranks, 4, tmp_path, case, ["fsdp-tp", "pp-tp"])
+
+
+def _check(on_ranks, ranks: int, folder: Path, case: str, exported: list[str]) -> None:
+    save_transformers(folder / "hf", CASES[case])
+    on_ranks(ranks, _compare, ranks, folder / "hf", case, folder)
+    was = tensors_of(folder / "hf")
+    for mesh in exported:
+        if "pp" in mesh and CASES[case].tie_embeddings:
+            continue
+        export([str(folder / mesh), str(folder / f"{mesh}-out"), "--dtype", "float32"])
+        now = tensors_of(folder / f"{mesh}-out")
+        assert was.keys() == now.keys()
+        for name, tensor in was.items():
+            assert torch.equal(tensor, now[name]), f"{mesh}: {name}"

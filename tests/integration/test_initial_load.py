@@ -1,0 +1,253 @@
+"""Jobs that start from weights that are there: on real processes, and what keeps them from it."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.check_job import main as check_job
+from meshwright.errors import ConfigError
+from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
+from tests.integration.test_launcher import CONFIG, launch, losses
+
+MODEL = {
+    "model.tokenizer_path": "bytes",
+    "model.args.n_layers": SMALL.n_layers,
+    "model.args.hidden_dim": SMALL.hidden_dim,
+    "model.args.vocab_size": SMALL.vocab_size,
+}
+
+
+def words(**changed: object) -> list[str]:
+    keys = MODEL | {key.replace("__", "."): value for key, value in changed.items()}
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path) -> None:
+    folder = save_transformers(tmp_path / "folder")
+    checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
+    starts = {
+        "hf": words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True),
+        "ours": words(checkpoint__initial_load_path=tmp_path / "other"),
+    }
+    figures = {}
+    for ranks, (name, options) in zip((2, 1), starts.items(), strict=True):
+        done = launch(tmp_path / name, *options, "--training.steps", 2, NGPU=ranks)
+        assert done.returncode == 0, done.stderr
+        figures[name] = losses(tmp_path / name)
+        assert "first weights from" in done.stdout
+    assert figures["hf"].keys() == {1, 2}
+    # weights of zero give log(259) = 5.56, fresh ones about 6.06
+    assert 5.65 < figures["hf"][1][0] < 5.85
+    for step, both in figures["hf"].items():
+        assert both == pytest.approx(figures["ours"][step], rel=1e-5)
+
+    for path in (folder, checkpoint):  # needed no more
+        shutil.rmtree(path)
+    done = launch(tmp_path / "hf", *starts["hf"], "--training.steps", 3, NGPU=2)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    assert "first weights from" not in done.stdout
+    assert losses(tmp_path / "hf").keys() == {1, 2, 3}
+
+
+class Trap:
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("trap_was_run"),))
+
+
+def edit(file: Path, **values: object) -> None:
+    content = json.loads(file.read_text())
+    for key, value in values.items():
+        content[key] = value
+    file.write_text(json.dumps(content))
+
+
+def no_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def only_pickle(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors*")]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+
+
+def no_weights(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors*")]:
+        file.unlink()
+
+
+def shard(folder: Path, tensor: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def rewrite_header(file: Path, change) -> None:
+    """Change the header, and leave the tensors."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def drop_tensor(folder: Path) -> None:
+    rewrite_header(shard(folder, NORM), lambda header: header.pop(NORM))
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"].pop(NORM)
+    file.write_text(json.dumps(index))
+
+
+def rename_in_file(folder: Path) -> None:
+    rewrite_header(shard(folder, NORM), lambda header: header.update(x=header.pop(NORM)))
+
+
+def other_shape(folder: Path) -> None:
+    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(shape=[8, 4]))
+
+
+def other_bytes(folder: Path) -> None:
+    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(shape=[33]))
+
+
+def other_type(folder: Path) -> None:
+    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(dtype="F8_E4M3"))
+
+
+def extra_tensor(folder: Path) -> None:
+    def add(header: dict) -> None:
+        header["model.layers.1.self_attn.q_proj.bias"] = header[NORM]
+
+    rewrite_header(shard(folder, NORM), add)
+
+
+def cut_off(folder: Path) -> None:
+    file = shard(folder, NORM)
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def cut_in_header(folder: Path) -> None:
+    file = shard(folder, NORM)
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def empty_file(folder: Path) -> None:
+    shard(folder, NORM).write_bytes(b"")
+
+
+def no_shard(folder: Path) -> None:
+    shard(folder, NORM).unlink()
+
+
+def outside(folder: Path) -> None:
+    edit(folder / "model.safetensors.index.json", weight_map={NORM: "../x.safetensors"})
+
+
+def config(**values: object):
+    return lambda folder: edit(folder / "config.json", **values)
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (no_index, ("no model.safetensors.index.json", "fix: download")),
+        (only_pickle, ("pytorch_model.bin", "pickles", "can run code", "fix: ")),
+        (no_weights, ("holds neither model.safetensors nor",)),
+        (drop_tensor, (NORM, "our layers.1.attention_norm.weight", "is in none of its files")),
+        (rename_in_file, ("index.json says that", NORM, "but it is not")),
+        (other_shape, (f"{NORM} in model-0", "has shape (8, 4), not (32,)")),
+        (other_bytes, (f"{NORM} has 128 bytes for a shape of (33,)",)),
+        (other_type, (f"{NORM} in model-0", "is of type F8_E4M3, not F32, BF16, F16")),
+        (extra_tensor, ("q_proj.bias, for which the model has no place",)),
+        (cut_off, ("is cut off: ", "fix: download or export")),
+        (cut_in_header, ("is cut off: 50 bytes",)),
+        (empty_file, ("is not a safetensors file",)),
+        (no_shard, ("is missing, which model.safetensors.index.json names",)),
+        (outside, ("no weight_map of tensors to files in the folder",)),
+        (broken_config, ("config.json cannot be read",)),
+        (config(model_type="mistral"), ("model_type is 'mistral', not 'llama'",)),
+        (config(attention_bias=True), ("attention_bias is True; this model has False alone",)),
+        (config(hidden_act="gelu"), ("hidden_act is 'gelu'",)),
+        (config(head_dim=16), ("head_dim is 16; this model has", "= 8 alone")),
+        (config(hidden_size="32"), ("hidden_size is '32', not a positive integer",)),
+        (config(quantization_config={"bits": 4}), ("the weights are quantized",)),
+        (config(rope_parameters={"rope_type": "yarn"}), ("rope_type is 'yarn'",)),
+        (
+            config(num_hidden_layers=4, rms_norm_eps=1e-6),
+            (
+                "model.args.n_layers = 3: ",
+                "config.json has num_hidden_layers = 4\n  fix: set model.args.n_layers = 4\n",
+                "model.args.norm_eps = 1e-05: ",
+                "has rms_norm_eps = 1e-06\n  fix: set model.args.norm_eps = 1e-06",
+            ),
+        ),
+        (
+            config(rope_parameters=LLAMA3),
+            ("model.args.rope_scaling = none: ", "fix: set model.args.rope_scaling = { factor = 4"),
+        ),
+        (
+            config(tie_word_embeddings=True),
+            ("model.args.tie_embeddings = False", "fix: set model.args.tie_embeddings = true"),
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
+    tmp_path, monkeypatch, damage, parts
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = save_transformers(tmp_path / "hf")
+    options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
+    job = ["2", "--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path / "out")]
+    check_job([*job, *options])  # as it is, it is right
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        check_job([*job, *options])
+    for part in parts:
+        assert part in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "trap_was_run").exists()
+
+
+def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
+    folder = save_transformers(tmp_path / "hf")
+    checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
+    job = ["2", "--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path / "out")]
+
+    def message(path: Path | str, in_hf: bool, **changed: object) -> str:
+        options = {"checkpoint__initial_load_path": path, "checkpoint__initial_load_in_hf": in_hf}
+        with pytest.raises(ConfigError) as caught:
+            check_job([*job, *words(**options, **changed)])
+        return str(caught.value)
+
+    for path in (checkpoint, checkpoint.parent, tmp_path / "other"):
+        options = words(checkpoint__initial_load_path=path)
+        check_job([*job, *options])
+        assert "fix: set checkpoint.initial_load_in_hf = false" in message(path, True)
+    said = message(folder, False)
+    assert "holds no checkpoint" in said
+    assert "fix: set checkpoint.initial_load_in_hf = true" in said
+    assert "no such folder" in message(tmp_path / "nowhere", False)
+    said = message(checkpoint, False, model__args__n_layers=4)
+    assert "model.args.n_layers = 4: " in said
+    assert "fix: set model.args.n_layers = 3" in said
+    assert "initial_load_path is not given" in message("", True)
+    unfinished = checkpoint.rename(checkpoint.with_name("step-5.unfinished"))
+    assert "is not a complete checkpoint" in message(unfinished, False)

@@ -1,0 +1,123 @@
+"""Generation: with kept keys and values as without, and as transformers does it."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from meshwright.cli.export import main as export
+from meshwright.cli.generate import main as generate_text
+from meshwright.errors import ConfigError
+from meshwright.generation import generate, greedy, sampler
+from meshwright.models.llama.model import Llama
+from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
+
+FP32 = ["--dtype", "float32"]
+PROMPT = "def f(x):"
+
+
+@pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+def test_greedy_equals_transformers(args, tmp_path) -> None:
+    model = load_hf(save_transformers(tmp_path / "hf", args), args)
+    export([str(save_checkpoint(tmp_path, model, args)), str(tmp_path / "out"), *FP32])
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = [256, *range(40, 52)]
+    want = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        do_sample=False,
+        max_new_tokens=50,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    got = list(generate(model, prompt, max_new_tokens=50, choose=greedy))
+    assert prompt + got == want[0].tolist()
+    assert len(set(got)) > 2
+    shorter = generate(model, prompt, max_new_tokens=50, choose=greedy, stop={got[20]})
+    assert list(shorter) == got[: got.index(got[20]) + 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_kept_keys_and_values_change_nothing(tmp_path, length) -> None:
+    model = load_hf(save_transformers(tmp_path))
+    seen: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor) -> int:
+        seen.append(logits)
+        return (len(seen) * 37) % SMALL.vocab_size
+
+    prompt = [(i * 11) % SMALL.vocab_size for i in range(length)]
+    for _ in range(2):  # what one text leaves behind is not in the next
+        seen.clear()
+        new = list(generate(model, prompt, max_new_tokens=12, choose=choose))
+        logits = model(torch.tensor([prompt + new[:-1]]))[0, length - 1 :]
+        torch.testing.assert_close(torch.stack(seen), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sampling_follows_temperature_and_top_p() -> None:
+    chance = torch.tensor([0.1, 0.5, 0.15, 0.25])
+
+    def frequencies(temperature: float, top_p: float, seed: int = 0) -> torch.Tensor:
+        choose = sampler(temperature, top_p, seed)
+        drawn = torch.tensor([choose(chance.log()) for _ in range(4000)])
+        return drawn.bincount(minlength=4) / 4000
+
+    def assert_near(got: torch.Tensor, want: list[float]) -> None:  # 4 standard deviations
+        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.032)
+
+    assert_near(frequencies(1.0, 1.0), chance.tolist())
+    squared = chance.square() / chance.square().sum()
+    assert_near(frequencies(0.5, 1.0), squared.tolist())
+    assert_near(frequencies(1.0, 0.7), [0, 2 / 3, 0, 1 / 3])
+    assert_near(frequencies(1.0, 0.8), [0, 0.5 / 0.9, 0.15 / 0.9, 0.25 / 0.9])
+    assert frequencies(1.0, 1e-6).tolist() == [0, 1, 0, 0]
+    assert torch.equal(frequencies(1.0, 1.0, 3), frequencies(1.0, 1.0, 3))
+    assert not torch.equal(frequencies(1.0, 1.0, 3), frequencies(1.0, 1.0, 4))
+
+
+def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> None:
+    model: Llama = load_hf(save_transformers(tmp_path / "hf"))
+    checkpoint = save_checkpoint(tmp_path / "dump" / "checkpoint", model, SMALL)
+    prompt = [256, *PROMPT.encode()]
+    new = list(generate(model, prompt, max_new_tokens=40, choose=greedy))
+    text = bytes(token for token in new if token < 256).decode("utf-8", errors="replace")
+
+    def said(*arguments: object) -> str:
+        generate_text([*map(str, arguments), "--prompt", PROMPT, "--max-new-tokens", "40"])
+        return capsys.readouterr().out.removesuffix("\n")
+
+    for source in (checkpoint, tmp_path / "dump"):
+        assert said(source) == PROMPT + text
+    folder = tmp_path / "hf"
+    assert said(folder, "--tokenizer", "bytes") == PROMPT + text
+    settings = json.loads((folder / "generation_config.json").read_text())
+    stop = next(token for token in new[5:] if new.index(token) > 4 and token < 128)
+    settings["eos_token_id"] = [257, stop]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    before = bytes(token for token in new[: new.index(stop)] if token < 256)
+    cut = said(folder, "--tokenizer", "bytes")
+    assert cut == PROMPT + before.decode("utf-8", errors="replace")
+    drawn = [said(checkpoint, "--temperature", 1, "--top-p", 0.9, "--seed", s) for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_cannot_be_generated_from(tmp_path) -> None:
+    folder = save_transformers(tmp_path / "hf")
+
+    def message(*arguments: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            generate_text([*map(str, arguments), "--prompt", "a"])
+        return str(caught.value)
+
+    assert "no such folder" in message(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds neither a checkpoint nor config.json" in message(tmp_path / "empty")
+    assert "--tokenizer = " in message(folder)
+    bytes_ = ("--tokenizer", "bytes")
+    assert "--top-p = 0.0: must be above 0" in message(folder, *bytes_, "--top-p", 0)
+    assert "--temperature = -1.0: must be 0" in message(folder, *bytes_, "--temperature", -1)
+    assert "--max-new-tokens = 0" in message(folder, *bytes_, "--max-new-tokens", 0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "is of a model 'gpt2', not of one of llama" in message(folder, *bytes_)
