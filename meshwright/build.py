@@ -142,7 +142,7 @@ def build_validation(
             Cursor(),
             length=training.seq_len + 1,
             seed=None,  # as they lie
-            max_epochs=0,
+            max_epochs=1,
             batch=shape.global_batch_size,
             slots=shape.slots,
         )

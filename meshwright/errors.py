@@ -20,6 +20,10 @@ class ConfigError(ValueError):
         super().__init__(message)
         self.key = key
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
+        """Exceptions are pickled by their message alone; this one has to come from a worker."""
+        return type(self), (self.key, str(self))
+
 
 class TrainingError(RuntimeError):
     """Training went wrong and cannot go on. Raised on every rank."""

@@ -290,11 +290,11 @@ def _check_checkpoint(plan: Plan) -> None:
     here = {f"model.args.{name}": value for name, value in dimensions} | plan.data_identity
     saved = {f"model.args.{name}": value for name, value in manifest["model_args"].items()}
     saved |= manifest["data_identity"]
-    for key, value in here.items():
+    for key in (*here, *(saved.keys() - here.keys())):
         check(
-            saved.get(key) == value,
+            saved.get(key) == here.get(key),
             key,
-            value,
+            here.get(key),
             f"checkpoint {checkpoint} was saved with {saved.get(key)!r}",
             "use another job.dump_folder, or what it was saved with",
         )

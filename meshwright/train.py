@@ -141,6 +141,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             asked = time.perf_counter()
             data = next(loader, None)
             if data is None:
+                check_has_data(step)
                 break
             data_time_s = time.perf_counter() - asked
             batches = [batch.to(device, non_blocking=True) for batch in data.batches]
@@ -240,6 +241,16 @@ def _announce(plan: Plan, device: torch.device) -> None:
         (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
 
 
+def check_has_data(step: int) -> None:
+    """The data may end before `step`, unless that is the first."""
+    if step == 1:
+        raise ConfigError(
+            "training.max_epochs",
+            "training.max_epochs: gives less than one global batch"
+            "\n  fix: raise it, add data, or lower training.global_batch_size",
+        )
+
+
 def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) -> None:
     """A place in the data means something only in the data that it was noted for."""
     for source in sources:
@@ -249,7 +260,8 @@ def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) ->
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                "restore the data, or use another job.dump_folder",
+                "restore the data (of a streamed source training.stream_shards and "
+                "training.shuffle_window too), or use another job.dump_folder",
             )
 
 

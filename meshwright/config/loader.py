@@ -51,6 +51,8 @@ class Provenance:
             if header := HEADER.match(line):
                 table = _split(header["key"])
                 if header["brackets"] == "[[":  # one more table of a list
+                    if not counts[table]:  # which replaces that of a TOML below
+                        self._forget_below(table)
                     counts[table] += 1
                     table = (*table, str(counts[table] - 1))
                 self._origins[table] = f"{_shown(path)}:{number}"
@@ -59,14 +61,20 @@ class Provenance:
 
     def add_override(self, key: Key) -> None:
         """Note that the command line gave `key`."""
+        self._forget_below(key)
         self._origins[key] = f"--{'.'.join(key)}"
+
+    def _forget_below(self, key: Key) -> None:
+        """What was written of the inside of `key` counts no longer."""
+        for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
+            del self._origins[inner]
 
     def of(self, key: str | Sequence[str | int]) -> str:
         """Where `key`, or else the nearest table around it, was given; "" if nowhere."""
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
-        while parts and parts not in self._origins:
+        while parts and not {parts, (*parts, "0")} & self._origins.keys():
             parts = parts[:-1]
-        return self._origins.get(parts, "")
+        return self._origins.get(parts) or self._origins.get((*parts, "0"), "")
 
     def explain(self, error: ConfigError) -> str:
         """The error's message, headed by where its key was given."""

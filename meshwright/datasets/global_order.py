@@ -71,6 +71,7 @@ class GlobalOrder:
         self._max_epochs, self._batch, self._slots = max_epochs, batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]
+        self.names = ", ".join(self._names)
         for source in sources:
             if isinstance(source, CachedSource):
                 self._samples.append(CachedSamples(source.cache, length, seed))
@@ -132,7 +133,7 @@ class GlobalOrder:
                 raise EndOfData
             sample = samples.read(index) if is_asked_for else None
         else:
-            shard = self._sample % samples.num_shards
+            shard = index % samples.num_shards
             if self._is_read_here(shard, samples.num_shards):
                 sample = samples.read(shard)
         self._sample += 1
@@ -140,8 +141,10 @@ class GlobalOrder:
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
         """Whether any sample of a shard falls into one of the slots: sample i is in slot
-        i mod batch, and from shard i mod shards. With an end, all shards: so that every rank finds
-        it at the same sample."""
+        i mod batch, and from shard i mod shards. In a mixture, where sample i is not its source's
+        i-th, that may be any; and with an end all are read, so that every rank finds it at the
+        same sample."""
+        if len(self._names) > 1 or self._max_epochs > 0:
+            return True
         common = math.gcd(self._batch, num_shards)
-        is_mine = any(slot % common == shard % common for slot in self._slots)
-        return is_mine or self._max_epochs > 0
+        return any(slot % common == shard % common for slot in self._slots)

@@ -15,6 +15,7 @@ from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.streamed_samples import EndOfData
+from meshwright.errors import ConfigError
 from meshwright.loss import IGNORE
 
 STEPS_AHEAD = 4
@@ -100,7 +101,11 @@ class Loader:
         try:
             step = self._next_step()
             while step is not None and not self._closed.is_set():
-                following = self._next_step()
+                try:
+                    following = self._next_step()
+                except Exception:
+                    self._ready.put(step)  # the error concerns the one after it
+                    raise
                 self._ready.put(dataclasses.replace(step, is_last=following is None))
                 step = following
             self._ready.put(None)
@@ -133,14 +138,25 @@ def padded_steps(
     order: GlobalOrder, shape: BatchShape, num_samples: int, *, mask_documents: bool
 ) -> Iterator[list[Batch]]:
     """This rank's batches of the first `num_samples` samples, in steps of equal shape: where they
-    end, sequences without a label follow."""
-    padding = blank_sample(order.length)
+    end, sequences without a label follow.
+
+    Raises:
+        ConfigError: if the data ends before.
+    """
+    padding, slots = blank_sample(order.length), frozenset(shape.slots)
     for first in range(0, num_samples, shape.global_batch_size):
         left = num_samples - first
-        read = [
-            order.next_sample() if index < left else padding if index in shape.slots else None
-            for index in range(shape.global_batch_size)
-        ]
+        try:
+            read = [
+                order.next_sample() if index < left else padding if index in slots else None
+                for index in range(shape.global_batch_size)
+            ]
+        except EndOfData:
+            raise ConfigError(
+                "validation.num_samples",
+                f"validation.num_samples = {num_samples}: {order.names} holds fewer"
+                "\n  fix: lower it, or add data",
+            ) from None
         mine = [sample for sample in read if sample is not None]
         yield _stack(mine, shape.local_batch_size, mask_documents)
 

@@ -35,11 +35,13 @@ class StreamedSource:
     num_shards: int
     window: int
     """Documents that are shuffled together."""
+    outline: str
+    """Hash of its settings and of the names and sizes of its files."""
 
     @property
     def content(self) -> str:
         """What of it can be known without reading it."""
-        return f"{self.num_shards} shards, {self.window} documents a window"
+        return f"{self.num_shards} shards, {self.window} documents a window, {self.outline}"
 
 
 OpenSource = CachedSource | StreamedSource
@@ -134,4 +136,5 @@ def _open(
         recipe.encoder(),
         num_shards=min(training.stream_shards, documents.max_shards),
         window=training.shuffle_window,
+        outline=recipe.outline(),
     )

@@ -3,8 +3,8 @@
 import glob
 import hashlib
 import importlib.util
-import inspect
 import os
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
@@ -198,10 +198,12 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
         if MODULE_OBJECT.fullmatch(name):
             function = resolve_name(name)
         else:
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            own_name = "meshwright_format_" + hashlib.sha256(place.encode()).hexdigest()[:8]
+            spec = importlib.util.spec_from_file_location(own_name, place)
             if spec is None or spec.loader is None:
                 raise ImportError(f"{place} is not a Python file")
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look for it there
             spec.loader.exec_module(module)
             function = getattr(module, attribute)
     except Exception as error:  # importing runs the user's code
@@ -215,24 +217,30 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     return function
 
 
-def fingerprint(entry: Entry, files: list[str]) -> str:
+def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) -> str:
     """Changes with whatever changes the documents: settings, files, the formatting function.
 
-    Local files count with their sizes and times of change, not their content.
+    Local files count with their paths, sizes and times of change, not their content;
+    `is_portable`: with names and sizes, which a copy on another machine has too.
     """
     settings = entry.source.model_dump(
-        include={"dataset", "dataset_subset", "dataset_split", "dataset_column", "dataset_format"}
+        include={"dataset", "dataset_subset", "dataset_split", "dataset_column"}
     )
     parts = [repr(sorted(settings.items()))]
     for file in files:
         if os.path.exists(file):
             stat = os.stat(file)
-            parts.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
+            exact = f"{file} {stat.st_mtime_ns}"
+            parts.append(f"{os.path.basename(file) if is_portable else exact} {stat.st_size}")
         else:
             parts.append(file)
-    if entry.source.dataset_format:
-        written_in = inspect.getsourcefile(_load_function(entry))
-        parts.append(Path(written_in).read_text("utf-8") if written_in else "")
+    if name := entry.source.dataset_format:
+        place, _, function = name.rpartition(":")
+        if MODULE_OBJECT.fullmatch(name):
+            spec = importlib.util.find_spec(place)
+            place = (spec.origin if spec else None) or place
+        parts.append(function)
+        parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -283,7 +291,10 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
-    return _load(entry, streamed, builder, data_files=files, split="train", **options)
+    kept_in = _arrow_folder(entry, files)
+    return _load(
+        entry, streamed, builder, data_files=files, split="train", cache_dir=kept_in, **options
+    )
 
 
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
@@ -301,9 +312,19 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
 def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
     """A dataset of the Hugging Face hub, or a local copy of it."""
     split = entry.source.dataset_split
-    if entry.source.dataset_path:
-        return _load(entry, streamed, entry.source.dataset_path, split=split)
+    if path := entry.source.dataset_path:
+        name = entry.source.dataset_subset or None
+        kept_in = _arrow_folder(entry, hub_files(repository, subset, entry))
+        return _load(entry, streamed, path, name=name, split=split, cache_dir=kept_in)
     return _load(entry, streamed, repository, name=_subset(entry, subset), split=split)
+
+
+def _arrow_folder(entry: Entry, files: list[str]) -> str:
+    """Where `datasets` keeps what it makes of local files, which it would not make anew for a file
+    that has changed but not its time."""
+    import datasets  # as above
+
+    return os.path.join(datasets.config.HF_DATASETS_CACHE, fingerprint(entry, files))
 
 
 def _subset(entry: Entry, usual: str) -> str | None:

@@ -59,7 +59,7 @@ class Shard:
         self._entry, self._documents, self._encoder = entry, documents, encoder
         self._number, self._num_shards = number, num_shards
         self._length, self._window, self._seed = length, window, seed
-        self._max_epochs = max_epochs
+        self._max_epochs, self._has_documents = max_epochs, False
         self._reader = documents.read(number, num_shards, place.window_state)
         self._epoch, self._window_number = place.epoch, place.window
         self._fill_window()
@@ -109,13 +109,13 @@ class Shard:
         self._tokens = self._encode(self._document)
 
     def _begin_epoch(self) -> None:
+        if not self._has_documents:
+            raise self._entry.error("dataset", "holds no text in one of its shards")
         self._epoch, self._window_number = self._epoch + 1, 0
         if self._epoch == self._max_epochs:
             raise EndOfData
         self._reader = self._documents.read(self._number, self._num_shards)
         self._fill_window()
-        if not self._shuffled:
-            raise self._entry.error("dataset", "holds no text in one of its shards")
 
     def _fill_window(self) -> None:
         self._window_state = self._reader.state
@@ -124,6 +124,7 @@ class Shard:
             len(documents), self._seed, self._epoch, self._number, self._window_number
         )
         self._shuffled: list[Document] = [documents[index] for index in order]
+        self._has_documents = self._has_documents or bool(documents)
 
     def _encode(self, document: int) -> npt.NDArray[np.uint32]:
         if not self._shuffled:  # a shard without a document

@@ -6,8 +6,8 @@ Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all els
 """
 
 import functools
-import zipfile
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,14 @@ BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
+
+OF_PART = ("lengths", "token_checksums", "num_bytes")
+"""Arrays that are kept of each part,"""
+OF_CACHE = (
+    *("content", "num_bytes", "num_documents", "dtype"),
+    *("part_starts", "block_starts", "length_checksums"),
+)
+"""and of the whole."""
 
 KEY = "training.token_cache_folder"
 
@@ -55,16 +63,18 @@ def checksums(path: Path, block_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint
         return np.array([zlib.crc32(block) for block in blocks], np.uint32)
 
 
-def load_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
-    """All arrays of an .npz, whose format has checksums of its own.
+def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
+    """The arrays `names` of an .npz, whose format has checksums of its own.
 
     Raises:
-        DamagedError: if it is not whole.
+        DamagedError: if it is not whole, or is not there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            return {name: arrays[name] for name in names}
+    except PermissionError:
+        raise
+    except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
         raise DamagedError(f"{path.name}: {error}") from error
 
 
@@ -82,7 +92,7 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        arrays = load_arrays(folder / "cache.npz")
+        arrays = load_arrays(folder / "cache.npz", OF_CACHE)
         self.content = str(arrays["content"])
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
@@ -133,7 +143,7 @@ class TokenCache:
         """A part's tokens, which of its blocks have been checked, and all checksums."""
         part = self._parts[number]
         try:
-            expected = load_arrays(part.index)["token_checksums"]
+            expected = load_arrays(part.index, OF_PART)["token_checksums"]
         except DamagedError as error:
             raise self._forget(part, f"{part.index}: damaged: {error}") from error
         tokens = np.memmap(part.tokens, self._dtype, "r")
@@ -141,10 +151,15 @@ class TokenCache:
 
     def _forget(self, part: Part | None, what: str) -> ConfigError:
         """Make the next job write the part, and what was found out about the whole, anew."""
-        if part is not None:
-            part.index.unlink(missing_ok=True)
-        (self.folder / "cache.npz").unlink(missing_ok=True)
-        return ConfigError(KEY, f"{what}\n  fix: start again: what is damaged is then made anew")
+        try:
+            if part is not None:
+                part.index.unlink(missing_ok=True)
+            (self.folder / "cache.npz").unlink(missing_ok=True)
+        except OSError as error:
+            fix = f"delete {self.folder} ({error.strerror}), or set {KEY} to another folder"
+        else:
+            fix = "start again: what is damaged is then made anew"
+        return ConfigError(KEY, f"{what}\n  fix: {fix}")
 
 
 def _check_size(path: Path, size: int) -> None:

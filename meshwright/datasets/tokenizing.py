@@ -7,13 +7,17 @@ import json
 import multiprocessing
 import os
 import time
+import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -23,8 +27,10 @@ from meshwright.datasets.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.sources import Documents, Entry, fingerprint
 from meshwright.datasets.token_cache import (
+    BLOCK_BYTES,
     BLOCK_DOCUMENTS,
     KEY,
+    OF_PART,
     DamagedError,
     Part,
     TokenCache,
@@ -67,6 +73,12 @@ class Recipe:
             return ChatTemplate(tokenizer, template, now=TODAY)
 
         return Encoder(tokenizer, open_template)
+
+    def outline(self) -> str:
+        """Hash of what can be known of the documents without reading them, on any machine."""
+        spec = find_dataset(self.entry.source.dataset)
+        assert spec is not None
+        return fingerprint(self.entry, spec.files(self.entry), is_portable=True)
 
     def identity(self) -> str:
         """Hash of the documents, the tokenizer and the chat template."""
@@ -111,10 +123,11 @@ def open_cache(
     """
     name = recipe.entry.source.dataset.replace("/", "--")
     folder = root / f"{name}-{recipe.identity()}"
-    cache = None if check_all else _open_if_complete(folder)
-    if cache is not None:
-        return cache
+    _opened.cache_clear()  # what lies behind a path may have changed since
     try:
+        cache = None if check_all else _open_if_complete(folder)
+        if cache is not None:
+            return cache
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             cache = None if check_all else _open_if_complete(folder)
@@ -122,8 +135,9 @@ def open_cache(
     except OSError as error:
         raise ConfigError(
             KEY,
-            f"{folder}: cannot be written: {error.strerror or error}"
-            f"\n  fix: make room, or set {KEY} to another folder",
+            f"{error.filename or folder}: {error.strerror or error}, while tokens were to be "
+            f"read or written in {folder}"
+            f"\n  fix: make room or give permission, or set {KEY} to another folder",
         ) from error
 
 
@@ -189,7 +203,7 @@ def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
     if not part.index.exists() or not part.tokens.exists():
         return False
     try:
-        index = load_arrays(part.index)
+        index = load_arrays(part.index, OF_PART)
     except DamagedError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
         return False
@@ -215,20 +229,30 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
             return sum(counts)
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_workers - 1, context, initializer=die_with_parent) as pool:
-            try:
-                futures = {pool.submit(write_part, recipe, part, dtype): part for part in parts}
-                for future in futures:
-                    future.add_done_callback(lambda _: bar.update())
-                mine = 0  # this process is one of them, and at work while others start
-                for future, part in reversed(futures.items()):
-                    if future.cancel():
-                        mine += write_part(recipe, part, dtype)
-                done = [future for future in futures if not future.cancelled()]
-                return mine + sum(future.result() for future in as_completed(done))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        pool = ProcessPoolExecutor(num_workers - 1, context, initializer=die_with_parent)
+        num_tokens, waiting, running = 0, deque(parts), set[Future[int]]()
+        try:
+            with pool:
+                while waiting or running:
+                    # few ahead, so that an error is noticed before much else is done
+                    while waiting and len(running) < 2 * (num_workers - 1):
+                        running.add(pool.submit(write_part, recipe, waiting.popleft(), dtype))
+                    if waiting:  # this process is one of them, and at work while others start
+                        num_tokens += write_part(recipe, waiting.popleft(), dtype)
+                        bar.update()
+                    done, running = futures.wait(
+                        running, 0 if waiting else None, futures.FIRST_COMPLETED
+                    )
+                    for future in done:
+                        num_tokens += future.result()
+                        bar.update()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                KEY,
+                "a process that tokenised was killed: for want of memory?"
+                "\n  fix: meshwright tokenize --workers 1; what is done is kept",
+            ) from error
+        return num_tokens
 
 
 @functools.lru_cache(1)
@@ -242,10 +266,11 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
     """Tokenise the documents of one part; the number of its tokens."""
     documents, encoder = _opened(recipe)
     lengths, num_bytes = [], 0
-    unfinished = part.tokens.with_suffix(".unfinished")
+    unfinished = part.tokens.with_suffix(f".{os.getpid()}.unfinished")
     has_flags = np.dtype(dtype).itemsize == 4
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "wb") as raw_file:
+            file = _Checksummed(raw_file)
             for document in documents.read(part.number, documents.parts):
                 tokens = encoder.encode(document)
                 if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
@@ -256,18 +281,45 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
                     file.write(tokens.astype(dtype).tobytes())
                     lengths.append(len(tokens))
                     num_bytes += _num_bytes(document)
-            file.flush()
-            os.fsync(file.fileno())
+            token_checksums = file.finish()
+            raw_file.flush()
+            os.fsync(raw_file.fileno())
         os.replace(unfinished, part.tokens)
     finally:
         unfinished.unlink(missing_ok=True)
     _save(
         part.index,
         lengths=np.array(lengths, np.uint32),
-        token_checksums=checksums(part.tokens),
+        token_checksums=np.array(token_checksums, np.uint32),
         num_bytes=np.int64(num_bytes),
     )
     return sum(lengths)
+
+
+class _Checksummed:
+    """Takes the checksum of each block of what is written: of what was meant, not of what a disk
+    has made of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._pending = file, bytearray()
+        self._checksums: list[int] = []
+
+    def write(self, content: bytes) -> None:
+        self._pending += content
+        while len(self._pending) >= BLOCK_BYTES:
+            self._write(bytes(self._pending[:BLOCK_BYTES]))
+            del self._pending[:BLOCK_BYTES]
+
+    def finish(self) -> list[int]:
+        """Write the rest; the checksums of all blocks."""
+        if self._pending:
+            self._write(bytes(self._pending))
+            self._pending.clear()
+        return self._checksums
+
+    def _write(self, block: bytes) -> None:
+        self._checksums.append(zlib.crc32(block))
+        self._file.write(block)
 
 
 def _num_bytes(document: Any) -> int:
@@ -283,7 +335,7 @@ def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None
     """
     content, num_bytes, lengths_of = hashlib.sha256(dtype.encode()), 0, []
     for part in parts:
-        index = load_arrays(part.index)
+        index = load_arrays(part.index, OF_PART)
         content.update(index["token_checksums"].tobytes())
         content.update(index["lengths"].tobytes())
         lengths_of.append(index["lengths"])

@@ -81,4 +81,4 @@ def streamed(
 ) -> StreamedSource:
     documents = IndexedDocuments(len(texts), get or texts.__getitem__)
     encoder = Encoder(ByteTokenizer(), Turns)
-    return StreamedSource(entry(name), documents, encoder, num_shards, window)
+    return StreamedSource(entry(name), documents, encoder, num_shards, window, outline="")

@@ -424,3 +424,28 @@ def test_a_mixture_and_its_paths(toml, tmp_path) -> None:
     again, _ = load_config(toml(to_toml(config), "again.toml"))
     assert again.training == config.training
     assert again.validation == config.validation
+
+
+def test_a_list_that_is_replaced_leaves_no_lines_behind(toml) -> None:
+    toml(HEAD + PART + "weight = 1\nname = \"x\"\n", "base.toml")
+    child = 'extends = "base.toml"\n[[training.datasets]]\ndataset = "json"\nweight = 1\n'
+    assert "a.toml:2: training.datasets.0.dataset_path" in error_of(toml(child))
+    given = "--training.datasets=[{dataset='json', weight=1.0}]"
+    assert error_of([*toml(HEAD + PART), given]).startswith("--training.datasets: ")
+    assert "a.toml:1: " in error_of(toml("[[training]]\nsteps = 1\n"))
+
+
+def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
+    second = PART + 'name = "b"\nweight = 2\n'
+    folder = f"--job.dump_folder={tmp_path}/out"
+    words = [*toml(HEAD + PART + "weight = 1\n" + second), folder, "--checkpoint.enable"]
+    config, _ = load_config(words)
+    plan = preflight(config, 1)
+    manifest = {
+        "model_args": dataclasses.asdict(plan.model_args),
+        "data_identity": plan.data_identity,
+    }
+    save_empty(tmp_path / "out/checkpoint", manifest)
+    preflight(config, 1)
+    error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
+    assert "training.datasets.1 = None: checkpoint" in error

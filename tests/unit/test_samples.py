@@ -397,3 +397,42 @@ def test_padded_steps_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp_p
     samples = CachedSamples(cached(tmp_path).cache, LENGTH, seed=None)
     assert sorted(rows) == sorted(samples.read(n).tokens[:-1].tolist() for n in range(7))
     assert labels == 7 * (LENGTH - 1)
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [0.75, 0.25], [0.9, 0.1]])
+def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
+    """Draws are periodic: by the job's number of the sample, some shards would never be read."""
+    source = streamed(LETTERS, num_shards=8, window=2)
+    letters = {ord(text[0]) for text in LETTERS}
+    order = GlobalOrder(
+        [cached(tmp_path), source],
+        weights,
+        Cursor(),
+        length=LENGTH,
+        seed=0,
+        max_epochs=0,
+        batch=8,
+        slots=range(8),
+    )
+    seen = set[int]()
+    while order.epochs["stream"] < 1:
+        seen |= set(order.next_sample().tokens.tolist())
+    assert letters <= seen
+
+
+def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
+    """Steps before it are handed out, though they are read ahead."""
+
+    def get(index: int) -> str:
+        if index == 3:
+            raise ConfigError("training.dataset", "row 3 is bad")
+        return "abcdef"
+
+    source = streamed(("",) * 6, num_shards=1, window=1, get=get)
+    shape = BatchShape(1, 1, 0, 1)
+    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, batch=1, slots=[0])
+    loader = Loader(order, shape, mask_documents=False, pin_memory=False)
+    for _ in range(3):
+        next(loader)
+    with pytest.raises(ConfigError, match="row 3 is bad"):
+        next(loader)

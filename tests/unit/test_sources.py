@@ -293,3 +293,51 @@ def test_conversations_without_a_template_are_an_error(folder: Path) -> None:
         recipe = Recipe(Entry("training", "chat", source), tokenizer_path)
         with pytest.raises(ConfigError, match="model\\.(chat_template|tokenizer)_path"):
             open_cache(recipe, folder / "cache", num_workers=1)
+
+
+def test_the_subset_of_a_local_copy(folder: Path) -> None:
+    for name in ("en", "de"):
+        (folder / name).mkdir()
+        (folder / name / "a.jsonl").write_text(json.dumps({"text": f"language {name}"}) + "\n")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: en\n  data_files: en/*.jsonl\n  default: true\n"
+        "- config_name: de\n  data_files: de/*.jsonl\n---\n"
+    )
+    keys = {"dataset": "someone/languages", "dataset_path": str(folder)}
+    assert read_all(open_documents(**keys)) == ["language en"]
+    assert read_all(open_documents(**keys, dataset_subset="de")) == ["language de"]
+    with pytest.raises(ConfigError, match="cannot be opened: .*fr"):
+        open_documents(**keys, dataset_subset="fr")
+
+
+OTHER_CALLABLES = """
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+
+@dataclasses.dataclass
+class Format:
+    prefix: str = "a"
+
+    def __call__(self, row):
+        return self.prefix + row["text"]
+
+
+instance = Format()
+partial = functools.partial(Format.__call__, instance)
+"""
+
+
+def test_whatever_can_be_called_makes_documents(folder: Path) -> None:
+    write("json", folder)
+    (folder / "formats.py").write_text(OTHER_CALLABLES)
+    keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
+    for name in ("instance", "partial"):
+        keys["dataset_format"] = f"{folder}/formats.py:{name}"
+        assert read_all(open_documents(**keys))[0] == "adocument 0"
+        before = fingerprint(entry(**keys), [])
+        (folder / "formats.py").write_text(OTHER_CALLABLES + "# changed\n")
+        assert fingerprint(entry(**keys), []) != before
+        (folder / "formats.py").write_text(OTHER_CALLABLES)

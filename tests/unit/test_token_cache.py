@@ -4,13 +4,16 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.token_cache import TokenCache
-from meshwright.datasets.tokenizing import open_cache
+from meshwright.datasets.sources import Entry
+from meshwright.datasets.token_cache import DamagedError, TokenCache
+from meshwright.datasets.tokenizing import Recipe, open_cache
 from meshwright.errors import ConfigError
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 
@@ -31,7 +34,7 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
 def small_blocks(monkeypatch) -> None:
     for module in ("token_cache", "tokenizing"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
-    monkeypatch.setattr("meshwright.datasets.token_cache.BLOCK_BYTES", 64)
+        monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_BYTES", 64)
     # a default argument, bound when the module was loaded
     monkeypatch.setattr("meshwright.datasets.token_cache.checksums.__defaults__", (64,))
 
@@ -146,7 +149,7 @@ def test_no_text_at_all(texts, tmp_path) -> None:
 
 
 def test_no_room_for_tokens() -> None:
-    with pytest.raises(ConfigError, match="(?s)cannot be written: .*fix: make room"):
+    with pytest.raises(ConfigError, match="(?s)/proc/no: No such file or directory.*fix: make room"):
         open_cache(TextsRecipe(), Path("/proc/no"), num_workers=1)
 
 
@@ -171,3 +174,51 @@ def test_large_vocabularies_need_four_bytes(tmp_path, monkeypatch) -> None:
     assert documents_of(cache) == [encode(text) for text in MANY if text]
     assert (cache.folder / "00000.tokens").stat().st_size % 4 == 0
     assert cache.tokens(0, 1).dtype == np.uint32
+
+
+def test_every_bit_of_an_index_is_guarded(tmp_path) -> None:
+    """An .npz has directories of its own, where a flipped bit may hide an array."""
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    path = cache.folder / "cache.npz"
+    content, want = path.read_bytes(), vars(load_arrays_of(cache))
+    for position in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            found = vars(load_arrays_of(TokenCache(cache.folder)))
+        except DamagedError:
+            continue
+        assert found == want
+
+
+def load_arrays_of(cache: TokenCache) -> SimpleNamespace:
+    """What a cache says of itself."""
+    return SimpleNamespace(
+        content=cache.content,
+        sizes=(cache.num_tokens, cache.num_documents, cache.num_bytes),
+        starts=cache.block_starts.tolist(),
+    )
+
+
+def test_a_cache_of_someone_else_that_is_damaged(tmp_path, monkeypatch) -> None:
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    path = cache.folder / "00000.tokens"
+    path.write_bytes(bytes(path.stat().st_size))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError))
+    with pytest.raises(ConfigError, match="damaged at byte 0\n  fix: delete"):
+        read_all(TokenCache(cache.folder))
+
+
+def test_a_process_opens_what_is_there_now(tmp_path) -> None:
+    """Not what was behind the same path before."""
+    (tmp_path / "a.txt").write_text("first text")
+    source = Source(dataset="text", dataset_path=str(tmp_path / "a.txt"))
+    recipe = Recipe(Entry("training", "a", source), BYTES)
+    first = open_cache(recipe, tmp_path / "cache", num_workers=1)
+    stat = (tmp_path / "a.txt").stat()
+    (tmp_path / "a.txt").write_text("another one")
+    os.utime(tmp_path / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as rsync does
+    second = open_cache(recipe, tmp_path / "cache", num_workers=1)
+    assert documents_of(first) == [encode("first text")]
+    assert documents_of(second) == [encode("another one")]
