@@ -21,11 +21,15 @@ from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.models.decoder import Decoder
 from meshwright.models.foreign import HuggingFaceForm
 from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.pipeline_parallel import keep_modules
+from meshwright.parallelisms.pipeline_split import split_evenly
 
 NUM_TOKENS = 256
 TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
+
+OWN_READER = "meshwright's own reader (transformers is not installed)"
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class Comparison:
 def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     """Write the folder `out`, which appears when it is complete and has been compared.
 
-    In memory there are at most a few copies of the largest tensor; during the comparison of logits,
-    the model once in fp32.
+    In memory there are at most a few copies of the largest tensor, or one layer in fp32; while
+    transformers computes logits, the whole model in fp32.
 
     Args:
         say: is told what was done.
@@ -149,28 +153,38 @@ def _bits(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def compare_logits(job: Job, place: Place) -> Comparison:
     """The model in the checkpoint, rounded as the folder's, against the folder's in transformers;
-    where that is not installed, in our own model. Never both in memory."""
+    where that is not installed, in our own model."""
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
-    model = _empty_model(job)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(job.weights.read(name).to(job.dtype))
-    want = model(tokens)
+
+    def fill(parameters: Mapping[str, Tensor]) -> None:
+        for name, parameter in parameters.items():
+            parameter.copy_(job.weights.read(name).to(job.dtype))
+
+    want = _logits_of_ours(job, fill, tokens)
     if importlib.util.find_spec("transformers") is None:
-        HuggingFaceWeights(place, job.form, job.args).load(dict(model.named_parameters()))
-        got, by = model(tokens), "meshwright's own reader (transformers is not installed)"
+        written = HuggingFaceWeights(place, job.form, job.args)
+        got, by = _logits_of_ours(job, written.load, tokens), OWN_READER
     else:
-        del model
         got, by = _logits_of_transformers(place, tokens)
     difference = (got - want).abs().max().item()
     return Comparison(by, NUM_TOKENS, difference, want.abs().max().item())
 
 
-def _empty_model(job: Job) -> Decoder:
-    with torch.device("meta"):
-        model = job.build(job.args, NUM_TOKENS)
-    model.to_empty(device="cpu")
-    model.init_buffers()
-    return model
+def _logits_of_ours(
+    job: Job, fill: Callable[[Mapping[str, Tensor]], None], tokens: Tensor
+) -> Tensor:
+    """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
+    count = 1 if job.args.tie_embeddings else job.args.n_layers
+    x = tokens
+    for modules in split_evenly(job.args.n_layers, count, layer=1, embedding=0, output=0):
+        with torch.device("meta"):
+            stage = job.build(job.args, NUM_TOKENS)
+        keep_modules(stage, modules)
+        stage.to_empty(device="cpu")
+        stage.init_buffers()
+        fill(dict(stage.named_parameters()))
+        x = stage(x)
+    return x
 
 
 def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:

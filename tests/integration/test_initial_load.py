@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.check_job import main as check_job
+from meshwright.cli.export import main as export
+from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
 from tests.integration.test_launcher import CONFIG, launch, losses
@@ -25,7 +27,7 @@ def words(**changed: object) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
-def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path) -> None:
+def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, capsys) -> None:
     folder = save_transformers(tmp_path / "folder")
     checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
     starts = {
@@ -51,6 +53,13 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path) -
     assert "resumed from" in done.stdout
     assert "first weights from" not in done.stdout
     assert losses(tmp_path / "hf").keys() == {1, 2, 3}
+
+    export([str(tmp_path / "hf"), str(tmp_path / "out")])  # what it trained, saved by two ranks
+    generate_text([str(tmp_path / "out"), "--tokenizer", "bytes", "--prompt", "def f("])
+    said = capsys.readouterr().out
+    assert "step-3" in said
+    assert "compared logits of 256 tokens, in fp32, with transformers" in said
+    assert "\ndef f(" in said
 
 
 class Trap:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from meshwright.cli.export import main as export
+from meshwright.errors import ConfigError
 from meshwright.models.llama import hf
 from tests.helpers.hf import (
     CASES,
@@ -56,3 +58,33 @@ def test_both_spellings_of_the_rotation_are_read(args, tmp_path) -> None:
     new = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in new
     assert read(new) == wanted
+
+
+def test_what_follows_from_the_config_may_be_in_the_files_too(tmp_path) -> None:
+    """A tied model's output once more, if it is the embedding; and rotary frequencies."""
+    args = CASES["tied"]
+    folder = save_transformers(tmp_path, args, max_shard_size="1GB")
+    stored = tensors_of(folder)
+    assert "lm_head.weight" not in stored
+    want = dict(load_hf(folder, args).named_parameters())
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(stored, folder / "model.safetensors")
+    for name, parameter in load_hf(folder, args).named_parameters():
+        assert torch.equal(parameter, want[name]), name
+    stored["lm_head.weight"][200, 3] += 1
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        load_hf(folder, args)
+
+
+def test_half_precision_is_read_exactly(tmp_path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        folder = tmp_path / str(dtype)
+        transformers_model().to(dtype).save_pretrained(folder, max_shard_size="30KB")
+        assert {tensor.dtype for tensor in tensors_of(folder).values()} == {dtype}
+        ours = load_hf(folder)
+        theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        want = theirs(torch.arange(50).view(1, 50)).logits
+        got = ours(torch.arange(50).view(1, 50))
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
