@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 EXIT_CONFIG = 2
 EXIT_TRAINING = 3
+EXIT_SAVE = 4
 
 
 class ConfigError(ValueError):
@@ -23,6 +24,10 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training went wrong and cannot go on. Raised on every rank."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, and the job is not to go on, or is over."""
 
 
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:

@@ -369,8 +369,15 @@ class Checkpoint(Section):
     keep_latest_k: NonNegativeInt = 10
     """Checkpoints to keep; older ones are deleted. 0: all."""
 
+    keep_every_n_steps: NonNegativeInt = 0
+    """Checkpoints of steps that this divides are never deleted. 0: no such."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to resume from. -1: the newest."""
+    """Step to resume from. -1: the newest that is not damaged."""
+
+    on_save_failure: Literal["warn", "stop"] = "warn"
+    """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
+    it warns and goes on, or stops with exit code 4. That of the last step always stops it."""
 
 
 class Metrics(Section):
