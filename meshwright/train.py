@@ -154,7 +154,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     lr_at, health = learning_rate(config), Health.on(device)
     reduction = config.parallelism.fsdp_reduce_gradients
 
-    with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
+    with (
+        build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler,
+        checkpoints,
+    ):
         for step in range(saved["step"] + 1, steps + 1):
             asked = time.perf_counter()
             data = next(loader, None)
@@ -198,6 +201,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                     loss = result.loss.item()
                     manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources, loss)
                     checkpoints.save(step, tensors, manifest, is_last)
+            checkpoints.poll()
             if is_first or is_validated:
                 set_timeout(meshes, config.comm.train_timeout_seconds)
             if step % config.training.gc_freq == 0:

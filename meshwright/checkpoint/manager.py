@@ -1,17 +1,21 @@
 """When a job saves, and what it finds when it starts."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.staging import StagedPlanner, Staging
+from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
@@ -30,7 +34,8 @@ class HasTensors(Protocol):
 class CheckpointManager:
     """Saves every so many steps, keeps the newest, loads on any number of ranks.
 
-    Every method is collective: all ranks of the job must call it.
+    Every method is collective: all ranks of the job must call it. As a context it ends when the
+    checkpoint that is being written has been.
     """
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
@@ -38,6 +43,30 @@ class CheckpointManager:
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._staging, self._process = None, None
+        if config.enable and config.async_mode != "disabled":
+            self._staging = Staging()
+            # one thread for all saves: no two of them are ever under way
+            self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
+            self._in_flight: Future[None] | None = None
+            if config.async_mode == "process":
+                self._process = WriteProcess(self._staging)
+
+    def __enter__(self) -> "CheckpointManager":
+        if self._process is not None:
+            self._writing.submit(self._process.start)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            logger.error("%s", error)  # and what ended the job goes on its way
+        finally:
+            if self._process is not None:
+                self._process.close()
 
     def find(self) -> dict[str, Any] | None:
         """The manifest of the checkpoint to resume from, every byte of which was compared with its
@@ -130,15 +159,71 @@ class CheckpointManager:
     ) -> None:
         """Write a checkpoint that appears under its name only when it is complete.
 
+        With an `async_mode`, copy what is to be written, and return: a later call, of `poll` at
+        the latest, raises what becomes of it. Waits for the one before.
+
         Raises:
             SaveError: on every rank, if it could not be written, and it is the last or
                 `on_save_failure` says so; else that is a warning.
         """
+        if self._staging is None:
+            writer = CommittingWriter(self._folder, step, manifest)
+            self._write(step, state.state_dict(), writer, None, is_last)
+            return
+        self._wait()
+        start = time.perf_counter()
+        tensors = state.state_dict()
+        self._staging.take(tensors)
+        if self._process is None:
+            writer = CommittingWriter(self._folder, step, manifest)
+        else:
+            writer = RemoteWriter(self._folder, step, manifest, self._process)
+        self._in_flight = self._writing.submit(
+            self._write, step, tensors, writer, self._staging, is_last
+        )
+        seconds = time.perf_counter() - start
+        logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._staging is not None and not (self._in_flight is None or self._in_flight.done())
+
+    def poll(self) -> None:
+        """Raise what has become of a save in the background; waits for nothing."""
+        if self._staging is not None and self._in_flight is not None and self._in_flight.done():
+            done, self._in_flight = self._in_flight, None
+            done.result()
+
+    def _wait(self) -> None:
+        """Wait for the save in the background, and raise what has become of it."""
+        if self._staging is None or self._in_flight is None:
+            return
+        if not self._in_flight.done():
+            start = time.perf_counter()
+            wait([self._in_flight])
+            seconds = time.perf_counter() - start
+            logger.info("waited %.1f s for the checkpoint that was being written", seconds)
+        self.poll()
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        writer: CommittingWriter,
+        staging: Staging | None,
+        is_last: bool,
+    ) -> None:
+        """Write `tensors`, or their copies in `staging`. In the background, nothing else may use
+        the process group meanwhile."""
         start = time.perf_counter()
         try:
+            if staging is not None:
+                staging.wait()
             dcp.save(
-                state.state_dict(),
-                storage_writer=CommittingWriter(self._folder, step, manifest),
+                tensors,
+                storage_writer=writer,
+                planner=None if staging is None else StagedPlanner(staging.tensors),
                 process_group=self._group,
             )
         except CheckpointException as error:
@@ -177,3 +262,10 @@ class CheckpointManager:
         for step in spared:
             checkpoint = commit.step_folder(self._folder, step)
             logger.info("%s is being read: it is deleted another time", checkpoint)
+
+
+def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
+    """What a new thread has to call so as not to begin on the first device, and its arguments."""
+    if not torch.accelerator.is_available():
+        return ()
+    return torch.accelerator.set_device_index, (torch.accelerator.current_device_index(),)

@@ -375,6 +375,10 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
+    async_mode: Literal["disabled", "thread", "process"] = "disabled"
+    """Write checkpoints while training goes on, from a copy in host memory as large as the rank's
+    part: in a thread of the rank, or in a process of its own, which does not slow its Python."""
+
     on_save_failure: Literal["warn", "stop"] = "warn"
     """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
     it warns and goes on, or stops with exit code 4. That of the last step always stops it."""
