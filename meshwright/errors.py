@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 EXIT_CONFIG = 2
 EXIT_TRAINING = 3
+EXIT_SAVE = 4
 
 
 class ConfigError(ValueError):
@@ -22,11 +23,15 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
         """Exceptions are pickled by their message alone; this one has to come from a worker."""
-        return type(self), (self.key, str(self))
+        return ConfigError, (self.key, str(self))
 
 
 class TrainingError(RuntimeError):
     """Training went wrong and cannot go on. Raised on every rank."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, and the job is not to go on, or is over."""
 
 
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:

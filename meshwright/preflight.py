@@ -133,7 +133,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         resume_step=resume_step or 0,
     )
     if resume_step is not None:
-        _check_checkpoint(plan)
+        check_checkpoint(plan)
     elif config.checkpoint.initial_load_path:
         check_initial(config.checkpoint, spec.hf, model_args)
     return plan
@@ -282,7 +282,7 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def _check_checkpoint(plan: Plan) -> None:
+def check_checkpoint(plan: Plan) -> None:
     """The checkpoint to resume from must be of the model and the data that are to be used."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = commit.read_manifest(checkpoint)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import json
+import math
 import os
 import signal
 import sys
@@ -31,7 +33,14 @@ from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
-from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING, ConfigError, TrainingError
+from meshwright.errors import (
+    EXIT_CONFIG,
+    EXIT_SAVE,
+    EXIT_TRAINING,
+    ConfigError,
+    SaveError,
+    TrainingError,
+)
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.models.counting import num_params
@@ -40,7 +49,7 @@ from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
-from meshwright.preflight import Plan, preflight
+from meshwright.preflight import Plan, check_checkpoint, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import NEVER, Health, train_step
 from meshwright.supervise import die_with_parent
@@ -60,6 +69,9 @@ def main() -> None:
     except TrainingError as error:
         logger.error("stopped: %s", error)
         code = EXIT_TRAINING
+    except SaveError as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_SAVE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except Exception:
@@ -67,7 +79,7 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (EXIT_CONFIG, EXIT_TRAINING) and int(os.environ.get("RANK", "0")) > 0:
+    if code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE) and int(os.environ.get("RANK", "0")) > 0:
         time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
@@ -97,6 +109,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     check_device(config, device.type)
     start_process_group(device, config.comm.init_timeout_seconds)
+    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
+    found = checkpoints.find()
+    if found is not None and found["step"] != plan.resume_step:  # what that read was too little
+        plan = dataclasses.replace(plan, resume_step=found["step"])
+        check_checkpoint(plan)
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -121,12 +138,12 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    saved = checkpoints.load(tensors)
+    saved = found
     if saved is None:
         set_first_values(plan, model)
         saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
     else:
+        checkpoints.load(tensors, saved)
         _check_same_content(saved, sources)
         for stage in model.stages:
             stage.init_buffers()
@@ -136,7 +153,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     lr_at, health = learning_rate(config), Health.on(device)
     reduction = config.parallelism.fsdp_reduce_gradients
 
-    with build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler:
+    with (
+        build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler,
+        checkpoints,
+    ):
         for step in range(saved["step"] + 1, steps + 1):
             asked = time.perf_counter()
             data = next(loader, None)
@@ -178,8 +198,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             if is_due:
                 with reporter.paused():
                     cursor = whole_cursor(data.cursor)
-                    manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources)
-                    checkpoints.save(step, tensors, manifest)
+                    loss = result.loss.item()
+                    manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources, loss)
+                    checkpoints.save(step, tensors, manifest, is_last)
+            checkpoints.poll()
             if is_first or is_validated:
                 set_timeout(meshes, config.comm.train_timeout_seconds)
             if step % config.training.gc_freq == 0:
@@ -266,12 +288,18 @@ def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) ->
 
 
 def _manifest(
-    plan: Plan, step: int, tokens_seen: int, cursor: Cursor, sources: Sequence[OpenSource]
+    plan: Plan,
+    step: int,
+    tokens_seen: int,
+    cursor: Cursor,
+    sources: Sequence[OpenSource],
+    loss: float,
 ) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
     return {
         "step": step,
         "tokens_seen": tokens_seen,
+        "loss": loss if math.isfinite(loss) else None,
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
@@ -281,4 +309,6 @@ def _manifest(
         "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+        # JSON has no word for infinity
+        "config": json.loads(json.dumps(plan.config.model_dump(mode="json")), parse_constant=str),
     }

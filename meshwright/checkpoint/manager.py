@@ -1,17 +1,24 @@
 """When a job saves, and what it finds when it starts."""
 
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.staging import StagedPlanner, Staging
+from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
+from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, SaveError
 from meshwright.log import logger
 
 PATIENCE = timedelta(hours=1)
@@ -27,7 +34,8 @@ class HasTensors(Protocol):
 class CheckpointManager:
     """Saves every so many steps, keeps the newest, loads on any number of ranks.
 
-    Every method is collective: all ranks of the job must call it.
+    Every method is collective: all ranks of the job must call it. As a context it ends when the
+    checkpoint that is being written has been.
     """
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
@@ -35,77 +43,229 @@ class CheckpointManager:
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._staging, self._process = None, None
+        if config.enable and config.async_mode != "disabled":
+            self._staging = Staging()
+            # one thread for all saves: no two of them are ever under way
+            self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
+            self._in_flight: Future[None] | None = None
+            if config.async_mode == "process":
+                self._process = WriteProcess(self._staging)
 
-    def load(self, state: HasTensors) -> dict[str, Any] | None:
-        """Restore `state` in place from the checkpoint to resume from.
+    def __enter__(self) -> "CheckpointManager":
+        if self._process is not None:
+            self._writing.submit(self._process.start)
+        return self
 
-        Later checkpoints than that, if `load_step` names an earlier one, are set aside.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            logger.error("%s", error)  # and what ended the job goes on its way
+        finally:
+            if self._process is not None:
+                self._process.close()
 
-        Returns:
-            The manifest that was saved with it; None if there is nothing to resume from.
+    def find(self) -> dict[str, Any] | None:
+        """The manifest of the checkpoint to resume from, every byte of which was compared with its
+        checksum, a part of the files on each rank; None if there is nothing to resume from.
+
+        Those that are damaged are named in the log, and passed over for the newest that is not.
 
         Raises:
-            ConfigError: if a tensor is missing or its shape differs, or if ranks do not see the
-                same checkpoints; `state` is as it was.
+            ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
+                not see the same checkpoints.
         """
         if not self._config.enable:
             return None
-        step = commit.choose_step(self._folder, self._config.load_step)
-        seen: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, step, group=self._group)
-        if any(theirs != step for theirs in seen):
-            raise ConfigError(
-                "job.dump_folder",
-                f"{self._folder}: ranks see different checkpoints there: {seen}"
-                "\n  fix: put job.dump_folder on a file system that all machines share",
-            )
-        if step is None:
-            return None
-        folder = commit.step_folder(self._folder, step)
-        start = time.perf_counter()
-        wanted = state.state_dict()
-        reader = dcp.FileSystemReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        # a rank that was not there when the checkpoint was written keeps the RNG it has
-        wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
-        for name, tensor in wanted.items():
-            theirs = tuple(getattr(saved.get(name), "size", ()))
-            if name not in saved or theirs != tuple(tensor.shape):
-                found = f"has shape {theirs} there" if name in saved else "is not in it"
+        damaged: dict[int, str] = {}
+        while True:
+            choice = commit.choose(self._folder, self._config.load_step, damaged)
+            steps = self._gather(choice.step)
+            if any(step != choice.step for step in steps):
                 raise ConfigError(
-                    "checkpoint.folder",
-                    f"checkpoint {folder} is of another model: {name} has shape "
-                    f"{tuple(tensor.shape)} here and {found}"
-                    "\n  fix: use another job.dump_folder, or the model it was saved from",
+                    "job.dump_folder",
+                    f"{self._folder}: ranks see different checkpoints there: {steps}"
+                    "\n  fix: put job.dump_folder on a file system that all machines share",
                 )
-        dcp.load(wanted, storage_reader=reader, process_group=self._group)
+            if choice.step is None:
+                return None
+            checkpoint = commit.step_folder(self._folder, choice.step)
+            names = sorted(choice.manifest["files"])
+            mine = names[dist.get_rank() :: dist.get_world_size()]
+            with commit.being_read(checkpoint):
+                wrong = self._gather(commit.verify(checkpoint, choice.manifest, mine))
+            if not any(wrong):
+                break
+            damaged[choice.step] = "; ".join(what for of_rank in wrong for what in of_rank)
+        if self._is_first_rank:
+            for step, what in choice.passed_over.items():
+                logger.warning(
+                    "passed over %s, which is damaged: %s",
+                    commit.step_folder(self._folder, step),
+                    what,
+                )
+        return choice.manifest
+
+    def _gather(self, mine: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return gathered
+
+    def load(self, state: HasTensors, manifest: Mapping[str, Any]) -> None:
+        """Restore `state` in place from the checkpoint that `find` found.
+
+        Later ones, damaged or not wanted, are set aside.
+
+        Args:
+            manifest: what `find` gave.
+
+        Raises:
+            ConfigError: if a tensor is missing or its shape differs; `state` is as it was.
+        """
+        folder = commit.step_folder(self._folder, manifest["step"])
+        start = time.perf_counter()
+        with commit.being_read(folder):
+            wanted = state.state_dict()
+            reader = dcp.FileSystemReader(folder)
+            saved = reader.read_metadata().state_dict_metadata
+            # a rank that was not there when the checkpoint was written keeps the RNG it has
+            wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
+            for name, tensor in wanted.items():
+                theirs = tuple(getattr(saved.get(name), "size", ()))
+                if name not in saved or theirs != tuple(tensor.shape):
+                    found = f"has shape {theirs} there" if name in saved else "is not in it"
+                    raise ConfigError(
+                        "checkpoint.folder",
+                        f"checkpoint {folder} is of another model: {name} has shape "
+                        f"{tuple(tensor.shape)} here and {found}"
+                        "\n  fix: use another job.dump_folder, or the model it was saved from",
+                    )
+            dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
         if self._is_first_rank:
-            for path in commit.set_aside_later(self._folder, step):
+            for path in commit.set_aside_later(self._folder, manifest["step"]):
                 logger.info("set aside a later checkpoint as %s", path)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
-        return commit.read_manifest(folder)
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
         return self._config.enable and (is_last or step % self._config.interval == 0)
 
-    def save(self, step: int, state: HasTensors, manifest: dict[str, Any]) -> None:
-        """Write a checkpoint that appears under its name only when it is complete."""
+    def save(
+        self, step: int, state: HasTensors, manifest: Mapping[str, Any], is_last: bool
+    ) -> None:
+        """Write a checkpoint that appears under its name only when it is complete.
+
+        With an `async_mode`, copy what is to be written, and return: a later call, of `poll` at
+        the latest, raises what becomes of it. Waits for the one before.
+
+        Raises:
+            SaveError: on every rank, if it could not be written, and it is the last or
+                `on_save_failure` says so; else that is a warning.
+        """
+        if self._staging is None:
+            writer = CommittingWriter(self._folder, step, manifest)
+            self._write(step, state.state_dict(), writer, None, is_last)
+            return
+        self._wait()
         start = time.perf_counter()
-        unfinished = commit.unfinished_folder(self._folder, step)
-        if self._is_first_rank:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            commit.clean_up(self._folder)
-        dist.barrier(self._group)
-        dcp.save(
-            state.state_dict(),
-            storage_writer=dcp.FileSystemWriter(unfinished),
-            process_group=self._group,
+        tensors = state.state_dict()
+        self._staging.take(tensors)
+        if self._process is None:
+            writer = CommittingWriter(self._folder, step, manifest)
+        else:
+            writer = RemoteWriter(self._folder, step, manifest, self._process)
+        self._in_flight = self._writing.submit(
+            self._write, step, tensors, writer, self._staging, is_last
         )
-        if self._is_first_rank:
-            commit.publish(self._folder, step, manifest)
-            commit.keep_latest(self._folder, self._config.keep_latest_k)
-        dist.barrier(self._group)
+        seconds = time.perf_counter() - start
+        logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._staging is not None and not (self._in_flight is None or self._in_flight.done())
+
+    def poll(self) -> None:
+        """Raise what has become of a save in the background; waits for nothing."""
+        if self._staging is not None and self._in_flight is not None and self._in_flight.done():
+            done, self._in_flight = self._in_flight, None
+            done.result()
+
+    def _wait(self) -> None:
+        """Wait for the save in the background, and raise what has become of it."""
+        if self._staging is None or self._in_flight is None:
+            return
+        if not self._in_flight.done():
+            start = time.perf_counter()
+            wait([self._in_flight])
+            seconds = time.perf_counter() - start
+            logger.info("waited %.1f s for the checkpoint that was being written", seconds)
+        self.poll()
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        writer: CommittingWriter,
+        staging: Staging | None,
+        is_last: bool,
+    ) -> None:
+        """Write `tensors`, or their copies in `staging`. In the background, nothing else may use
+        the process group meanwhile."""
+        start = time.perf_counter()
+        try:
+            if staging is not None:
+                staging.wait()
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                planner=None if staging is None else StagedPlanner(staging.tensors),
+                process_group=self._group,
+            )
+        except CheckpointException as error:
+            self._give_up(step, error, is_last)
+            return
         folder = commit.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)
+        if self._is_first_rank:
+            self._retire()
+
+    def _give_up(self, step: int, error: CheckpointException, is_last: bool) -> None:
+        """What a failed save leaves behind; every rank knows what failed on any."""
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+        if not all(isinstance(failure, OSError) for failure in failures.values()):
+            raise RuntimeError(f"saving step {step}") from error
+        if self._is_first_rank:
+            commit.discard(self._folder, step)
+        rank, failure = min(failures.items())
+        what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"
+        if is_last:
+            raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
+        if self._config.on_save_failure == "stop":
+            raise SaveError(f'{what} (checkpoint.on_save_failure = "stop")')
+        steps = commit.saved_steps(self._folder)
+        newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
+        logger.warning("%s; training goes on; %s", what, newest)
+
+    def _retire(self) -> None:
+        """Delete what is no longer wanted; that it cannot be deleted harms no one."""
+        config = self._config
+        try:
+            spared = commit.retire(self._folder, config.keep_latest_k, config.keep_every_n_steps)
+        except OSError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return
+        for step in spared:
+            checkpoint = commit.step_folder(self._folder, step)
+            logger.info("%s is being read: it is deleted another time", checkpoint)
+
+
+def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
+    """What a new thread has to call so as not to begin on the first device, and its arguments."""
+    if not torch.accelerator.is_available():
+        return ()
+    return torch.accelerator.set_device_index, (torch.accelerator.current_device_index(),)

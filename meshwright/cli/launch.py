@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from meshwright.errors import EXIT_CONFIG, EXIT_TRAINING
+from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_TRAINING
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def _report(error: ChildFailedError) -> NoReturn:
     # what `record` in train.py has caught, if the rank got that far
     recorded = (failure.error_file_data or {}).get("message")
     caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):
+    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE):
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
             print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
         sys.exit(failure.exitcode)
@@ -50,7 +50,7 @@ def _report(error: ChildFailedError) -> NoReturn:
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
     """Sorts the failed rank that is the cause before those that fell because of it."""
-    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING):
+    if failure.exitcode in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE):
         kind = 0
     elif failure.exitcode == -signal.SIGTERM:  # torchrun's, to the ranks that are left
         kind = 3

@@ -369,8 +369,19 @@ class Checkpoint(Section):
     keep_latest_k: NonNegativeInt = 10
     """Checkpoints to keep; older ones are deleted. 0: all."""
 
+    keep_every_n_steps: NonNegativeInt = 0
+    """Checkpoints of steps that this divides are never deleted. 0: no such."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to resume from. -1: the newest."""
+    """Step to resume from. -1: the newest that is not damaged."""
+
+    async_mode: Literal["disabled", "thread", "process"] = "disabled"
+    """Write checkpoints while training goes on, from a copy in host memory as large as the rank's
+    part: in a thread of the rank, or in a process of its own, which does not slow its Python."""
+
+    on_save_failure: Literal["warn", "stop"] = "warn"
+    """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
+    it warns and goes on, or stops with exit code 4. That of the last step always stops it."""
 
     initial_load_path: InputPath = ""
     """Folder of the weights that the job starts from, where the dump folder holds no checkpoint to

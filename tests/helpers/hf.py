@@ -13,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.models.llama import LlamaArgs, RopeScaling, hf
 from meshwright.models.llama.model import Llama
+from tests.helpers.checkpoints import BARE, records_of
 
 # 259 rows: uneven on 2 and on 4 ranks, and room for the byte tokenizer's 258
 SMALL = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=259)
@@ -83,18 +85,27 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_checkpoint(folder: Path, model: nn.Module, args: LlamaArgs, step: int = 5) -> Path:
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    args: LlamaArgs,
+    step: int = 5,
+    tokenizer_path: str = "bytes",
+) -> Path:
     """The model's part of a checkpoint. Collective, if there are ranks."""
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
-    manifest = {
+    manifest = BARE | {
         "step": step,
         "model_name": "llama",
         "model_args": dataclasses.asdict(args),
-        "tokenizer_path": "bytes",
-        "data_identity": {"training.seq_len": 64, "model.tokenizer_path": "bytes"},
+        "tokenizer_path": tokenizer_path,
+        "data_identity": {
+            "training.seq_len": 64,
+            "model.tokenizer_path": build_tokenizer(tokenizer_path).fingerprint,
+        },
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        commit.publish(folder, step, manifest)
+        commit.publish(folder, step, manifest, records_of(commit.unfinished_folder(folder, step)))
     return commit.step_folder(folder, step)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
-from tests.helpers.files import tree
+from tests.helpers.files import flip_bit, tree
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "run_llama_train.sh"
@@ -408,6 +410,107 @@ def test_an_earlier_checkpoint_can_be_gone_on_from(uninterrupted: Path, tmp_path
     assert losses(folder) == losses(uninterrupted)
     names = {path.name for path in (folder / "checkpoint").iterdir()}
     assert names == {"step-15", "step-20", "step-20.aside0"}
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    checkpoints = folder / "checkpoint"
+    with small_disk(checkpoints, size="5m"):  # of 2 MB each
+        result = launch(folder, "--checkpoint.keep_latest_k", 3)
+        assert result.returncode == 4, result.stdout + result.stderr
+        for said in (
+            "15 could not be written: rank",
+            "No space left on device",
+            "training goes on",
+        ):
+            assert said in result.stdout
+        assert result.stdout.count("No space left on device") == 2  # for steps 15 and 20
+        assert "it was the last of the job" in result.stdout
+        assert losses(folder) == losses(uninterrupted)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-10", "step-5"]
+
+        subprocess.run(["mount", "-o", "remount,size=50m", checkpoints], check=True)
+        # and the newest goes bad
+        flip_bit(checkpoints / "step-10" / "__0_0.distcp", 1_000_000)
+        again = launch(folder)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "step-10, which is damaged: the content of __0_0.distcp" in again.stdout
+        assert f"resumed from {checkpoints / 'step-5'} in" in again.stdout
+        assert losses(folder) == losses(uninterrupted)
+        assert commit.saved_steps(checkpoints) == [15, 20]
+
+
+def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, tmp_path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
+    flip_bit(folder / "checkpoint/step-15/__1_0.distcp", 1_000_000)
+    (folder / "checkpoint/step-20/checkpoint.json").write_text('{"step": 20}')
+    before = tree(folder)
+    for step, what in ((15, "the content of __1_0.distcp has changed"), (20, "has no key 'crc32'")):
+        result = launch(folder, "--checkpoint.load_step", step)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert result.stderr.count("meshwright:") == 1
+        assert f"step-{step} is damaged: " in result.stderr
+        assert what in result.stderr
+        assert "Traceback" not in result.stderr
+    assert tree(folder) == before
+
+
+def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    """A save at every step: there is hardly a moment without one."""
+    folder = tmp_path / "out"
+    options = ("--checkpoint.interval", 1, "--checkpoint.async_mode")
+    process = subprocess.Popen(
+        command(folder, *options, "process", "--checkpoint.keep_latest_k", 3),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    checkpoints = folder / "checkpoint"
+    wait_for(lambda: commit.saved_steps(checkpoints), "a checkpoint")
+    assert len(writers()) == 2
+    time.sleep(0.7)
+    os.kill(ranks_of(folder)[-1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_for(lambda: not writers(), "the end of the processes that write", seconds=5)
+    steps = commit.saved_steps(checkpoints)
+    assert 0 < len(steps) <= 4  # the oldest may be about to go
+    assert max(losses(folder)) < 20, "it was over before it was killed"
+    for step in steps:
+        manifest = commit.inspect(commit.step_folder(checkpoints, step))
+        checked = commit.verify(commit.step_folder(checkpoints, step), manifest, manifest["files"])
+        assert checked == []
+
+    again = launch(folder, *options, "thread")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"resumed from {checkpoints}/step-{steps[-1]} " in again.stdout
+    assert losses(folder) == losses(uninterrupted)
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step-19", "step-20"]
+    assert not writers()
+
+
+def writers() -> list[Path]:
+    """Processes that write for a rank."""
+    return [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"meshwright.checkpoint.write_process" in path.read_bytes().split(b"\0")
+    ]
 
 
 @pytest.mark.parametrize("shown", ["x", "2"])

@@ -1,18 +1,35 @@
 """What counts as a checkpoint, whenever the writer was killed."""
 
+import json
+import random
+import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.errors import ConfigError
+from tests.helpers.checkpoints import BARE
+from tests.helpers.files import flip_bit
 
 
-def save(folder: Path, step: int, text: str = "") -> None:
+def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
     unfinished = commit.unfinished_folder(folder, step)
     unfinished.mkdir(parents=True)
     (unfinished / "tensors").write_text(text)
-    commit.publish(folder, step, {"step": step})
+    record = {"bytes": len(text), "crc32": f"{zlib.crc32(text.encode()):08x}"}
+    commit.publish(folder, step, BARE | {"step": step} | manifest, {"tensors": record})
+    return commit.step_folder(folder, step)
+
+
+def damage(checkpoint: Path) -> list[str]:
+    """Everything that a load would find."""
+    try:
+        manifest = commit.inspect(checkpoint)
+    except commit.DamagedError as error:
+        return [error.what]
+    return commit.verify(checkpoint, manifest, list(manifest["files"]))
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
@@ -57,28 +74,132 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
         save(tmp_path, step)
     assert len(commit.set_aside_later(tmp_path, 4)) == 2
     save(tmp_path, 5)
-    commit.keep_latest(tmp_path, 1)
+    commit.retire(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [5]
     assert (tmp_path / "step-8.aside0").is_dir()
 
 
-def test_a_damaged_manifest_is_a_config_error(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    manifest = tmp_path / "step-5" / "checkpoint.json"
-    manifest.write_text("{")
-    with pytest.raises(ConfigError, match="checkpoint.json: cannot be read"):
-        commit.read_manifest(tmp_path / "step-5")
-    manifest.unlink()
-    (tmp_path / "step-6").write_text("a file")
-    assert commit.saved_steps(tmp_path) == []
+def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
+    """benchmarks/checkpoint.py does the same to a checkpoint of a job."""
+    rng = random.Random(0)
+    checkpoint = save(tmp_path, 5, "".join(rng.choices("abc", k=300)), data={"a": 0.1, "b": "é"})
+    assert damage(checkpoint) == []
+    for path in checkpoint.iterdir():
+        for _ in range(200):
+            position = rng.randrange(8 * path.stat().st_size)
+            flip_bit(path, position)
+            assert damage(checkpoint), f"{path.name}, bit {position}"
+            flip_bit(path, position)
+    assert damage(checkpoint) == []
+
+
+def cut(checkpoint: Path) -> None:
+    (checkpoint / "tensors").write_text("tens")
+
+
+def lose(checkpoint: Path) -> None:
+    (checkpoint / "tensors").unlink()
+
+
+def lose_manifest(checkpoint: Path) -> None:
+    (checkpoint / commit.MANIFEST).unlink()
+
+
+def no_json(checkpoint: Path) -> None:
+    (checkpoint / commit.MANIFEST).write_text("{")
+
+
+def no_table(checkpoint: Path) -> None:
+    (checkpoint / commit.MANIFEST).write_text("[]")
+
+
+def lose_key(checkpoint: Path) -> None:
+    path = checkpoint / commit.MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["data_identity"]
+    path.write_text(json.dumps(manifest))
+
+
+def wrong_kind(checkpoint: Path) -> None:
+    path = checkpoint / commit.MANIFEST
+    path.write_text(path.read_text().replace('"step": 15', '"step": "x"'))
+
+
+HARM = {
+    cut: "tensors has 4 bytes, but 7 were saved",
+    lose: "tensors: No such file",
+    lose_manifest: "checkpoint.json cannot be read: ",
+    no_json: "checkpoint.json cannot be read: ",
+    no_table: "checkpoint.json is no table",
+    lose_key: "checkpoint.json has no key 'data_identity'",
+    wrong_kind: "checkpoint.json: step is not what it should be",
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path, harm) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step, "tensors")
+    harm(tmp_path / "step-15")
+    choice = commit.choose(tmp_path, -1)
+    assert choice.step == choice.manifest["step"] == 10
+    assert list(choice.passed_over) == [15]
+    assert HARM[harm] in choice.passed_over[15]
+    with pytest.raises(ConfigError, match="load_step: checkpoint .*step-15 is damaged") as error:
+        commit.choose(tmp_path, 15)
+    assert HARM[harm] in str(error.value)
+
+    choice = commit.choose(tmp_path, -1, damaged={10: "content"})
+    assert choice.step == 5
+    assert list(choice.passed_over) == [15, 10]
+    with pytest.raises(ConfigError, match="every checkpoint in .* step-5: worse") as error:
+        commit.choose(tmp_path, -1, damaged={10: "content", 5: "worse"})
+    assert error.value.key == "job.dump_folder"
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 100, 20):
         save(tmp_path, step)
-    commit.keep_latest(tmp_path, 0)
+    commit.retire(tmp_path, 0)
     assert commit.saved_steps(tmp_path) == [5, 10, 20, 100]
-    commit.keep_latest(tmp_path, 3)
+    commit.retire(tmp_path, 3)
     assert commit.saved_steps(tmp_path) == [10, 20, 100]
-    commit.keep_latest(tmp_path, 1)
+    commit.retire(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
+
+
+def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        save(tmp_path, step, loss=None if step > 50 else 1.0)
+    lose(tmp_path / "step-50")
+    commit.retire(tmp_path, 1, keep_every_n_steps=20)
+    assert commit.saved_steps(tmp_path) == [20, 40, 60, 70]
+    commit.retire(tmp_path, 1)
+    assert commit.saved_steps(tmp_path) == [40, 70]  # neither 60 nor 70 has a finite loss
+    save(tmp_path, 80)
+    commit.retire(tmp_path, 1)
+    assert commit.saved_steps(tmp_path) == [80]
+
+
+def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    with commit.being_read(tmp_path / "step-10"), commit.being_read(tmp_path / "step-10"):
+        assert commit.retire(tmp_path, 1) == [10]
+        assert commit.saved_steps(tmp_path) == [10, 15]
+    assert commit.retire(tmp_path, 1) == []
+    assert commit.saved_steps(tmp_path) == [15]
+    with pytest.raises(ConfigError, match="step-10 is damaged"):
+        commit.being_read(tmp_path / "step-10").__enter__()
+
+
+def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path: Path, monkeypatch) -> None:
+    checkpoint = save(tmp_path, 5)
+
+    def delete_first(file: object, kind: int) -> bool:
+        shutil.rmtree(checkpoint)
+        return True
+
+    monkeypatch.setattr(commit, "_lock", delete_first)
+    with pytest.raises(ConfigError, match="another job has just deleted it"):
+        commit.being_read(checkpoint).__enter__()

@@ -13,6 +13,7 @@ from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
 from meshwright.models.llama import FLAVORS
 from meshwright.preflight import preflight
+from tests.helpers.checkpoints import BARE
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs" / "debug_model.toml"
@@ -306,7 +307,7 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
         "data_identity": plan.data_identity,
         "frozen": sorted(plan.frozen),
     }
-    commit.publish(plan.checkpoint_folder, 5, manifest)
+    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
     assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
     more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
     assert preflight(more, 1).resume_step == 5
@@ -427,7 +428,7 @@ def test_a_mixture_and_its_paths(toml, tmp_path) -> None:
 
 
 def test_a_list_that_is_replaced_leaves_no_lines_behind(toml) -> None:
-    toml(HEAD + PART + "weight = 1\nname = \"x\"\n", "base.toml")
+    toml(HEAD + PART + 'weight = 1\nname = "x"\n', "base.toml")
     child = 'extends = "base.toml"\n[[training.datasets]]\ndataset = "json"\nweight = 1\n'
     assert "a.toml:2: training.datasets.0.dataset_path" in error_of(toml(child))
     given = "--training.datasets=[{dataset='json', weight=1.0}]"
@@ -445,7 +446,8 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
         "model_args": dataclasses.asdict(plan.model_args),
         "data_identity": plan.data_identity,
     }
-    save_empty(tmp_path / "out/checkpoint", manifest)
+    commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
+    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
     assert "training.datasets.1 = None: checkpoint" in error

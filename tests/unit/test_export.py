@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import meshwright.checkpoint.export
 import meshwright.checkpoint.hf_write
-from meshwright.checkpoint import commit
 from meshwright.cli.export import main as export
 from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.errors import ConfigError
@@ -77,11 +76,7 @@ def test_the_tokenizer_comes_along(tmp_path) -> None:
     (source / "notes.txt").write_text("not a tokenizer's")
     args = dataclasses.replace(SMALL, vocab_size=402)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args)
-    manifest = json.loads((checkpoint / commit.MANIFEST).read_text())
-    manifest["tokenizer_path"] = str(file)
-    manifest["data_identity"]["model.tokenizer_path"] = build_tokenizer(str(file)).fingerprint
-    (checkpoint / commit.MANIFEST).write_text(json.dumps(manifest))
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=str(file))
     export([str(checkpoint), str(tmp_path / "out")])
     copied = ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
     for name in copied:

@@ -1,0 +1,133 @@
+"""A copy of a rank's tensors in host memory, from which a checkpoint is written while training
+goes on."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from meshwright.log import logger
+
+ALIGNMENT = 64  # bytes, of a cache line
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the memory a tensor is."""
+
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def tensor(self, memory: mmap.mmap) -> Tensor:
+        """The tensor there; its storage is exactly as long as it, as torch.save wants it."""
+        if self.num_bytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        count = self.num_bytes // self.dtype.itemsize
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
+        return flat.as_strided(self.shape, self.stride)
+
+
+Layout = dict[str, Place]
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
+    """A place for each, one after the other, and the bytes that all take."""
+    # strides as a clone's: those of a tensor without gaps stay as they are
+    likes = [torch.empty_like(tensor, device="meta") for tensor in tensors.values()]
+    sizes = (-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes)
+    *offsets, total = accumulate(sizes, initial=0)
+    return {
+        name: Place(offset, like.dtype, tuple(like.shape), like.stride())
+        for name, offset, like in zip(tensors, offsets, likes, strict=True)
+    }, total
+
+
+def open_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """The memory behind `descriptor`, all of it present."""
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+class Staging:
+    """Memory for one copy, taken at the first save and used again for every other.
+
+    It is a file without a name, so that another process can be given it, and pinned where there
+    is a CUDA device. (Not in /dev/shm, which in containers is often of 64 MiB.)
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("meshwright-checkpoint")
+        self.layout: Layout = {}
+        self.num_bytes = 0
+        self._memory: mmap.mmap | None = None
+        self.tensors: dict[str, Tensor] = {}
+        """The copies, by name."""
+        self._copied: list[torch.Event] = []
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of `state`, as it is at this point of the device's work.
+
+        Returns before a device has done so: see `wait`.
+        """
+        local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+        layout, num_bytes = _lay_out(local)
+        if layout != self.layout:
+            self._allocate(layout, num_bytes)
+        with torch.no_grad():
+            for name, tensor in local.items():
+                self.tensors[name].copy_(tensor, non_blocking=True)
+        self._copied = []
+        for device in {tensor.device for tensor in local.values()} - {torch.device("cpu")}:
+            event = torch.Event(device)
+            event.record()
+            self._copied.append(event)
+
+    def wait(self) -> None:
+        """Wait until what `take` was given may be read."""
+        for event in self._copied:
+            event.synchronize()
+
+    def _allocate(self, layout: Layout, num_bytes: int) -> None:
+        self.tensors = {}
+        if num_bytes != self.num_bytes:
+            if self._memory is not None and torch.cuda.is_available():
+                torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
+            os.ftruncate(self.descriptor, num_bytes)
+            self._memory = open_memory(self.descriptor, num_bytes)
+            if torch.cuda.is_available():
+                address = _address(self._memory)
+                if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)):
+                    logger.warning("%d bytes could not be pinned: copies are slower", num_bytes)
+        assert self._memory is not None
+        memory = self._memory
+        self.tensors = {name: place.tensor(memory) for name, place in layout.items()}
+        self.layout, self.num_bytes = layout, num_bytes
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans from the tensors of the job, of which it reads no value; writes their copies."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The copy, whichever part of the tensor it is: a rank holds one part of each."""
+        return self._copies[index.fqn]

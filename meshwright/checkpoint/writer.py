@@ -1,0 +1,144 @@
+"""Writes a checkpoint's files by way of torch's own writer, and publishes them when all are there.
+
+A `StorageWriter` of torch.distributed.checkpoint: what fails on one rank, in any of its methods, is
+gathered by `dcp.save` and raised on all.
+"""
+
+import io
+import os
+import zlib
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshwright.checkpoint import commit
+
+FLUSH_BYTES = 16 * 2**20
+
+
+class WriteResults(list[WriteResult]):
+    """What torch wants to know of what a rank wrote, and what we do."""
+
+    files: dict[str, commit.FileRecord]
+
+
+class CommittingWriter(dcp.FileSystemWriter):
+    """Writes to the unfinished checkpoint of `step`, and as its last act publishes that.
+
+    Args:
+        manifest: what it is to hold beside the records of its files.
+    """
+
+    def __init__(self, folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
+        super().__init__(commit.unfinished_folder(folder, step))
+        self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem()
+        self._folder, self._step, self._manifest = folder, step, manifest
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the folder to the first rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder; runs on the first rank, before any writes."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        commit.clean_up(self._folder)
+        commit.unfinished_folder(self._folder, self._step).mkdir()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; its record goes to the first rank with the results."""
+        results = WriteResults(super().write_data(plan, planner).value())
+        results.files = self.fs.written
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what is written last; runs on the first rank, when all have written."""
+        super().finish(metadata, results)
+        files = dict(self.fs.written)
+        for of_rank in results:
+            assert isinstance(of_rank, WriteResults)
+            files |= of_rank.files
+        commit.publish(self._folder, self._step, self._manifest, files)
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing: torch's holds the folder's unfinished name, and a random number."""
+        return StorageMeta()
+
+
+class _ChecksummingFileSystem(FileSystem):
+    """Keeps a record of every file that is written."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, commit.FileRecord] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
+        stream = _ChecksummingStream(path)
+        try:
+            yield stream
+            stream.close()
+        except BaseException:
+            with suppress(OSError):  # of what is left in the buffer
+                stream.close()
+            if stream.error is not None:  # torch.save makes a RuntimeError of a full disk
+                raise stream.error from None
+            raise
+        self.written[Path(path).name] = {"bytes": stream.tell(), "crc32": f"{stream.crc32:08x}"}
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _ChecksummingStream(io.BufferedIOBase):
+    """A file that is written from its first byte to its last."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.crc32 = self._length = self._flushed = 0
+        self.error: OSError | None = None
+        """What torch.save may have hidden."""
+        self._file = open(path, "wb")  # noqa: SIM115
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(view, self.crc32)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._length += len(view)
+        if self._length - self._flushed >= FLUSH_BYTES:
+            # has Linux begin to write them to the disk, which else is idle until the fsync
+            length = self._length - self._flushed
+            os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._length
+        return len(view)
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        self.flush()  # torch syncs .metadata without having flushed it
+        return self._file.fileno()
+
+    def tell(self) -> int:
+        return self._length
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

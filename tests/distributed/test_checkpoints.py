@@ -1,0 +1,279 @@
+"""Saving and loading on ranks that agree, also when one of them cannot write."""
+
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.config.job_config import Checkpoint
+from meshwright.errors import ConfigError, SaveError
+from tests.helpers.checkpoints import BARE
+from tests.helpers.files import flip_bit, tree
+
+ROWS = 131  # uneven shards
+
+
+class State:
+    """A sharded weight, a scalar that all ranks hold, and one that only this rank has."""
+
+    def __init__(self, value: float) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        whole = torch.arange(ROWS * 8.0).view(ROWS, 8) + value
+        self.weight = distribute_tensor(whole, mesh, [Shard(0)])
+        self.step = torch.tensor(value)
+        self.rng = torch.full((100,), dist.get_rank(), dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        rng = f"rng.cpu.rank_{dist.get_rank()}"
+        return {"model.weight": self.weight, "optimizer.step": self.step, rng: self.rng}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert state["model.weight"] is self.weight
+
+    def change(self, value: float) -> None:
+        """As a step does."""
+        self.weight.add_(value)
+        self.step.fill_(value)
+
+
+def make(folder: str, **options: object) -> CheckpointManager:
+    return CheckpointManager(Path(folder), Checkpoint(enable=True, **options))
+
+
+def save(manager: CheckpointManager, step: int, is_last: bool = False) -> None:
+    manager.save(step, State(step), BARE | {"step": step}, is_last)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this rank logs meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("meshwright")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def no_room(num_bytes: int, process: int = 0) -> Iterator[None]:
+    """The process, or this one, can make no file longer than that."""
+    limits = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(process, resource.RLIMIT_FSIZE, limits)
+
+
+def _damage(folder: str) -> None:
+    manager = make(folder)
+    for step in (5, 10, 15, 20):
+        save(manager, step)
+    checkpoint = Path(folder)
+    if dist.get_rank() == 0:
+        flip_bit(checkpoint / "step-20" / "__1_0.distcp", 5000)
+        flip_bit(checkpoint / "step-15" / ".metadata", 100)
+        with open(checkpoint / "step-10" / "__0_0.distcp", "ab") as file:
+            file.write(b"more")
+    dist.barrier()
+    with logged() as messages:
+        found = manager.find()
+    assert found is not None
+    assert found["step"] == 5
+    if dist.get_rank() == 0:
+        assert [message.split(",")[0] for message in messages] == [
+            f"passed over {folder}/step-{step}" for step in (20, 15, 10)
+        ]
+        assert "the content of __1_0.distcp has changed" in messages[0]
+        assert "the content of .metadata has changed" in messages[1]
+        assert "__0_0.distcp has " in messages[2]
+    for step in (10, 15, 20):
+        with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
+            make(folder, load_step=step).find()
+    state = State(0)
+    manager.load(state, found)
+    assert torch.equal(state.weight.full_tensor(), State(5).weight.full_tensor())
+    assert state.step == 5
+    dist.barrier()
+    assert commit.saved_steps(checkpoint) == [5]  # the others are set aside
+
+
+def test_all_ranks_pass_over_what_any_finds_damaged(on_ranks, tmp_path) -> None:
+    on_ranks(2, _damage, str(tmp_path / "checkpoint"))
+
+
+def _one_rank_fails(folder: str) -> None:
+    rank, path = dist.get_rank(), Path(folder)
+
+    def full() -> object:
+        return no_room(1000) if rank == 1 else nullcontext()
+
+    manager = make(folder, keep_latest_k=2)
+    with logged() as messages, full():
+        save(manager, 1)
+    assert "there is none so far" in messages[0]
+    for step in (5, 10):
+        save(manager, step)
+    for attempt in range(2):
+        with logged() as messages, full():
+            save(manager, 15)
+        assert len(messages) == 1, attempt
+        assert "step 15 could not be written: rank 1: [Errno 27] File too large" in messages[0]
+        assert "training goes on; the newest is of step 10" in messages[0]
+        dist.barrier()
+        assert sorted(p.name for p in path.iterdir()) == ["step-10", "step-5"]
+    with full(), pytest.raises(SaveError, match="the last of the job"):
+        save(manager, 15, is_last=True)
+    strict = make(folder, on_save_failure="stop")
+    with full(), pytest.raises(SaveError, match='on_save_failure = "stop"'):
+        save(strict, 15)
+    save(manager, 15)
+    dist.barrier()
+    assert commit.saved_steps(path) == [10, 15]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(on_ranks, tmp_path) -> None:
+    on_ranks(2, _one_rank_fails, str(tmp_path / "checkpoint"))
+
+
+def _no_folder(parent: str) -> None:
+    (Path(parent) / "file").touch()
+    dist.barrier()
+    with logged() as messages:
+        save(make(f"{parent}/file/checkpoint"), 5)
+    assert "rank 0: [Errno 20] Not a directory" in messages[0]
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(on_ranks, tmp_path) -> None:
+    on_ranks(2, _no_folder, str(tmp_path))
+    assert tree(tmp_path) == {"file"}
+
+
+def _fail_late(folder: str) -> None:
+    manager = make(folder)
+    save(manager, 5)
+    dist.barrier()
+    for call in ("os.fsync", "pathlib.Path.rename"):
+        with logged() as messages, patch(call, side_effect=OSError(5, "Input/output error")):
+            save(manager, 10)
+        assert "rank 0: [Errno 5] Input/output error" in messages[0]
+        dist.barrier()
+        assert [p.name for p in Path(folder).iterdir()] == ["step-5"]
+    with (
+        patch.object(commit, "publish", side_effect=KeyError("a mistake of ours")),
+        pytest.raises(RuntimeError, match="saving step 10"),
+    ):
+        save(manager, 10)
+
+
+def test_what_fails_at_the_end_of_a_save_leaves_nothing(on_ranks, tmp_path) -> None:
+    on_ranks(2, _fail_late, str(tmp_path / "checkpoint"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def _overlap(folder: str, mode: str) -> None:
+    """A save, then steps at once, as often as there are checkpoints."""
+    state = State(0)
+    slow = patch("os.fsync", side_effect=lambda _: time.sleep(0.2))
+    with slow, make(f"{folder}/{mode}", async_mode=mode, keep_latest_k=2) as manager:
+        for step in range(1, 5):
+            state.change(step)
+            manager.save(step, state, BARE | {"step": step}, is_last=step == 4)
+            if mode != "disabled":
+                assert not Path(folder, mode, f"step-{step}").exists()
+                for _ in range(3):
+                    state.change(100.0)
+                    manager.poll()
+                for _ in range(3):
+                    state.change(-100.0)
+
+
+def test_a_save_in_the_background_is_the_same_to_the_bit(on_ranks, tmp_path) -> None:
+    for mode in ("disabled", "thread", "process"):
+        on_ranks(2, _overlap, str(tmp_path), mode)
+    want = contents(tmp_path / "disabled")
+    assert {path.split("/")[0] for path in want} == {"step-3", "step-4"}
+    assert len(want) == 2 * 4
+    for mode in ("thread", "process"):
+        got = contents(tmp_path / mode)
+        assert got.keys() == want.keys()
+        assert [name for name in want if got[name] != want[name]] == [], mode
+
+
+def writer_of(manager: CheckpointManager) -> int:
+    """The process that writes: this one, too, may be it."""
+    manager._writing.submit(lambda: None).result()  # it is being started
+    return manager._process._process.pid if manager._process else 0
+
+
+def _fail_in_the_background(folder: str, mode: str) -> None:
+    rank = dist.get_rank()
+
+    def full(manager: CheckpointManager) -> object:
+        return no_room(3000, writer_of(manager)) if rank == 1 else nullcontext()
+
+    with logged() as messages, make(folder, async_mode=mode) as manager:
+        if mode == "process":
+            if rank == 1:
+                os.kill(writer_of(manager), signal.SIGSTOP)  # it has the order, and does nothing
+            save(manager, 5)
+            if rank == 1:
+                time.sleep(0.3)
+                os.kill(manager._process._process.pid, signal.SIGKILL)  # as when memory runs out
+            manager._wait()
+            assert "rank 1: the process that writes ended with -9" in messages[-1]
+            dist.barrier()
+            assert list(Path(folder).iterdir()) == []
+        save(manager, 5)  # by another, if that is dead
+        manager._wait()
+        with full(manager):
+            save(manager, 10)
+            manager._wait()
+        assert "step 10 could not be written: rank 1: [Errno 27] File too large" in messages[-1]
+
+    manager = make(folder, async_mode=mode).__enter__()
+    with full(manager):
+        save(manager, 15, is_last=True)
+        with pytest.raises(SaveError, match="the last of the job"):
+            manager.__exit__(None)
+
+    with make(folder, async_mode=mode, on_save_failure="stop") as manager:
+        with full(manager):
+            save(manager, 15)
+            futures.wait([manager._in_flight])  # as long as a step takes, without asking
+        with pytest.raises(SaveError, match="stop"):
+            manager.poll()
+        manager.poll()
+
+    manager = make(folder, async_mode=mode).__enter__()
+    save(manager, 20)
+    manager.__exit__(KeyError)  # in training
+    dist.barrier()
+    assert commit.saved_steps(Path(folder)) == [5, 20]
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_what_fails_in_the_background_is_said(on_ranks, tmp_path, mode) -> None:
+    on_ranks(2, _fail_in_the_background, str(tmp_path / "checkpoint"), mode)
