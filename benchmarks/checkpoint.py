@@ -115,9 +115,12 @@ def measure(mode: str, folder: Path, saves: int, results: Any) -> None:
     config = Checkpoint(enable=True, async_mode=mode, keep_latest_k=1)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     manager = CheckpointManager(folder / "checkpoint", config)
+    before = peak_bytes_now()
+    forget_peak()
     with manager:
-        before = peak_bytes_now()
-        forget_peak()
+        manager.reserve(job.tensors)
+        while manager.is_writing:
+            job.take_step()
         for number in range(1, saves + 1):
             rates.append(dd(folder, figures["bytes"]))
             start = time.perf_counter()

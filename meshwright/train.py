@@ -201,6 +201,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                     loss = result.loss.item()
                     manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources, loss)
                     checkpoints.save(step, tensors, manifest, is_last)
+            if is_first and not is_due:
+                checkpoints.reserve(tensors)
             checkpoints.poll()
             if is_first or is_validated:
                 set_timeout(meshes, config.comm.train_timeout_seconds)

@@ -150,6 +150,13 @@ class CheckpointManager:
                 logger.info("set aside a later checkpoint as %s", path)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
+    def reserve(self, state: HasTensors) -> None:
+        """Take the memory for saves in the background, in the background; once there is an
+        optimizer state. Without it the first save does."""
+        if self._staging is not None:
+            self._wait()
+            self._in_flight = self._writing.submit(self._staging.reserve, state.state_dict())
+
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
         return self._config.enable and (is_last or step % self._config.interval == 0)
@@ -203,7 +210,7 @@ class CheckpointManager:
             start = time.perf_counter()
             wait([self._in_flight])
             seconds = time.perf_counter() - start
-            logger.info("waited %.1f s for the checkpoint that was being written", seconds)
+            logger.info("waited %.1f s for what was under way for an earlier checkpoint", seconds)
         self.poll()
 
     def _write(

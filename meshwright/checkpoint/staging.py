@@ -56,9 +56,14 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
     }, total
 
 
+def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of each."""
+    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
 def open_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """The memory behind `descriptor`, all of it present."""
-    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    """The memory behind `descriptor`."""
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
 
 
 class Staging:
@@ -77,12 +82,19 @@ class Staging:
         """The copies, by name."""
         self._copied: list[torch.Event] = []
 
+    def reserve(self, state: Mapping[str, Tensor]) -> None:
+        """Take the memory for a copy of `state`: slow the first time, so not for a step to do."""
+        layout, num_bytes = _lay_out(_local(state))
+        self._allocate(layout, num_bytes)
+        for tensor in self.tensors.values():
+            tensor.zero_()  # the system gives pages when they are touched
+
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of `state`, as it is at this point of the device's work.
 
         Returns before a device has done so: see `wait`.
         """
-        local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+        local = _local(state)
         layout, num_bytes = _lay_out(local)
         if layout != self.layout:
             self._allocate(layout, num_bytes)
