@@ -329,3 +329,38 @@ dataset_path = "data"
     assert result.returncode == 2
     assert "and 100000 are needed" in result.stderr
     assert "lower training.seq_len or validation.num_samples" in result.stderr
+
+
+def test_a_bad_row_that_a_worker_meets_is_one_error(tmp_path) -> None:
+    rows = [{"text": f"text {number}"} for number in range(40)]
+    rows[2] = {"text": None}
+    rows[35] = {"text": None}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    process = tokenize(
+        tmp_path / "cache",
+        *("--workers", "2", "--training.dataset", "json"),
+        *("--training.dataset_path", str(tmp_path / "a.jsonl")),
+    )
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "training.dataset_column = 'text': row " in output
+    assert "Traceback" not in output
+
+
+def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
+    process = tokenize(tmp_path, "--workers", "3")
+
+    def workers() -> list[int]:
+        path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        children = [int(pid) for pid in path.read_text().split()]
+        return [
+            child
+            for child in children
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+
+    os.kill(wait_for(workers, "a worker", 60)[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "a process that tokenised was killed" in output
+    assert "Traceback" not in output
