@@ -29,13 +29,15 @@ from torch.utils.data import DataLoader
 from meshwright.config.job_config import Source
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.entry import Entry
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.opening import CachedSource
-from meshwright.datasets.sources import Documents, Entry, IndexedDocuments
+from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import Documents, IndexedDocuments
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.tokenizers import build_tokenizer
-from meshwright.datasets.tokenizing import Recipe, open_cache
+from meshwright.datasets.tokenizing import open_cache
 
 TOKENIZER = str(Path(__file__).parents[1] / "assets/tokenizers/python_2k.model")
 LENGTH = 513  # tokens of a sample

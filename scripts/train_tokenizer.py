@@ -11,7 +11,8 @@ from pathlib import Path
 import sentencepiece
 
 from meshwright.config.job_config import Source
-from meshwright.datasets.sources import Entry, open_stdlib
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.sources import open_stdlib
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=Path)

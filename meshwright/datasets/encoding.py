@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.sources import Document, Messages
+from meshwright.datasets.entry import Document, Messages
 from meshwright.datasets.tokenizers import Tokenizer
 
 NO_LOSS = 1 << 31

@@ -7,9 +7,11 @@ from pathlib import Path
 from meshwright.config.job_config import JobConfig, Source, Training, Validation, WeightedSource
 from meshwright.datasets import find_dataset
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.sources import Documents, Entry
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import TokenCache
-from meshwright.datasets.tokenizing import Recipe, default_folder, open_cache
+from meshwright.datasets.tokenizing import default_folder, open_cache
 
 
 @dataclass(frozen=True)

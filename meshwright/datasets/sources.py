@@ -4,17 +4,17 @@ import glob
 import hashlib
 import importlib.util
 import os
-import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, Protocol
 
-from meshwright.config.job_config import MODULE_OBJECT, Source
+from meshwright.config.job_config import MODULE_OBJECT
+from meshwright.datasets.entry import Document, Entry
+from meshwright.datasets.rows import ToDocument, row_reader
 from meshwright.errors import ConfigError, check
 
 SUFFIXES = {
@@ -23,27 +23,6 @@ SUFFIXES = {
     "text": (".txt", ".md"),
     "arrow": (".arrow",),
 }
-
-Messages = list[dict[str, str]]
-Document = str | Messages
-"""A text, or a conversation."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A source as the config names it."""
-
-    key: str
-    """The table that holds its keys: `training`, or `training.datasets.1`."""
-    name: str
-    """In figures."""
-    source: Source
-
-    def error(self, key: str, what: str, fix: str = "") -> ConfigError:
-        """That `key` of this source is at fault."""
-        value = getattr(self.source, key)
-        message = f"{self.key}.{key} = {value!r}: {what}" + (f"\n  fix: {fix}" if fix else "")
-        return ConfigError(f"{self.key}.{key}", message)
 
 
 class Reader(Protocol):
@@ -115,7 +94,7 @@ class _IndexReader:
 class StreamedRows:
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
-    def __init__(self, rows: Any, entry: Entry, to_document: "ToDocument") -> None:
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self.max_shards = self.parts = rows.num_shards
 
@@ -127,7 +106,7 @@ class StreamedRows:
 
 
 class _RowReader:
-    def __init__(self, rows: Any, entry: Entry, to_document: "ToDocument") -> None:
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self._iterator, self._count = iter(rows), 0
 
@@ -145,76 +124,6 @@ class _RowReader:
             raise StopIteration
         self._count += 1
         return self._to_document(row, f"row {self._count} since the start")
-
-
-ToDocument = Callable[[dict[str, Any], str], Document]
-"""From a row, and how to call it in an error."""
-
-
-def row_reader(entry: Entry) -> ToDocument:
-    """How the rows of `entry` become documents: by its function, or its column.
-
-    Raises:
-        ConfigError: if the function cannot be found.
-    """
-    column, format_name = entry.source.dataset_column, entry.source.dataset_format
-    key = "dataset_format" if format_name else "dataset_column"
-    function = _load_function(entry) if format_name else None
-
-    def to_document(row: dict[str, Any], which: str) -> Document:
-        try:
-            document = function(row) if function else row[column]
-        except Exception as error:  # whatever the user's function raises
-            raise entry.error(key, f"{which}: {type(error).__name__}: {error}") from error
-        if not isinstance(document, str) and not _are_messages(document):
-            raise entry.error(
-                key,
-                f"{which} holds {_shortened(document)}, which is neither text nor a list of "
-                "{role, content}",
-            )
-        return document
-
-    return to_document
-
-
-def _are_messages(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in value
-    )
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
-def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
-    name = entry.source.dataset_format
-    place, _, attribute = name.rpartition(":")
-    try:
-        if MODULE_OBJECT.fullmatch(name):
-            function = resolve_name(name)
-        else:
-            own_name = "meshwright_format_" + hashlib.sha256(place.encode()).hexdigest()[:8]
-            spec = importlib.util.spec_from_file_location(own_name, place)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{place} is not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses look for it there
-            spec.loader.exec_module(module)
-            function = getattr(module, attribute)
-    except Exception as error:  # importing runs the user's code
-        raise entry.error(
-            "dataset_format",
-            f"cannot be imported: {type(error).__name__}: {error}",
-            'write "package.module:function" or "path/to/file.py:function"',
-        ) from error
-    if not callable(function):
-        raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
-    return function
 
 
 def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) -> str:

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.order import permutation
 from meshwright.datasets.sample import Sample, to_sample
-from meshwright.datasets.sources import Document, Documents, Entry
+from meshwright.datasets.sources import Documents
 
 
 class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error

@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import time
@@ -14,18 +13,16 @@ from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
-from meshwright.datasets import find_dataset
-from meshwright.datasets.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import NO_LOSS, Encoder
-from meshwright.datasets.sources import Documents, Entry, fingerprint
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
@@ -42,62 +39,6 @@ from meshwright.datasets.well_formed import well_formed
 from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.supervise import die_with_parent
-
-TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
-conversation has to be the same tokens tomorrow."""
-FORMAT = 1
-"""Of the files; another number is another cache."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that the tokens of a source depend on."""
-
-    entry: Entry
-    tokenizer_path: str
-    chat_template_path: str = ""
-
-    def open(self, streamed: bool) -> Documents:
-        """The documents."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None  # preflight has looked
-        return spec.open(self.entry, streamed)
-
-    def encoder(self) -> Encoder:
-        """What makes tokens of them."""
-        tokenizer = build_tokenizer(self.tokenizer_path)
-
-        def open_template() -> ChatTemplate:
-            template = find_template(self.tokenizer_path, self.chat_template_path)
-            return ChatTemplate(tokenizer, template, now=TODAY)
-
-        return Encoder(tokenizer, open_template)
-
-    def outline(self) -> str:
-        """Hash of what can be known of the documents without reading them, on any machine."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None
-        return fingerprint(self.entry, spec.files(self.entry), is_portable=True)
-
-    def identity(self) -> str:
-        """Hash of the documents, the tokenizer and the chat template."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None
-        tokenizer = build_tokenizer(self.tokenizer_path)
-        try:
-            template = find_template(self.tokenizer_path, self.chat_template_path)
-        except ConfigError:  # it matters only if there are conversations, and is raised then
-            template = ""
-        parts = [
-            FORMAT,
-            fingerprint(self.entry, spec.files(self.entry)),
-            tokenizer.fingerprint,
-            tokenizer.bos_id,
-            tokenizer.eos_id,
-            template,
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def default_folder() -> Path:

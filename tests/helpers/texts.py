@@ -8,8 +8,9 @@ from pathlib import Path
 
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.entry import Document, Entry, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.sources import Document, Entry, IndexedDocuments, Messages
+from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.tokenizers import ByteTokenizer
 from meshwright.datasets.tokenizing import open_cache
 

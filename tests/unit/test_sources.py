@@ -10,16 +10,11 @@ import pytest
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.sources import (
-    Document,
-    Documents,
-    Entry,
-    IndexedDocuments,
-    check_path,
-    fingerprint,
-)
+from meshwright.datasets.entry import Document, Entry
+from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import Documents, IndexedDocuments, check_path, fingerprint
 from meshwright.datasets.tokenizers import build_tokenizer
-from meshwright.datasets.tokenizing import Recipe, open_cache
+from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
 from tests.helpers.tokenizer_files import byte_level_json
 

@@ -11,9 +11,10 @@ import pytest
 
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.sources import Entry
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.token_cache import DamagedError, TokenCache
-from meshwright.datasets.tokenizing import Recipe, open_cache
+from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 

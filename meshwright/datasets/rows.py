@@ -1,0 +1,80 @@
+"""What makes documents of the rows of a table."""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+from meshwright.config.job_config import MODULE_OBJECT
+from meshwright.datasets.entry import Document, Entry
+
+ToDocument = Callable[[dict[str, Any], str], Document]
+"""From a row, and how to call it in an error."""
+
+
+def row_reader(entry: Entry) -> ToDocument:
+    """How the rows of `entry` become documents: by its function, or its column.
+
+    Raises:
+        ConfigError: if the function cannot be found.
+    """
+    column, format_name = entry.source.dataset_column, entry.source.dataset_format
+    key = "dataset_format" if format_name else "dataset_column"
+    function = _load_function(entry) if format_name else None
+
+    def to_document(row: dict[str, Any], which: str) -> Document:
+        try:
+            document = function(row) if function else row[column]
+        except Exception as error:  # whatever the user's function raises
+            raise entry.error(key, f"{which}: {type(error).__name__}: {error}") from error
+        if not isinstance(document, str) and not _are_messages(document):
+            raise entry.error(
+                key,
+                f"{which} holds {_shortened(document)}, which is neither text nor a list of "
+                "{role, content}",
+            )
+        return document
+
+    return to_document
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in value
+    )
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
+    name = entry.source.dataset_format
+    place, _, attribute = name.rpartition(":")
+    try:
+        if MODULE_OBJECT.fullmatch(name):
+            function = resolve_name(name)
+        else:
+            own_name = "meshwright_format_" + hashlib.sha256(place.encode()).hexdigest()[:8]
+            spec = importlib.util.spec_from_file_location(own_name, place)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{place} is not a Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look for it there
+            spec.loader.exec_module(module)
+            function = getattr(module, attribute)
+    except Exception as error:  # importing runs the user's code
+        raise entry.error(
+            "dataset_format",
+            f"cannot be imported: {type(error).__name__}: {error}",
+            'write "package.module:function" or "path/to/file.py:function"',
+        ) from error
+    if not callable(function):
+        raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
+    return function
