@@ -13,6 +13,7 @@ from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
 from meshwright.models.llama import FLAVORS
 from meshwright.preflight import preflight
+from tests.helpers.checkpoints import BARE
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs" / "debug_model.toml"
@@ -301,12 +302,13 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
     words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
     plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]'])[0], 1)
     commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
-    manifest = {
+    manifest = BARE | {
+        "step": 5,
         "model_args": dataclasses.asdict(plan.model_args),
         "data_identity": plan.data_identity,
         "frozen": sorted(plan.frozen),
     }
-    commit.publish(plan.checkpoint_folder, 5, manifest)
+    commit.publish(plan.checkpoint_folder, 5, manifest, files={})
     assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
     more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
     assert preflight(more, 1).resume_step == 5
