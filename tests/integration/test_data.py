@@ -48,7 +48,7 @@ extends = "{CONFIG}"
 dataset = ""
 stream_shards = 4
 shuffle_window = 3
-steps = 24
+steps = 18
 
 [[training.datasets]]
 name = "cached"
@@ -126,13 +126,13 @@ def test_killed_and_resumed_on_other_meshes_the_stream_is_the_same(mixture, tmp_
     last = records(tmp_path / "whole/out")[-1]
     assert last["epochs/cached"] > 2
     assert last["epochs/streamed"] >= 1
-    for ranks, kill_at in ((1, 5), (4, 11), (2, 17), (1, None)):
+    for ranks, kill_at in ((1, 3), (4, 8), (2, 13), (1, None)):
         train_noting(mixture, tmp_path / "killed", ranks, kill_at)
     got = notes_of(tmp_path / "killed")
     assert got == want
-    assert len(want) == 24 * 8
+    assert len(want) == 18 * 8
     for folder in ("whole", "killed"):
-        assert [row["step"] for row in records(tmp_path / folder / "out")] == list(range(1, 25))
+        assert [row["step"] for row in records(tmp_path / folder / "out")] == list(range(1, 19))
     for mine, theirs in zip(
         records(tmp_path / "killed/out"), records(tmp_path / "whole/out"), strict=True
     ):
@@ -268,7 +268,6 @@ def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path
     runs = {
         "without": (1, short),
         "one": (1, (*short, *VALIDATION)),
-        "two": (2, (*short, *VALIDATION)),
         "pipeline": (4, (*short, *VALIDATION, "--parallelism.pipeline_parallel_degree", 2)),
     }
     for name, (ranks, arguments) in runs.items():
@@ -288,10 +287,9 @@ def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path
     }
     assert found["without"] == {}
     assert list(found["one"]) == [3, 6, 7]
-    for name in ("two", "pipeline"):
-        assert found[name].keys() == found["one"].keys()
-        for step, figures in found[name].items():
-            assert figures == pytest.approx(found["one"][step], rel=1e-6)
+    assert found["pipeline"].keys() == found["one"].keys()
+    for step, figures in found["pipeline"].items():
+        assert figures == pytest.approx(found["one"][step], rel=1e-6)
     loss, perplexity, bits = found["one"][7]
     assert perplexity == pytest.approx(math.exp(loss))
     assert 2 < loss / math.log(2) / bits < 4  # bytes a token
