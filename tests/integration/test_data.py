@@ -39,7 +39,7 @@ def write_texts(folder: Path, seed: int, num_files: int, per_file: int) -> None:
 def mixture(tmp_path_factory) -> Path:
     """A TOML with a mixture of a cached and a streamed source, both soon used up."""
     folder = tmp_path_factory.mktemp("mixture")
-    write_texts(folder / "small", 0, 1, 12)
+    write_texts(folder / "small", 0, 1, 8)
     write_texts(folder / "large", 1, 4, 2)
     (folder / "job.toml").write_text(f"""
 extends = "{CONFIG}"
