@@ -64,7 +64,9 @@ class Plan:
         named = {f"training.{key}": getattr(training, key) for key in keys}
         if training.datasets:
             named = {
-                f"training.datasets.{number}": source.model_dump(exclude={"dataset_path"})
+                f"training.datasets.{number}": source.model_dump(
+                    exclude={"dataset_path", "dataset_format"}
+                )
                 for number, source in enumerate(training.datasets)
             }
         return named | {

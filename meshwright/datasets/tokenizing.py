@@ -106,6 +106,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
     """Tokenise the parts that are not there, then join all."""
+    for left_over in folder.glob("*.unfinished"):  # by processes that were killed
+        left_over.unlink()
     entry = recipe.entry
     documents = recipe.open(streamed=False)
     first = next(iter(documents.read(0, documents.parts)), "")

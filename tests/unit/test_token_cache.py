@@ -73,7 +73,7 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
     want = documents_of(whole)
     (whole.folder / "cache.npz").unlink()  # as if stopped before the end,
     (whole.folder / "00003.npz").unlink()  # and in a part
-    (whole.folder / "00005.unfinished").write_bytes(b"half")
+    (whole.folder / "00005.123.unfinished").write_bytes(b"half")
     times = {path.name: path.stat().st_mtime_ns for path in whole.folder.glob("*.tokens")}
     again = open_cache(recipe, tmp_path, num_workers=1)
     changed = [
@@ -82,6 +82,7 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
         if path.stat().st_mtime_ns != times[path.name]
     ]
     assert changed == ["00003.tokens"]
+    assert not list(whole.folder.glob("*.unfinished"))
     assert documents_of(again) == want
     assert again.content == whole.content
 
