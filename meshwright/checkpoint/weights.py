@@ -1,5 +1,6 @@
 """The weights of a checkpoint of ours, without what else a resume needs."""
 
+import enum
 import io
 import pickle
 import warnings
@@ -36,12 +37,21 @@ PLAIN_DATA = {
 """All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
 
 
+def _member(cls: object, name: str) -> enum.Enum:
+    """A member of an enumeration: some versions of Python (3.11.2) pickle it as a `getattr`."""
+    if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
+        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
+    return cls[name]
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Refuses all but data: a pickle otherwise runs whatever code it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in PLAIN_DATA:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
         return super().find_class(module, name)
