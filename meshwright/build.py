@@ -4,6 +4,7 @@ import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -130,8 +131,12 @@ def build_loader(
 
 def build_validation(
     plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
-) -> Callable[[LocalModel], dict[str, float]]:
-    """What measures a model on `sources`: figures by name. Collective."""
+) -> Callable[[LocalModel, Callable[[], bool]], dict[str, float]]:
+    """What measures a model on `sources`: figures by name. Collective.
+
+    It asks between its steps whether it is to stop, and gives no figure of what it has not been
+    through.
+    """
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
 
@@ -153,11 +158,14 @@ def build_validation(
         for batches in padded:
             yield [batch.to(device) for batch in batches]
 
-    def validate(model: LocalModel) -> dict[str, float]:
+    def validate(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for source in sources:
             prefix = "validation/" + f"{source.entry.name}/" * (len(sources) > 1)
-            result = evaluate(model, steps(source), meshes, token_bytes)
+            until_stopped = takewhile(lambda _: not is_stopped(), steps(source))
+            result = evaluate(model, until_stopped, meshes, token_bytes)
+            if is_stopped():
+                break
             figures |= {
                 f"{prefix}loss": result.loss,
                 f"{prefix}perplexity": result.perplexity,

@@ -6,6 +6,9 @@ from difflib import get_close_matches
 EXIT_CONFIG = 2
 EXIT_TRAINING = 3
 EXIT_SAVE = 4
+EXIT_STOPPED = 75
+"""The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
+<sysexits.h>."""
 
 
 class ConfigError(ValueError):

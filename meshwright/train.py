@@ -36,6 +36,7 @@ from meshwright.datasets.opening import OpenSource, open_training_data, open_val
 from meshwright.errors import (
     EXIT_CONFIG,
     EXIT_SAVE,
+    EXIT_STOPPED,
     EXIT_TRAINING,
     ConfigError,
     SaveError,
@@ -49,6 +50,7 @@ from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
+from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, check_checkpoint, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import NEVER, Health, train_step
@@ -62,7 +64,8 @@ def main() -> None:
     log_to_console()
     code = 0
     try:
-        _run_command_line()
+        if not _run_command_line():
+            code = EXIT_STOPPED
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         code = EXIT_CONFIG
@@ -90,17 +93,20 @@ SAID_BY_FIRST_S = 5
 
 
 @record  # an exception reaches the launcher, which shows that of the first rank to fail
-def _run_command_line() -> None:
+def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
     with config_errors(provenance):
-        run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        return run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
-def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
-    """Train from the start or the last checkpoint to the last step.
+def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
+    """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
         extra_sinks: get every record after the sinks that the config asks for.
+
+    Returns:
+        Whether the last step is done.
     """
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     steps = config.training.steps
@@ -123,7 +129,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             steps,
         )
         dist.destroy_process_group()
-        return
+        return True
     # before anything is written: what torch or the data lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
     sources, held_out = open_training_data(config), open_validation_data(config)
@@ -152,17 +158,22 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     validate = build_validation(plan, held_out, meshes, device) if held_out else None
     lr_at, health = learning_rate(config), Health.on(device)
     reduction = config.parallelism.fsdp_reduce_gradients
+    step, is_last = saved["step"], False
 
     with (
         build_profiler(config.profiling, dump_folder, dist.get_rank(), saved["step"]) as profiler,
+        StopRequest(dump_folder, config.job.max_run_seconds) as stop,
         checkpoints,
     ):
-        for step in range(saved["step"] + 1, steps + 1):
+        is_over = stop.agreed()
+        while not is_over:
             asked = time.perf_counter()
             data = next(loader, None)
             if data is None:
-                check_has_data(step)
+                check_has_data(step + 1)
+                is_last = True
                 break
+            step += 1
             data_time_s = time.perf_counter() - asked
             batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
@@ -182,10 +193,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
             reporter.count(data_time_s)
 
             is_first, is_last = step == saved["step"] + 1, step == steps or data.is_last
-            is_due = checkpoints.is_due(step, is_last)
+            is_over = stop.agreed() or is_last
             is_validated = validate is not None and (is_last or step % config.validation.freq == 0)
-            is_logged = is_first or is_last or is_validated or step % config.metrics.log_freq == 0
-            if is_logged or is_due:
+            is_logged = is_first or is_over or is_validated or step % config.metrics.log_freq == 0
+            if is_logged or checkpoints.is_due(step, is_over):
                 raise_if_bad(health, is_early=early is not None)
             if is_logged:
                 figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
@@ -193,14 +204,16 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 if validate is not None and is_validated:
                     with reporter.paused():
                         set_timeout(meshes, config.comm.init_timeout_seconds)  # it compiles anew
-                        figures |= validate(model)
+                        figures |= validate(model, stop.agreed)
+                    is_over = stop.agreed() or is_last
                 reporter.report(step, **figures)
+            is_due = checkpoints.is_due(step, is_over)
             if is_due:
                 with reporter.paused():
                     cursor = whole_cursor(data.cursor)
                     loss = result.loss.item()
                     manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources, loss)
-                    checkpoints.save(step, tensors, manifest, is_last)
+                    checkpoints.save(step, tensors, manifest, is_over)
             if is_first and not is_due:
                 checkpoints.reserve(tensors)
             checkpoints.poll()
@@ -210,15 +223,21 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
                 gc.collect(1)
             if profiler is not None:
                 profiler.step()
-            if is_last:
-                break
 
     loader.close()
     reporter.close()
-    if data is None or data.is_last:
-        logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
-    logger.info("finished: %s tokens", f"{reporter.tokens_seen:,}")
+    if stop.reason:
+        stop.heeded()
+    if not is_last:
+        kept = "start it again to go on" if config.checkpoint.enable else "nothing was saved"
+        logger.info("stopped after step %d of %d: %s; %s", step, steps, stop.reason, kept)
+    else:
+        if step < steps:
+            logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
+        logger.info("finished: %s tokens", f"{reporter.tokens_seen:,}")
+    dist.barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
+    return is_last
 
 
 def raise_if_bad(health: Health, is_early: bool = False) -> None:

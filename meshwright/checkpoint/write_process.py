@@ -117,6 +117,10 @@ def _serve(connection: "Connection[Any, Any]", descriptor: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the rank, which ends us
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # meant for the rank, which ends us
         signal.signal(number, signal.SIG_IGN)
     _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

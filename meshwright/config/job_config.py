@@ -61,6 +61,10 @@ class Job(Section):
     description: str = ""
     """Free text, repeated in the log."""
 
+    max_run_seconds: NonNegativeInt = 0
+    """Seconds after which the job saves and exits with code 75, to be started again; what saving
+    takes comes on top. 0: no limit."""
+
 
 class Model(Section):
     """[model] Which model, how large, and its tokenizer."""

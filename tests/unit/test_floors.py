@@ -15,7 +15,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "log hardware supervise",
     "config models batch",
     "parallelisms loss",
-    "datasets optim checkpoint metrics profiling validation generation",
+    "datasets optim checkpoint metrics profiling validation generation preemption",
     "specs step",
     "preflight",
     "build",

@@ -1,0 +1,162 @@
+"""Being asked to stop, by a signal, a file or the clock; all ranks then stop at the same step."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from meshwright.log import logger
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""What Slurm and others send some time before they kill."""
+STOP_FILE = "STOP"
+"""In the dump folder: asks the job to stop, as a signal does."""
+FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
+"""Environment variable that names a file on this machine: the launcher writes the name of the
+signal there that it was sent. It does not pass it on, since torchrun sends SIGTERM to the ranks of
+a job that has failed, and a rank could not tell which it is."""
+
+LOOK_EVERY_S = 1.0
+"""Files are looked for no more often; they may be on a file system that many share."""
+PATIENCE_S = 20
+"""How long a rank that torchrun, or somebody, sent SIGTERM has to find the others alive. They are
+not if the job has failed; torchrun then waits 30 s and kills, which would look like the cause."""
+FARTHEST_APART = timedelta(hours=1)
+"""What keeps a rank longer from its vote is found by the timeouts of training."""
+
+
+class StopRequest:
+    """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
+
+    As a context, in the main thread, it takes the signals; a second one ends the process at once.
+    Collective: every rank makes one, and asks it as often.
+
+    Args:
+        folder: where the stop file may appear.
+        max_run_s: seconds from now after which the job is to stop; 0: none.
+    """
+
+    def __init__(self, folder: Path, max_run_s: int) -> None:
+        self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
+        self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
+        self._reasons = (  # a vote is the place of a reason in here; the highest wins
+            "",
+            f"job.max_run_seconds = {max_run_s} are over",
+            f"{self._stop_file} is there",
+            *(number.name for number in SIGNALS),
+        )
+        self._asked = self._agreed = 0
+        self._is_signalled = False
+        self._begun = time.monotonic()
+        self._look_at = self._begun
+        self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
+        self._vote = torch.zeros(1, dtype=torch.int32)
+        self._voting: dist.Work | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
+        # number is written here at once, and read by a thread
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._voting is not None and kind is None:
+            self._voting.wait()
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._write_end)  # ends the thread
+
+    @property
+    def reason(self) -> str:
+        """What the ranks have agreed to stop for; empty if they have not."""
+        return self._reasons[self._agreed]
+
+    def agreed(self) -> bool:
+        """Whether, when this was asked the time before, some rank had been asked to stop.
+
+        It takes no time but the first: what the ranks have to say is exchanged while they compute.
+        """
+        if self._agreed:
+            return True
+        if self._voting is None:
+            self._cast_vote()
+        assert self._voting is not None
+        self._voting.wait()
+        self._agreed = int(self._vote.item())
+        self._voting = None
+        if not self._agreed:
+            self._cast_vote()
+        return bool(self._agreed)
+
+    def heeded(self) -> None:
+        """Remove the stop file, for it has had its effect."""
+        if dist.get_rank() == 0:
+            try:
+                self._stop_file.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning(
+                    "%s has to be removed before the job can go on: %s", STOP_FILE, error
+                )
+
+    def _cast_vote(self) -> None:
+        self._look()
+        self._vote[0] = self._asked
+        self._voting = dist.all_reduce(
+            self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def _look(self) -> None:
+        """Note what asks to stop without a signal."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        asked = 0
+        if self._max_run_s and now - self._begun >= self._max_run_s:
+            asked = 1
+        if self._stop_file.exists():
+            asked = 2
+        if name := self._launcher_says():
+            asked = self._reasons.index(name)
+        self._asked = max(self._asked, asked)
+
+    def _launcher_says(self) -> str:
+        try:
+            return self._from_launcher.read_text("ascii")
+        except FileNotFoundError:
+            return ""
+
+    def _watch(self) -> None:
+        while byte := os.read(self._read_end, 1):
+            number = byte[0]
+            if number not in SIGNALS:
+                continue
+            if self._is_signalled:
+                os._exit(128 + number)
+            self._is_signalled = True
+            self._asked = self._reasons.index(signal.Signals(number).name)
+            if number == signal.SIGTERM and dist.is_torchelastic_launched():
+                end = threading.Timer(PATIENCE_S, self._end_if_alone)
+                end.daemon = True
+                end.start()
+        os.close(self._read_end)
+
+    def _end_if_alone(self) -> None:
+        """End as SIGTERM would have, unless the whole job is being stopped."""
+        if not self._agreed and not self._launcher_says():
+            os._exit(128 + signal.SIGTERM)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Python writes a signal's number only if it has a handler for it."""

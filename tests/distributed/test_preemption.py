@@ -1,0 +1,126 @@
+"""One rank is asked to stop; all of them stop at the same step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshwright import preemption
+from meshwright.preemption import FROM_LAUNCHER, STOP_FILE, StopRequest
+
+STEPS = 50
+
+
+def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
+    """Take steps that last a millisecond on rank 0 and three on rank 1; rank 1 is asked at its
+    fifth."""
+    rank = dist.get_rank()
+    from_launcher = folder / f"from_launcher_{rank}"
+    os.environ[FROM_LAUNCHER] = str(from_launcher)
+    handlers = [signal.getsignal(number) for number in preemption.SIGNALS]
+    step = 0
+    with StopRequest(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
+        while not stop.agreed() and step < (STEPS if way != "clock" else 10**6):
+            step += 1
+            time.sleep(0.001 + 0.002 * rank)
+            if rank == 1 and step == 5:
+                if way == "file":
+                    (folder / STOP_FILE).touch()
+                elif way == "launcher":
+                    from_launcher.write_text("SIGTERM")
+                elif way != "clock" and way:
+                    os.kill(os.getpid(), signal.Signals[way])
+        reason = stop.reason
+        if reason:
+            stop.heeded()
+    del os.environ[FROM_LAUNCHER]
+    assert [signal.getsignal(number) for number in preemption.SIGNALS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    return step, reason
+
+
+@pytest.mark.parametrize(
+    ("way", "want"),
+    [
+        ("SIGUSR1", "SIGUSR1"),
+        ("SIGTERM", "SIGTERM"),
+        ("launcher", "SIGTERM"),
+        ("file", "STOP is there"),
+        ("clock", "job.max_run_seconds = 1 are over"),
+    ],
+)
+def test_all_ranks_stop_at_the_step_that_one_is_asked_at(on_ranks, tmp_path, way, want) -> None:
+    (step, reason), (other_step, _) = on_ranks(2, _without_delay, tmp_path, way)
+    assert reason.endswith(want) or way == "clock"
+    assert step == other_step
+    if way != "clock":
+        assert 5 <= step <= 7
+    assert not (tmp_path / STOP_FILE).exists()
+
+
+def _without_delay(folder: Path, way: str) -> tuple[int, str]:
+    preemption.LOOK_EVERY_S, before = 0.0, preemption.LOOK_EVERY_S
+    try:
+        return steps_until_stopped(folder, way)
+    finally:
+        preemption.LOOK_EVERY_S = before
+
+
+def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
+    assert on_ranks(2, steps_until_stopped, tmp_path, "") == [(STEPS, ""), (STEPS, "")]
+
+
+ALONE = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from meshwright import preemption
+from meshwright.parallelisms.process_group import start_process_group
+start_process_group(torch.device("cpu"), 60)
+preemption.PATIENCE_S = 1
+with preemption.StopRequest(Path(sys.argv[1]), 0) as stop:
+    print("ready", flush=True)
+    {work}
+    print("asked" if stop.agreed() else "not asked", flush=True)
+os._exit(0)  # gloo's threads may abort an interpreter that ends
+"""
+# one call without Python, of some seconds: Python's own handlers wait until it is over
+IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)"
+ASLEEP = "time.sleep(3)"
+
+
+def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple[int, str]:
+    """Exit code and output of a process that is sent `numbers` while it works."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE.format(work=work), str(folder)],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.2)  # else the kernel makes one of two that are the same
+    start = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 or time.monotonic() - start < 2, "it ended of its own"
+    return process.returncode, output
+
+
+def test_a_second_signal_ends_a_rank_at_once_whatever_it_does(tmp_path: Path) -> None:
+    assert signalled(tmp_path, IN_C, signal.SIGTERM) == (0, "asked\n")
+    assert signalled(tmp_path, IN_C, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+
+
+def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
+    """As torchrun sees to: but if the launcher was asked to stop, it is no failure."""
+    failed = {"TORCHELASTIC_RUN_ID": "1", FROM_LAUNCHER: str(tmp_path / "stop")}
+    assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (128 + signal.SIGTERM, "")
+    (tmp_path / "stop").write_text("SIGTERM")
+    assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (0, "asked\n")
