@@ -52,8 +52,21 @@ for shown in ${log_rank//,/ }; do
         exit 2
     fi
 done
-"$python" -m meshwright.cli.main check $((ranks * nodes)) "${arguments[@]}"
-"$python" -m meshwright.cli.main tokenize --quiet "${arguments[@]}" # before ranks wait for it
+
+child=
+end() { # EXIT_CODE
+    [ -z "$child" ] || kill "$child" 2>/dev/null || :
+    exit "$1"
+}
+trap 'end 75' TERM USR1 # nothing is lost: to be started again
+trap 'end 130' INT      # the background is spared it
+meshwright() { # in the background: a trap waits for what is in the foreground
+    "$python" -m meshwright.cli.main "$@" &
+    child=$!
+    wait "$child"
+}
+meshwright check $((ranks * nodes)) "${arguments[@]}"
+meshwright tokenize --quiet "${arguments[@]}" # before ranks wait for it
 
 if [ "$nodes" -eq 1 ]; then
     rendezvous=(--standalone)

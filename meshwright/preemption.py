@@ -12,15 +12,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.log import logger
+from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""What Slurm and others send some time before they kill."""
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""
-FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
-"""Environment variable that names a file on this machine: the launcher writes the name of the
-signal there that it was sent. It does not pass it on, since torchrun sends SIGTERM to the ranks of
-a job that has failed, and a rank could not tell which it is."""
 
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
@@ -49,7 +44,7 @@ class StopRequest:
             "",
             f"job.max_run_seconds = {max_run_s} are over",
             f"{self._stop_file} is there",
-            *(number.name for number in SIGNALS),
+            *(number.name for number in STOP_SIGNALS),
         )
         self._asked = self._agreed = 0
         self._is_signalled = False
@@ -60,7 +55,7 @@ class StopRequest:
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._before = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
@@ -140,7 +135,7 @@ class StopRequest:
     def _watch(self) -> None:
         while byte := os.read(self._read_end, 1):
             number = byte[0]
-            if number not in SIGNALS:
+            if number not in STOP_SIGNALS:
                 continue
             if self._is_signalled:
                 os._exit(128 + number)

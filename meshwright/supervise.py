@@ -5,6 +5,13 @@ import os
 import signal
 import sys
 
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""What Slurm and others send some time before they kill."""
+FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
+"""Environment variable of the ranks that names a file on their machine: the launcher writes the
+name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to
+the ranks of a job that has failed, and a rank could not tell which it is."""
+
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

@@ -1,98 +1,22 @@
 """torchrun with the job's own exit code, and without its report of what the job has said.
 
-    python -m meshwright.cli.launch TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
-
-torchrun itself exits with 1 whatever its ranks exit with, and buries the reason under a table.
+python -m meshwright.cli.launch TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
 """
 
-import logging
 import os
 import signal
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any, NoReturn
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import parse_args, run
-
-from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING
-from meshwright.preemption import FROM_LAUNCHER, SIGNALS
-
-OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)
-"""What the ranks have said themselves."""
-BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""It ends the ranks that are left, by a signal that they may take time over."""
+from meshwright.errors import EXIT_STOPPED
+from meshwright.supervise import STOP_SIGNALS
 
 
 def main() -> None:
-    """Run the job; exit as its failed rank did, or with 128 + n if that was killed by signal n.
+    """Run the job. What asks it to stop before there is a rank ends it here."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: os._exit(EXIT_STOPPED))
+    from meshwright.cli.torchrun import launch  # takes seconds, for torch
 
-    A signal that asks to stop is left to the ranks, by way of a file; a second one kills them.
-    """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # torchrun copies what ranks print to files, and leaves them behind
-    with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
-        request = Path(folder) / "stop"
-        os.environ[FROM_LAUNCHER] = str(request)
-        for number in SIGNALS:
-            signal.signal(number, lambda number, _: _ask_to_stop(request, number))
-        others = "SIGINT,SIGHUP,SIGQUIT"  # for torchrun to handle
-        try:
-            run(parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]]))
-        except ChildFailedError as error:
-            _report(error, is_asked=request.exists())
-        except SignalException as signalled:
-            sys.exit(128 + signalled.sigval)
-
-
-def _ask_to_stop(request: Path, number: int) -> None:
-    if request.exists():
-        raise SignalException("a second signal", signal.SIGKILL)  # torchrun sends it on
-    name = signal.Signals(number).name
-    unfinished = request.with_suffix(".new")
-    unfinished.write_text(name, "ascii")
-    unfinished.rename(request)  # never seen empty
-    # a handler may have interrupted a print
-    os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
-
-
-def _report(error: ChildFailedError, is_asked: bool) -> NoReturn:
-    rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
-    # what `record` in train.py has caught, if the rank got that far
-    recorded = (failure.error_file_data or {}).get("message")
-    caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    if failure.exitcode == EXIT_STOPPED:
-        sys.exit(EXIT_STOPPED)
-    if failure.exitcode in OWN_CODES:
-        if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
-            print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
-        sys.exit(failure.exitcode)
-    code = failure.exitcode
-    if code < 0:
-        code = 128 - code
-        print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
-    else:
-        print(f"meshwright: rank {rank} failed (exit {code})", file=sys.stderr)
-        print(caught.get("extraInfo", {}).get("py_callstack", ""), end="", file=sys.stderr)
-    # whoever asked may have signalled more processes than us: ranks that were starting, compilers
-    sys.exit(EXIT_STOPPED if is_asked else code)
-
-
-def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
-    """Sorts the failed rank that is the cause before those that fell because of it."""
-    if failure.exitcode in OWN_CODES:
-        kind = 0
-    elif failure.exitcode in BY_TORCHRUN:
-        kind = 4
-    elif failure.exitcode == EXIT_STOPPED:  # all agreed to
-        kind = 3
-    elif failure.exitcode < 0:  # others lose their connection to it, and may be noticed before it
-        kind = 1
-    else:
-        kind = 2
-    return kind, failure.timestamp
+    launch()
 
 
 if __name__ == "__main__":

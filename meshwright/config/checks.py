@@ -97,6 +97,13 @@ def check_sections(config: JobConfig) -> None:
         "set checkpoint.enable = true",
     )
     check(
+        config.checkpoint.enable or config.job.max_run_seconds == 0,
+        "job.max_run_seconds",
+        config.job.max_run_seconds,
+        "what was trained by then would be lost: checkpoint.enable is false",
+        "set checkpoint.enable = true",
+    )
+    check(
         bool(config.checkpoint.initial_load_path) or not config.checkpoint.initial_load_in_hf,
         "checkpoint.initial_load_in_hf",
         True,

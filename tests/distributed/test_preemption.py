@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from meshwright import preemption
-from meshwright.preemption import FROM_LAUNCHER, STOP_FILE, StopRequest
+from meshwright.preemption import STOP_FILE, StopRequest
+from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
 
 STEPS = 50
 
@@ -22,7 +23,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     rank = dist.get_rank()
     from_launcher = folder / f"from_launcher_{rank}"
     os.environ[FROM_LAUNCHER] = str(from_launcher)
-    handlers = [signal.getsignal(number) for number in preemption.SIGNALS]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     step = 0
     with StopRequest(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
         while not stop.agreed() and step < (STEPS if way != "clock" else 10**6):
@@ -39,7 +40,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
         if reason:
             stop.heeded()
     del os.environ[FROM_LAUNCHER]
-    assert [signal.getsignal(number) for number in preemption.SIGNALS] == handlers
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     return step, reason
 

@@ -227,6 +227,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             "a pipeline's schedule reduces gradients once",
         ),
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
+        (["--checkpoint.enable=false", "--job.max_run_seconds", "60"], "would be lost"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
         (["--optimizer.early_step_in_backward"], "max_norm = 1.0 cannot be kept"),

@@ -1,0 +1,254 @@
+"""A training that is interrupted over and over, at random moments, beside one that is not.
+
+The job is started by the launcher on two ranks, as anyone would, and started again with the same
+words each time it ends before its last step; when it gets there, another round begins. It saves
+every few steps, in a mode drawn anew at each start, and validates now and then. A kill is SIGKILL
+to one rank, or to the launcher and with it to all; a stop is a signal to the launcher, SIGUSR1 to
+one rank, or a STOP file. A third of them waits for a save to be under way, another hits the start.
+
+Checked after each: the exit code; that it had resumed from the newest checkpoint; and that every
+loss and gradient norm on record is, to the bit, that of the uninterrupted job. After each round
+every tensor of the last checkpoint, too. It ends with 1 at the first that differs.
+
+    python benchmarks/interruptions.py --kills 200
+    python benchmarks/interruptions.py --stops 50 --compile
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from meshwright.checkpoint import commit
+from meshwright.errors import EXIT_STOPPED
+
+ROOT = Path(__file__).parents[1]
+STEPS, VALIDATION_FREQ = 120, 10
+JOB = {
+    "model.args": "{dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, hidden_dim = 64}",
+    "training.seq_len": 64,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.steps": STEPS,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": "4e-3",
+    "lr_scheduler.warmup_steps": 5,
+    "checkpoint.enable": "true",
+    "checkpoint.interval": 5,
+    "checkpoint.keep_latest_k": 3,
+    "validation.enable": "true",
+    "validation.freq": VALIDATION_FREQ,
+    "validation.num_samples": 160,  # about as long as the steps between
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": "false",
+}
+FIGURES = ("loss", "grad_norm", "validation/loss")
+START_S, COMPILED_START_S = 8, 20
+"""From the launcher to the first step, or a little longer."""
+
+
+class Start:
+    """The job, started into `folder`; up to its end."""
+
+    def __init__(self, folder: Path, is_compiled: bool, mode: str) -> None:
+        self.folder, self.console = folder, folder.with_suffix(".log")
+        self.newest = _saved(folder)
+        self._start_s = COMPILED_START_S if is_compiled else START_S
+        self._records_before = _records(folder)
+        keys = JOB | {"checkpoint.async_mode": mode, "job.dump_folder": folder}
+        keys |= {"compile.enable": str(is_compiled).lower()}
+        with self.console.open("wb") as console:
+            self.process = subprocess.Popen(
+                [ROOT / "run_llama_train.sh", *(f"--{key}={value}" for key, value in keys.items())],
+                env=os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a figure of this start."""
+        return _records(self.folder) != self._records_before
+
+    @property
+    def is_saving(self) -> bool:
+        return any((self.folder / "checkpoint").glob(f"*{commit.UNFINISHED}"))
+
+    def ranks(self) -> list[int]:
+        """Their process numbers, in no order."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(word.endswith(b"/train.py") for word in words[:3]) and any(
+                word.endswith(b"=" + os.fsencode(self.folder)) for word in words
+            ):
+                found.append(int(path.parent.name))
+        return found
+
+    def wait_for(self, moment: str, chance: random.Random) -> None:
+        """Return at a random time of the start, of the steps, or of a save."""
+        if moment == "start":
+            self._sleep(chance.uniform(0, self._start_s))
+            return
+        while not self.is_over and not self.has_begun:
+            time.sleep(0.01)
+        self._sleep(chance.uniform(0, 3))
+        if moment == "save":
+            while not self.is_over and not self.is_saving:
+                time.sleep(0.0005)
+            time.sleep(chance.uniform(0, 0.03))
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self.is_over and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def strike(self, kind: str, chance: random.Random) -> str:
+        """Kill or stop it; in words, how and when."""
+        when = (
+            "in a save" if self.is_saving else "in training" if self.has_begun else "at the start"
+        )
+        ranks = self.ranks()
+        how = chance.choice(("one", "all") if kind == "kill" else ("one", "all", "file"))
+        if how == "one" and not (ranks and (kind == "kill" or self.has_begun)):
+            how = "all"
+        if how == "file":
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / "STOP").touch()
+            return f"STOP file, {when}"
+        try:
+            if how == "one":
+                number = signal.SIGKILL if kind == "kill" else signal.SIGUSR1
+                os.kill(chance.choice(ranks), number)
+                return f"{number.name} to one rank, {when}"
+            if kind == "kill":
+                os.killpg(self.process.pid, signal.SIGKILL)
+                return f"SIGKILL to all, {when}"
+            number = chance.choice((signal.SIGTERM, signal.SIGUSR1))
+            self.process.send_signal(number)
+        except ProcessLookupError:
+            return "nothing, for it was over"
+        return f"{number.name} to the launcher, {when}"
+
+    def end(self) -> int:
+        """Wait for the launcher and the ranks; the exit code, as a shell would see it."""
+        code = self.process.wait(timeout=600)
+        while self.ranks():
+            time.sleep(0.01)
+        return 128 - code if code < 0 else code
+
+
+def main() -> None:
+    """Interrupt, check, count."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    plan = ["kill"] * options.kills + ["stop"] * options.stops
+    chance.shuffle(plan)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="interruptions_") as folder:
+        done = interrupt(Path(folder), plan, options.compile, chance)
+    for what, count in sorted(done.items()):
+        print(f"{count:5}  {what}")
+    print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
+
+
+def interrupt(
+    folder: Path, plan: list[str], is_compiled: bool, chance: random.Random
+) -> Counter[str]:
+    """Go through `plan`, and on to the last step; how often what was done."""
+    reference = folder / "uninterrupted"
+    start = Start(reference, is_compiled, "disabled")
+    if start.end():
+        sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
+    want = {record["step"]: record for record in _records(reference)}
+    done, rounds = Counter[str](), 0
+    while True:
+        current = folder / f"round_{rounds}"
+        start = Start(current, is_compiled, chance.choice(("disabled", "thread", "process")))
+        how = ""
+        if plan:
+            start.wait_for(chance.choice(("start", "steps", "save")), chance)
+            how = start.strike(plan[-1], chance)
+        code = start.end()
+        if wrong := _what_is_wrong(start, code, plan[-1] if how else "", want):
+            sys.exit(f"WRONG after {how}: {wrong}\n{start.console.read_text()}")
+        if code:
+            plan.pop()
+            last_record = (_records(current) or [{"step": 1}])[-1]
+            is_due = last_record["step"] % VALIDATION_FREQ == 0
+            if code == EXIT_STOPPED and is_due and FIGURES[-1] not in last_record:
+                how += ", which gave up a validation"
+            done[how] += 1
+            print(f"{how}; exit code {code}, newest checkpoint {_saved(current)}", flush=True)
+            continue
+        (current / "STOP").unlink(missing_ok=True)  # it came too late
+        rounds += 1
+        compare = [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
+        last = [run / "checkpoint" / f"step-{STEPS}" for run in (current, reference)]
+        subprocess.run([*compare, *last], check=True)
+        print("at the last step, all tensors equal", flush=True)
+        if not plan:
+            done["rounds to the last step"] = rounds
+            return done
+
+
+def _what_is_wrong(
+    start: Start, code: int, kind: str, want: dict[int, dict[str, float]]
+) -> str | None:
+    """The first thing, if any."""
+    if code not in {"kill": (0, 128 + signal.SIGKILL), "stop": (0, EXIT_STOPPED), "": (0,)}[kind]:
+        return f"exit code {code}"
+    console = start.console.read_text()
+    resumed = re.search(r"resumed from \S+/step-(\d+) ", console)
+    if resumed and int(resumed[1]) != start.newest:
+        return f"resumed from {resumed[1]}, though {start.newest} was there"
+    if start.has_begun and start.newest and not resumed:
+        return f"started over, though {start.newest} was there"
+    stopped = re.search(r"stopped after step (\d+) ", console)
+    if stopped and int(stopped[1]) != _saved(start.folder):
+        return f"stopped after step {stopped[1]}, but saved {_saved(start.folder)}"
+    for number, record in enumerate(_records(start.folder), start=1):
+        if record["step"] != number:
+            return f"line {number} of the metrics is of step {record['step']}"
+        for figure in FIGURES:
+            # a validation that was given up is not made up for
+            if figure in record and record[figure] != want[number].get(figure):
+                return f"step {number}: {figure} {record[figure]}, not {want[number].get(figure)}"
+    return None
+
+
+def _records(folder: Path) -> list[dict[str, float]]:
+    """Lines of the metrics, but for one that was cut short."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _saved(folder: Path) -> int:
+    """Step of the newest checkpoint; 0: none."""
+    return max(commit.saved_steps(folder / "checkpoint"), default=0)
+
+
+if __name__ == "__main__":
+    main()
