@@ -187,10 +187,14 @@ def interrupt(
         current = folder / f"round_{rounds}"
         start = Start(current, is_compiled, chance.choice(("disabled", "thread", "process")))
         how = ""
-        if plan:
-            start.wait_for(chance.choice(("start", "steps", "save")), chance)
-            how = start.strike(plan[-1], chance)
-        code = start.end()
+        try:
+            if plan:
+                start.wait_for(chance.choice(("start", "steps", "save")), chance)
+                how = start.strike(plan[-1], chance)
+            code = start.end()
+        finally:
+            if not start.is_over:  # this script itself is being ended
+                os.killpg(start.process.pid, signal.SIGKILL)
         if wrong := _what_is_wrong(start, code, plan[-1] if how else "", want):
             sys.exit(f"WRONG after {how}: {wrong}\n{start.console.read_text()}")
         if code:

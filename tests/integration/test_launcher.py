@@ -133,34 +133,6 @@ def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
     assert tomli.loads(path.read_text())["training"]["global_batch_size"] == 8
 
 
-def test_a_killed_run_resumes_to_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    process = subprocess.Popen(
-        command(folder), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    wait_for(lambda: commit.saved_steps(folder / "checkpoint")[-1:] == [10], "step 10")
-    os.kill(ranks_of(folder)[-1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == EXIT_SIGKILL, output
-    assert b"was killed by SIGKILL" in output
-    assert max(losses(folder)) < 20, "it was over before it was killed"
-    # as if killed while saving, too: nothing that is not complete is picked up
-    commit.unfinished_folder(folder / "checkpoint", 15).mkdir(exist_ok=True)
-
-    again = launch(folder)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resumed from" in again.stdout
-    assert losses(folder) == losses(uninterrupted)
-    comparison = subprocess.run(
-        [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
-        + [f / "checkpoint" / "step-20" for f in (folder, uninterrupted)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert comparison.returncode == 0, comparison.stdout + comparison.stderr
-
-
 def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_text()
     result = launch(uninterrupted)
