@@ -10,23 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-PLAIN_DATA = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-"""All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
+from meshwright.checkpoint.saved_tensors import INDEX, PLAIN_DATA
 
 
 def _member(cls: object, name: str) -> enum.Enum:
@@ -54,7 +38,7 @@ class PlainReader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        content = (folder / ".metadata").read_bytes()
+        content = (folder / INDEX).read_bytes()
         self._metadata: Metadata = _PlainUnpickler(io.BytesIO(content)).load()
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()

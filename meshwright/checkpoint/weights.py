@@ -1,7 +1,7 @@
-"""The weights of a checkpoint of ours, without what else a resume needs."""
+"""Tensors of a checkpoint, the model's above all, without what else a resume needs."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,14 +16,17 @@ from meshwright.errors import ConfigError
 
 
 class CheckpointWeights:
-    """The model's tensors in a step's folder.
+    """Tensors in a step's folder, of ours or of any torch.distributed.checkpoint.
+
+    Args:
+        saved_name: what a tensor is called there; by default those of our model.
 
     Raises:
         ConfigError: if it cannot be read.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
+        self._place, self._saved_name = place, saved_name
         try:
             self._reader = PlainReader(place.path)
         except Exception as error:  # a pickle that is damaged raises what it likes
@@ -37,7 +40,7 @@ class CheckpointWeights:
         Raises:
             ConfigError: if one is missing, has another shape, or cannot be read.
         """
-        state = {MODEL + name: tensor.detach() for name, tensor in parameters.items()}
+        state = {self._saved_name(name): tensor.detach() for name, tensor in parameters.items()}
         saved = self._reader.read_metadata().state_dict_metadata
         for name, tensor in state.items():
             self._place.check(name in saved, f"the checkpoint has no {name}")
@@ -59,8 +62,9 @@ class CheckpointWeights:
         Raises:
             ConfigError: as `load`'s.
         """
-        saved = self._reader.read_metadata().state_dict_metadata.get(MODEL + name)
-        self._place.check(saved is not None, f"the checkpoint has no {MODEL}{name}")
+        saved_name = self._saved_name(name)
+        saved = self._reader.read_metadata().state_dict_metadata.get(saved_name)
+        self._place.check(saved is not None, f"the checkpoint has no {saved_name}")
         assert isinstance(saved, TensorStorageMetadata)
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         self.load({name: tensor})
