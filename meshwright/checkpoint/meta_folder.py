@@ -48,11 +48,10 @@ def check_meta_folder(place: Place, form: MetaForm, args: LlamaArgs) -> Pieces:
     Raises:
         ConfigError: naming every dimension that differs, or the first tensor.
     """
+    params = place.read_json(PARAMS)
     try:
-        there = form.read_params(place.read_json(PARAMS))
+        there = form.read_params(params)
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             place.key, f"{place.key} = {str(place.path)!r}: {PARAMS}: {error}"
         ) from None
@@ -65,14 +64,16 @@ def check_meta_folder(place: Place, form: MetaForm, args: LlamaArgs) -> Pieces:
     files = _weight_files(place.path)
     stored = [_read_header(place, file) for file in files]
     wanted = args.parameter_shapes()
-    for name in wanted:
+    for name, shape in list(wanted.items()):
         if (copy := form.copy_of(name, args)) and copy in stored[0]:
-            wanted[copy] = wanted[name]
+            wanted[copy] = shape
     cut = {name: _find_cut(place, name, shape, stored) for name, shape in wanted.items()}
     others = sorted(
         name for name in set().union(*stored) if name not in wanted and not form.is_needless(name)
     )
-    place.check(not others, f"holds {others[:1]}, for which the model has no place")
+    place.check(
+        not others, f"holds {others[0] if others else ''}, for which the model has no place"
+    )
     return Pieces(files, cut)
 
 

@@ -17,16 +17,12 @@ class Entry:
     """A step's folder, whatever has become of it."""
 
     path: Path
-    step: int
     state: str
     """complete, unfinished, being deleted, set aside, or damaged: and how."""
+    num_bytes: int
+    """Of the files that are there."""
     manifest: dict[str, Any] | None
     """None: it cannot be read."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the files that are there."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
 
 
 def find_entries(place: Place) -> list[Path]:
@@ -37,7 +33,7 @@ def find_entries(place: Place) -> list[Path]:
     """
     path = place.path
     place.check(path.is_dir(), "no such folder")
-    if NAME.fullmatch(path.name) and not _entries(path):
+    if (path / commit.MANIFEST).is_file() or NAME.fullmatch(path.name):
         return [path]
     folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
     names = ", ".join(map(str, folders))
@@ -54,28 +50,25 @@ def _entries(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
-
-
-def step_of(path: Path) -> int:
-    """The step that the folder's name says."""
-    match = NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
 
 
 def look_at(path: Path) -> Entry:
-    """A step's folder, of which no more is read than the manifest."""
+    """A step's folder, of which no more is read than the manifest.
+
+    Raises:
+        FileNotFoundError: if a job deletes it meanwhile.
+    """
+    num_bytes = sum(file.stat().st_size for file in path.iterdir())
     match = NAME.fullmatch(path.name)
     suffix = match[2] if match else None
     state = STATES.get(suffix, "set aside")
-    step = int(match[1]) if match else -1
     if suffix in ("unfinished", "deleted"):
-        return Entry(path, step, state, None)
+        return Entry(path, state, num_bytes, None)
     manifest: dict[str, Any] | None = None
     try:
         manifest = commit.read_manifest(path)
         commit.inspect(path)
     except commit.DamagedError as error:
         state = f"{state}, damaged: {error.what}" if suffix else f"damaged: {error.what}"
-    return Entry(path, manifest["step"] if manifest else step, state, manifest)
+    return Entry(path, state, num_bytes, manifest)

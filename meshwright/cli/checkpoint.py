@@ -7,6 +7,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from pkgutil import resolve_name
@@ -75,7 +76,10 @@ def _find(key: str, path: Path) -> Place:
 
 
 def _list(place: Place) -> None:
-    entries = [look_at(path) for path in find_entries(place)]
+    entries = []
+    for path in find_entries(place):
+        with suppress(FileNotFoundError):  # a job that runs deletes its old ones
+            entries.append(look_at(path))
     complete = [entry.path for entry in entries if entry.state == "complete"]
     rows: list[Sequence[object]] = [COLUMNS]
     for entry in entries:
@@ -186,7 +190,7 @@ def _verify(place: Place) -> bool:
         for what in wrong:
             print(f"{path.name}: damaged: {what}", flush=True)
         if not wrong:
-            print(f"{path.name}: good, {human_bytes(look_at(path).num_bytes)}", flush=True)
+            print(f"{path.name}: good", flush=True)
         is_good &= not wrong
     return is_good
 

@@ -95,5 +95,5 @@ def _row(d: Difference) -> tuple[object, ...]:
     at = ",".join(map(str, d.index)) or "-"
     return (
         *(d.name, d.count, d.numel, f"{d.largest:.3g}", f"{d.relative:.3g}"),
-        *(at, f"{d.a:.6g}", f"{d.b:.6g}"),
+        *(at, f"{d.a:.9g}", f"{d.b:.9g}"),
     )
