@@ -197,6 +197,27 @@ def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
     assert "config: 2 of 2 keys differ" in lines
 
 
+def save(folder: Path, names: str) -> Path:
+    """A checkpoint of small tensors alone."""
+    tensors = torch.nn.ParameterDict({name: torch.ones(3) for name in names.split()})
+    return save_checkpoint(folder, tensors, SMALL, prefix="")
+
+
+def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsys) -> None:
+    a, b = save(tmp_path / "a", "model_x"), save(tmp_path / "b", "model_x model_y")
+    for pair in ((a, b), (b, a)):
+        code, lines = run(capsys, "diff", *pair, "--tensors")
+        assert code == 1
+        assert "tensors: 1 of 2 are equal to the bit" in lines
+    code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
+    assert code == 1
+    assert "manifest: 1 of " in " ".join(lines)
+    copy = shutil.copytree(a, tmp_path / "copy")
+    set_manifest(copy, config={"training": {"steps": 3}})
+    assert run(capsys, "diff", a, copy)[0] == 1
+    assert run(capsys, "diff", a, copy, "--tensors")[0] == 0
+
+
 def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:
     folders = []
     for ranks in (1, 2):

@@ -66,6 +66,13 @@ def test_the_dimensions_of_every_flavor_follow_from_its_params(flavor) -> None:
         assert meta.same(name, getattr(args, name), dimension.value), name
 
 
+def test_the_feed_forward_width_is_truncated_and_then_rounded_up() -> None:
+    given = {"dim": 34, "n_layers": 1, "n_heads": 1, "multiple_of": 1}
+    assert meta.read_params(given)["hidden_dim"].value == 90  # of 90.67
+    given |= {"ffn_dim_multiplier": 1.3, "multiple_of": 4}
+    assert meta.read_params(given)["hidden_dim"].value == 120  # 117, not 117.87
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
