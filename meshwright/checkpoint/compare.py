@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.checkpoint.saved_tensors import SavedTensor
 from meshwright.checkpoint.weights import CheckpointWeights
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements that are in float64 at a time."""
 
 
