@@ -13,7 +13,9 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.checkpoint.initial_load import KEY, find_initial
+from meshwright.checkpoint.initial_load import KEY, Initial, find_initial
+from meshwright.checkpoint.meta_read import MetaWeights
+from meshwright.checkpoint.torchtitan_folder import find_names
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
@@ -83,7 +85,8 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
-    start, place = time.perf_counter(), find_initial(config)
+    start, initial = time.perf_counter(), find_initial(config)
+    place = initial.place
     seen: list[Path | None] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, place.path)
     if any(path != place.path for path in seen):  # the newest of a job that goes on
@@ -91,15 +94,25 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
         raise ConfigError(
             KEY, f"{KEY}: ranks see different checkpoints: {paths}\n  fix: name the step's folder"
         )
-    source = (
-        HuggingFaceWeights(place, plan.spec.hf, plan.model_args)
-        if config.initial_load_in_hf
-        else CheckpointWeights(place)
-    )
-    source.load(dict(model.named_parameters()))
+    _open_weights(plan, initial).load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()
     logger.info("first weights from %s in %.1f s", place.path, time.perf_counter() - start)
+
+
+def _open_weights(
+    plan: Plan, initial: Initial
+) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
+    spec, args, place = plan.spec, plan.model_args, initial.place
+    match initial.kind:
+        case "hf":
+            return HuggingFaceWeights(place, spec.hf, args)
+        case "meta":
+            return MetaWeights(place, spec.meta, args)
+        case "torchtitan":
+            return CheckpointWeights(place, find_names(place, spec.torchtitan, args).__getitem__)
+        case "ours":
+            return CheckpointWeights(place)
 
 
 def build_loader(

@@ -137,7 +137,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     if resume_step is not None:
         check_checkpoint(plan)
     elif config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, spec.hf, model_args)
+        check_initial(config.checkpoint, model_args, spec.hf, spec.meta, spec.torchtitan)
     return plan
 
 

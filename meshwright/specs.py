@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.models import llama
-from meshwright.models.foreign import HuggingFaceForm
+from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
 from meshwright.models.llama import hf as llama_hf
+from meshwright.models.llama import meta as llama_meta
+from meshwright.models.llama import torchtitan as llama_torchtitan
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class ModelSpec:
     """Function with the signature of `parallelize_llama`."""
     hf: HuggingFaceForm
     """Module that knows the form in which Hugging Face has it."""
+    meta: MetaForm
+    """Module that knows the form of Meta's folders."""
+    torchtitan: TorchtitanForm
+    """Module that knows the form of torchtitan's checkpoints."""
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -32,5 +38,7 @@ MODELS: dict[str, ModelSpec] = {
         model="meshwright.models.llama.model:Llama",
         parallelize="meshwright.parallelisms.parallelize_llama:parallelize_llama",
         hf=llama_hf,
+        meta=llama_meta,
+        torchtitan=llama_torchtitan,
     ),
 }

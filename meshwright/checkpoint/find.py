@@ -1,12 +1,13 @@
 """Which checkpoint of ours a path means. Free of torch."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
-from meshwright.errors import ConfigError
 from meshwright.models.llama import LlamaArgs
 
 
@@ -40,11 +41,30 @@ def read_manifest(place: Place) -> dict[str, Any]:
     Raises:
         ConfigError: if it cannot be read.
     """
-    try:
+    with _telling(place):
         return commit.read_manifest(place.path)
-    except ConfigError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(place.key, f"{place.key} = {str(place.path)!r}: {reason}") from None
+
+
+@contextmanager
+def being_read(place: Place) -> Iterator[None]:
+    """Keep every job's retention from deleting the checkpoint meanwhile.
+
+    Raises:
+        ConfigError: if it is not there, or no longer.
+    """
+    with ExitStack() as stack:
+        with _telling(place):
+            stack.enter_context(commit.being_read(place.path))
+        yield
+
+
+@contextmanager
+def _telling(place: Place) -> Iterator[None]:
+    """Say by which key a damaged checkpoint was given."""
+    try:
+        yield
+    except commit.DamagedError as error:
+        place.check(False, f"is damaged: {error.what}", "name another step's folder")
 
 
 def saved_args(place: Place, manifest: dict[str, Any]) -> LlamaArgs:

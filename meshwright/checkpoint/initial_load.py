@@ -2,18 +2,30 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import find_checkpoint, read_manifest, saved_args
 from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, is_hf_folder
+from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
+from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
-from meshwright.models.foreign import HuggingFaceForm
+from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
 from meshwright.models.llama import LlamaArgs
 
 KEY = "checkpoint.initial_load_path"
 
 
-def find_initial(config: Checkpoint) -> Place:
-    """The folder to start from: of Hugging Face, or a step's.
+class Initial(NamedTuple):
+    """A folder to start from."""
+
+    kind: Literal["ours", "hf", "meta", "torchtitan"]
+    place: Place
+    """A step's folder, of those that have steps."""
+
+
+def find_initial(config: Checkpoint) -> Initial:
+    """The folder to start from.
 
     Raises:
         ConfigError: if it is not there, or not of the kind that is said.
@@ -23,31 +35,49 @@ def find_initial(config: Checkpoint) -> Place:
     place.check(place.path.is_dir(), "is not a folder")
     if config.initial_load_in_hf:
         place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))
-        return place
-    found = find_checkpoint(place)
+        return Initial("hf", place)
+    if is_meta_folder(place.path):
+        return Initial("meta", place)
+    found = place if is_torchtitan_folder(place.path) else find_checkpoint(place)
     if found is None:
         is_hf = is_hf_folder(place.path)
         place.check(False, "holds no checkpoint", _other(True) if is_hf else "")
         raise AssertionError
-    return found
+    for suffix in (commit.UNFINISHED, commit.DELETED):
+        place.check(not found.path.name.endswith(suffix), "is not a complete checkpoint")
+    return Initial("torchtitan" if is_torchtitan_folder(found.path) else "ours", found)
 
 
 def _other(is_hf: bool) -> str:
-    kind = "a folder of Hugging Face's" if is_hf else "a checkpoint of meshwright's"
+    kind = "a folder of Hugging Face's" if is_hf else "one of Meta's, torchtitan's or meshwright's"
     return f"set checkpoint.initial_load_in_hf = {str(is_hf).lower()} if it is {kind}"
 
 
-def check_initial(config: Checkpoint, form: HuggingFaceForm, args: LlamaArgs) -> None:
+def check_initial(
+    config: Checkpoint,
+    args: LlamaArgs,
+    hf: HuggingFaceForm,
+    meta: MetaForm,
+    torchtitan: TorchtitanForm,
+) -> None:
     """Check that the folder to start from holds the weights of a model with `args`.
+
+    Args:
+        hf, meta, torchtitan: the forms in which others have the model's family.
 
     Raises:
         ConfigError: naming what is wrong.
     """
-    place = find_initial(config)
-    if config.initial_load_in_hf:
-        check_hf_folder(place, form, args)
-        return
-    saved = saved_args(place, read_manifest(place))
-    names = [field.name for field in dataclasses.fields(saved)]
-    there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
-    check_args(args, there, str(place.path))
+    kind, place = find_initial(config)
+    match kind:
+        case "hf":
+            check_hf_folder(place, hf, args)
+        case "meta":
+            check_meta_folder(place, meta, args)
+        case "torchtitan":
+            find_names(place, torchtitan, args)
+        case "ours":
+            saved = saved_args(place, read_manifest(place))
+            names = [field.name for field in dataclasses.fields(saved)]
+            there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
+            check_args(args, there, str(place.path))

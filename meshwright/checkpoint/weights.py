@@ -1,88 +1,34 @@
-"""The weights of a checkpoint of ours, without what else a resume needs."""
+"""Tensors of a checkpoint, the model's above all, without what else a resume needs."""
 
-import enum
-import io
-import pickle
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.state import MODEL
 from meshwright.errors import ConfigError
 
-PLAIN_DATA = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-"""All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
-
-
-def _member(cls: object, name: str) -> enum.Enum:
-    """A member of an enumeration: some versions of Python (3.11.2) pickle it as a `getattr`."""
-    if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
-    return cls[name]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses all but data: a pickle otherwise runs whatever code it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) not in PLAIN_DATA:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
-        return super().find_class(module, name)
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the index once, and as data: torch's own unpickles it anew for every load."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        content = (folder / ".metadata").read_bytes()
-        self._metadata: Metadata = _PlainUnpickler(io.BytesIO(content)).load()
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
 
 class CheckpointWeights:
-    """The model's tensors in a step's folder.
+    """Tensors in a step's folder, of ours or of any torch.distributed.checkpoint.
+
+    Args:
+        saved_name: what a tensor is called there; by default those of our model.
 
     Raises:
         ConfigError: if it cannot be read.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
+        self._place, self._saved_name = place, saved_name
         try:
-            self._reader = _Reader(place.path)
+            self._reader = PlainReader(place.path)
         except Exception as error:  # a pickle that is damaged raises what it likes
             raise self._unreadable(error) from None
 
@@ -94,7 +40,7 @@ class CheckpointWeights:
         Raises:
             ConfigError: if one is missing, has another shape, or cannot be read.
         """
-        state = {MODEL + name: tensor.detach() for name, tensor in parameters.items()}
+        state = {self._saved_name(name): tensor.detach() for name, tensor in parameters.items()}
         saved = self._reader.read_metadata().state_dict_metadata
         for name, tensor in state.items():
             self._place.check(name in saved, f"the checkpoint has no {name}")
@@ -116,8 +62,9 @@ class CheckpointWeights:
         Raises:
             ConfigError: as `load`'s.
         """
-        saved = self._reader.read_metadata().state_dict_metadata.get(MODEL + name)
-        self._place.check(saved is not None, f"the checkpoint has no {MODEL}{name}")
+        saved_name = self._saved_name(name)
+        saved = self._reader.read_metadata().state_dict_metadata.get(saved_name)
+        self._place.check(saved is not None, f"the checkpoint has no {saved_name}")
         assert isinstance(saved, TensorStorageMetadata)
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         self.load({name: tensor})

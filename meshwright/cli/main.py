@@ -18,6 +18,12 @@ COMMANDS = {
         f"[--workers N] [--verify] [--quiet] {CONFIG}",
         "make the token caches that the job reads, ahead of it; or check them to the last byte",
     ),
+    "checkpoint": (
+        "meshwright.cli.checkpoint:main",
+        "ls FOLDER | show CHECKPOINT [--tensors] | verify CHECKPOINT_OR_FOLDER |\n"
+        "      diff A B [--tensors]",
+        "what is saved, whether it is whole, in what two differ; exit code 1 if damaged, different",
+    ),
     "export": (
         "meshwright.cli.export:main",
         "CHECKPOINT OUT [--dtype bfloat16|float32] [--max-shard-size 5GB] [--tokenizer PATH]",

@@ -389,8 +389,9 @@ class Checkpoint(Section):
 
     initial_load_path: InputPath = ""
     """Folder of the weights that the job starts from, where the dump folder holds no checkpoint to
-    resume from: a step's folder, or a dump folder (its newest), of which only the weights are
-    taken; or one of Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
+    resume from: a step's folder, or a dump folder (its newest), of meshwright's or torchtitan's, of
+    which only the weights are taken; one of Meta's, params.json and consolidated.*.pth; or one of
+    Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
 
     initial_load_in_hf: bool = False
     """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors."""

@@ -1,6 +1,6 @@
 """How a model's weights lie in files that others made. Free of torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,3 +50,35 @@ class HuggingFaceForm(Protocol):
 
     def is_needless(self, name: str, args: LlamaArgs) -> bool:
         """Whether a tensor that no parameter is made of may be in the files all the same."""
+
+
+class MetaForm(Protocol):
+    """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
+
+    def read_params(self, params: Mapping[str, Any]) -> dict[str, Dimension]:
+        """A params.json as the dimensions of our model, by our names, as far as it says them.
+
+        Raises:
+            ValueError: if our model is not that function, or a key is missing.
+        """
+
+    def same(self, name: str, ours: object, theirs: object) -> bool:
+        """Whether the dimension `name` is what `read_params` gives."""
+
+    def copy_of(self, name: str, args: LlamaArgs) -> str | None:
+        """Under which other name the files may hold the parameter `name` once more."""
+
+    def is_needless(self, name: str) -> bool:
+        """Whether a tensor that no parameter is made of may be in the files all the same."""
+
+
+class TorchtitanForm(Protocol):
+    """A model family in the form of torchtitan's checkpoints, which differ from ours in names."""
+
+    PREFIXES: tuple[str, ...]
+    """What may stand before all names."""
+    OF_MODEL: tuple[str, ...]
+    """What the names of parameters begin with, after the prefix; others are not the model's."""
+
+    def names(self, ours: str) -> Iterator[str]:
+        """What its versions call our parameter, without prefix."""

@@ -8,6 +8,7 @@ import torch
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.checkpoint import main as checkpoint_tool
 from meshwright.cli.export import main as export
 from meshwright.models.llama import LlamaArgs, hf
 from meshwright.parallelisms.local_model import LocalModel
@@ -73,6 +74,9 @@ def test_import_and_export_on_four_ranks(on_ranks, tmp_path, case) -> None:
 def _check(on_ranks, ranks: int, folder: Path, case: str, exported: list[str]) -> None:
     save_transformers(folder / "hf", CASES[case])
     on_ranks(ranks, _compare, ranks, folder / "hf", case, folder)
+    saved = [folder / mesh for mesh in MESHES[ranks] if (folder / mesh).is_dir()]
+    for other in saved[1:]:  # of other meshes, and equal
+        checkpoint_tool(["diff", str(saved[0]), str(other)])
     was = tensors_of(folder / "hf")
     for mesh in exported:
         if "pp" in mesh and CASES[case].tie_embeddings:

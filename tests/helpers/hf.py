@@ -91,9 +91,10 @@ def save_checkpoint(
     args: LlamaArgs,
     step: int = 5,
     tokenizer_path: str = "bytes",
+    prefix: str = "model.",
 ) -> Path:
     """The model's part of a checkpoint. Collective, if there are ranks."""
-    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    state = {f"{prefix}{name}": p.detach() for name, p in model.named_parameters()}
     writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     manifest = BARE | {

@@ -1,6 +1,7 @@
 """Jobs that start from weights that are there: on real processes, and what keeps them from it."""
 
 import json
+import math
 import pickle
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.check_job import main as check_job
+from meshwright.cli.checkpoint import main as checkpoint_tool
 from meshwright.cli.export import main as export
 from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
@@ -53,6 +55,14 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     assert "resumed from" in done.stdout
     assert "first weights from" not in done.stdout
     assert losses(tmp_path / "hf").keys() == {1, 2, 3}
+
+    for command in ("ls", "verify", "show"):
+        checkpoint_tool([command, str(tmp_path / "hf")])
+    said = capsys.readouterr().out
+    assert "complete, newest good" in said
+    assert "step-2: good\nstep-3: good" in said
+    numel = sum(math.prod(shape) for shape in SMALL.parameter_shapes().values())
+    assert f"llama, {numel:,} parameters" in said  # and not those of the optimizer
 
     export([str(tmp_path / "hf"), str(tmp_path / "out")])  # what it trained, saved by two ranks
     generate_text([str(tmp_path / "out"), "--tokenizer", "bytes", "--prompt", "def f("])

@@ -24,7 +24,10 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-NEEDS_NO_TORCH = ("preflight.py", "cli/check_job.py", "cli/show_config.py", "cli/tokenize_data.py")
+NEEDS_NO_TORCH = (
+    *("preflight.py", "cli/check_job.py", "cli/checkpoint.py", "cli/show_config.py"),
+    "cli/tokenize_data.py",
+)
 
 
 def imports(file: Path) -> set[str]:

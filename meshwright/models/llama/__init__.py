@@ -110,6 +110,23 @@ class LlamaArgs:
         if not self.tie_embeddings:
             yield "output.weight"
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters by name, in the order of the model."""
+        query, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        matrices = {
+            "tok_embeddings": (self.vocab_size, self.dim),
+            "wq": (query, self.dim),
+            "wk": (kv, self.dim),
+            "wv": (kv, self.dim),
+            "wo": (self.dim, query),
+            "w1": (self.hidden_dim, self.dim),
+            "w2": (self.dim, self.hidden_dim),
+            "w3": (self.hidden_dim, self.dim),
+            "output": (self.vocab_size, self.dim),
+        }
+        modules = {name: name.split(".")[-2] for name in self.parameter_names()}
+        return {name: matrices.get(module, (self.dim,)) for name, module in modules.items()}
+
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
     return LlamaArgs(dim, layers, heads, kv_heads, hidden, vocab_size=32000, rope_theta=10000.0)

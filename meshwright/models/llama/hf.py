@@ -53,26 +53,14 @@ SCALING = {
 
 def tensors(args: LlamaArgs) -> dict[str, ForeignTensor]:
     """Every parameter of the plain model, in its order; see `HuggingFaceForm`."""
-    query, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "tok_embeddings": (args.vocab_size, args.dim),
-        "wq": (query, args.dim),
-        "wk": (kv, args.dim),
-        "wv": (kv, args.dim),
-        "wo": (args.dim, query),
-        "w1": (args.hidden_dim, args.dim),
-        "w2": (args.dim, args.hidden_dim),
-        "w3": (args.hidden_dim, args.dim),
-        "output": (args.vocab_size, args.dim),
-    }
     found = {}
-    for name in args.parameter_names():
+    for name, shape in args.parameter_shapes().items():
         module = name.removesuffix(".weight")
         layer = module.split(".")[1] if module.startswith("layers.") else ""
         theirs = MODULES[module.replace(f".{layer}.", ".{}.", 1) if layer else module]
         found[name] = ForeignTensor(
             f"{theirs.format(layer)}.weight",
-            shapes.get(module.rpartition(".")[2], (args.dim,)),
+            shape,
             args.head_dim if module.endswith(ROTATED) else None,
             (f"{MODULES['output']}.weight",) if name == TIED and args.tie_embeddings else (),
         )

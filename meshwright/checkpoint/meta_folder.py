@@ -1,0 +1,123 @@
+"""What a model folder of Meta's holds, and whether it is the model that is wanted. Free of torch.
+
+`params.json`, and `consolidated.00.pth`, `.01.pth`, ...: one file for each rank of the tensor
+parallelism that Meta runs the model with. A file holds its piece of every matrix, cut along one
+dimension, and all of every norm.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.hf_folder import Place, check_args
+from meshwright.checkpoint.pth_file import read_header
+from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor
+from meshwright.errors import ConfigError
+from meshwright.models.foreign import MetaForm
+from meshwright.models.llama import LlamaArgs
+
+PARAMS = "params.json"
+WEIGHTS = re.compile(r"consolidated\.(\d+)\.pth")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where the tensors of a folder are."""
+
+    files: list[Path]
+    cut: Mapping[str, int | None]
+    """By name: the dimension along which each file holds a piece; None: each holds all of it."""
+
+
+def is_meta_folder(path: Path) -> bool:
+    """Whether `path` looks like a model folder of Meta's."""
+    return (path / PARAMS).is_file() and bool(_weight_files(path))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """In the order of Meta's ranks."""
+    numbered = {path: WEIGHTS.fullmatch(path.name) for path in folder.iterdir()}
+    files = {int(match[1]): path for path, match in numbered.items() if match}
+    return [files[number] for number in sorted(files)]
+
+
+def check_meta_folder(place: Place, form: MetaForm, args: LlamaArgs) -> Pieces:
+    """Check that the folder is of a model with `args`, and whole.
+
+    Raises:
+        ConfigError: naming every dimension that differs, or the first tensor.
+    """
+    params = place.read_json(PARAMS)
+    try:
+        there = form.read_params(params)
+    except ValueError as error:
+        raise ConfigError(
+            place.key, f"{place.key} = {str(place.path)!r}: {PARAMS}: {error}"
+        ) from None
+    differ = {
+        name: (dimension.key, dimension.value)
+        for name, dimension in there.items()
+        if not form.same(name, getattr(args, name), dimension.value)
+    }
+    check_args(args, differ, str(place.path / PARAMS))
+    files = _weight_files(place.path)
+    stored = [_read_header(place, file) for file in files]
+    wanted = args.parameter_shapes()
+    for name, shape in list(wanted.items()):
+        if (copy := form.copy_of(name, args)) and copy in stored[0]:
+            wanted[copy] = shape
+    cut = {name: _find_cut(place, name, shape, stored) for name, shape in wanted.items()}
+    others = sorted(
+        name for name in set().union(*stored) if name not in wanted and not form.is_needless(name)
+    )
+    place.check(
+        not others, f"holds {others[0] if others else ''}, for which the model has no place"
+    )
+    return Pieces(files, cut)
+
+
+def _read_header(place: Place, file: Path) -> dict[str, StoredTensor]:
+    try:
+        return read_header(file)
+    except OSError as error:
+        reason, fix = f"cannot be read: {error.strerror}", ""
+    except ValueError as error:
+        reason, fix = str(error), "download it again, or save its dict of tensors with torch.save"
+    place.check(False, f"{file.name} {reason}", fix)
+    raise AssertionError
+
+
+def _find_cut(
+    place: Place, name: str, shape: tuple[int, ...], stored: Sequence[Mapping[str, StoredTensor]]
+) -> int | None:
+    """The dimension along which the files hold pieces of a tensor: Llama 2's embedding is cut
+    along its width, Llama 3's along the vocabulary, so that is seen from their shapes."""
+    for pieces in stored:
+        tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
+        place.check(
+            name in pieces,
+            f"{name} is not in {next(iter(pieces.values())).file.name if pieces else 'a file'}",
+            f"download the folder again{tie}",
+        )
+        piece = pieces[name]
+        place.check(
+            piece.dtype in ITEM_BYTES,
+            f"{name} in {piece.file.name} is of type {piece.dtype}, not {', '.join(ITEM_BYTES)}",
+        )
+    shapes = {pieces[name].shape for pieces in stored}
+    number, first = len(stored), stored[0][name].shape
+    if shapes == {shape}:
+        return None
+    cut = [
+        dim
+        for dim, size in enumerate(first)
+        if shapes == {(*shape[:dim], size, *shape[dim + 1 :])} and size * number == shape[dim]
+    ]
+    place.check(
+        bool(cut),
+        f"{name} has shape {', '.join(map(str, sorted(shapes)))} in its {number} files, which is "
+        f"neither all of {shape} nor a piece of it",
+        f"download what is missing of the files, if there are more, or the {PARAMS} that is theirs",
+    )
+    return cut[0]

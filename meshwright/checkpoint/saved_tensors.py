@@ -1,0 +1,86 @@
+"""Which tensors a checkpoint of torch.distributed.checkpoint holds, from its index. Free of torch.
+
+The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Metadata; its
+`state_dict_metadata` has the shape and the type of every tensor by name.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.inert_pickle import Record, read_pickle
+
+INDEX = ".metadata"
+METADATA = "torch.distributed.checkpoint.metadata"
+PLAIN_DATA = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        (METADATA, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+"""All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
+ITEM_BYTES = {
+    **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+}
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """What the index says of a tensor."""
+
+    dtype: str
+    """As torch calls it: float32, bfloat16, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements together."""
+        return self.numel * ITEM_BYTES.get(self.dtype, 0)
+
+
+def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
+    """Every tensor of the checkpoint, by name; what is no tensor is left out.
+
+    Raises:
+        OSError: if the index is not there.
+        ValueError: if it is damaged, or names anything but data.
+    """
+    index = read_pickle((checkpoint / INDEX).read_bytes(), _is_allowed)
+    try:
+        entries: dict[str, Any] = index.state["state_dict_metadata"]
+        return {
+            name: _tensor(entry.state)
+            for name, entry in entries.items()
+            if entry.called == f"{METADATA}.TensorStorageMetadata"
+        }
+    except (AttributeError, KeyError, TypeError, IndexError):
+        raise ValueError("it is no index of a checkpoint") from None
+
+
+def _is_allowed(module: str, name: str) -> bool:
+    is_member = (module, name) == ("builtins", "getattr")  # of an enumeration, in Python 3.11.2
+    return (module, name) in PLAIN_DATA or is_member or (module == "torch" and name in ITEM_BYTES)
+
+
+def _tensor(state: dict[str, Any]) -> SavedTensor:
+    dtype: type[Record] = state["properties"].state[0]
+    return SavedTensor(dtype.called.removeprefix("torch."), tuple(state["size"].arguments[0]))

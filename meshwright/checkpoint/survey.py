@@ -1,0 +1,74 @@
+"""What lies in a folder of checkpoints: the good, the damaged and the leftovers. Free of torch."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.hf_folder import Place
+
+NAME = re.compile(r"step-(\d+)(?:\.(unfinished|deleted|aside\d+))?")
+STATES = {None: "complete", "unfinished": "unfinished", "deleted": "being deleted"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step's folder, whatever has become of it."""
+
+    path: Path
+    state: str
+    """complete, unfinished, being deleted, set aside, or damaged: and how."""
+    num_bytes: int
+    """Of the files that are there."""
+    manifest: dict[str, Any] | None
+    """None: it cannot be read."""
+
+
+def find_entries(place: Place) -> list[Path]:
+    """The step's folder that `place` is, or all in it, or in a folder in it, by step and name.
+
+    Raises:
+        ConfigError: if there are none, or several folders in it hold some.
+    """
+    path = place.path
+    place.check(path.is_dir(), "no such folder")
+    if (path / commit.MANIFEST).is_file() or NAME.fullmatch(path.name):
+        return [path]
+    folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
+    names = ", ".join(map(str, folders))
+    place.check(bool(folders), "holds no checkpoint")
+    place.check(
+        path in folders or len(folders) == 1,
+        f"holds several folders of checkpoints: {names}",
+        "name one",
+    )
+    return _entries(folders[0])
+
+
+def _entries(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
+
+
+def look_at(path: Path) -> Entry:
+    """A step's folder, of which no more is read than the manifest.
+
+    Raises:
+        FileNotFoundError: if a job deletes it meanwhile.
+    """
+    num_bytes = sum(file.stat().st_size for file in path.iterdir())
+    match = NAME.fullmatch(path.name)
+    suffix = match[2] if match else None
+    state = STATES.get(suffix, "set aside")
+    if suffix in ("unfinished", "deleted"):
+        return Entry(path, state, num_bytes, None)
+    manifest: dict[str, Any] | None = None
+    try:
+        manifest = commit.read_manifest(path)
+        commit.inspect(path)
+    except commit.DamagedError as error:
+        state = f"{state}, damaged: {error.what}" if suffix else f"damaged: {error.what}"
+    return Entry(path, state, num_bytes, manifest)

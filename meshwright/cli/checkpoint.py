@@ -1,0 +1,205 @@
+"""`meshwright checkpoint`: what is saved, whether it is whole, and in what two differ.
+
+Free of torch, but for the last.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.find import being_read, find_checkpoint, read_manifest
+from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
+from meshwright.checkpoint.survey import Entry, find_entries, look_at
+from meshwright.cli.plain_text import align, flatten, human_bytes
+from meshwright.errors import ConfigError
+
+COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
+ROLES = ("model", "optimizer", "rng")
+"""First parts of tensors' names."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one of the four; exit with 1 if something is damaged or differs.
+
+    Raises:
+        ConfigError: if there is no such checkpoint, or it cannot be read.
+    """
+    parser = argparse.ArgumentParser("meshwright checkpoint", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listed = commands.add_parser("ls", help="one line a checkpoint")
+    listed.add_argument("folder", type=Path, help="a dump folder, or one of checkpoints")
+    shown = commands.add_parser("show", help="what a checkpoint is")
+    shown.add_argument(
+        "checkpoint", type=Path, help="a step's folder, or a dump folder: its newest"
+    )
+    shown.add_argument("--tensors", action="store_true", help="name every tensor")
+    verified = commands.add_parser("verify", help="read every byte, compare with checksums")
+    verified.add_argument("folder", type=Path, help="a step's folder, or a dump folder: all in it")
+    compared = commands.add_parser("diff", help="in what two checkpoints differ")
+    compared.add_argument("a", type=Path, help="a step's folder, or a dump folder: its newest")
+    compared.add_argument("b", type=Path, help="the same")
+    compared.add_argument("--tensors", action="store_true", help="compare tensors alone")
+    given = parser.parse_args(arguments)
+    try:
+        match given.command:
+            case "ls":
+                _list(Place("FOLDER", given.folder))
+            case "show":
+                _show(_find("CHECKPOINT", given.checkpoint), given.tensors)
+            case "verify":
+                _exit_unless(_verify(Place("CHECKPOINT_OR_FOLDER", given.folder)))
+            case "diff":  # torch is loaded for it alone
+                diff = resolve_name("meshwright.cli.checkpoint_diff:diff")
+                _exit_unless(diff(_find("A", given.a), _find("B", given.b), given.tensors))
+    except BrokenPipeError:  # of head, which has seen enough
+        sys.stderr.close()
+
+
+def _exit_unless(is_good: bool) -> None:
+    if not is_good:
+        sys.exit(1)
+
+
+def _find(key: str, path: Path) -> Place:
+    place = find_checkpoint(Place(key, path))
+    if place is None:
+        raise ConfigError("", f"{key} = {str(path)!r}: holds no checkpoint")
+    return place
+
+
+def _list(place: Place) -> None:
+    entries = []
+    for path in find_entries(place):
+        with suppress(FileNotFoundError):  # a job that runs deletes its old ones
+            entries.append(look_at(path))
+    complete = [entry.path for entry in entries if entry.state == "complete"]
+    rows: list[Sequence[object]] = [COLUMNS]
+    for entry in entries:
+        mark = ", newest good" if complete and entry.path == complete[-1] else ""
+        rows.append((*_row(entry), entry.state + mark))
+    print(align(rows))
+
+
+def _row(entry: Entry) -> tuple[object, ...]:
+    size = human_bytes(entry.num_bytes)
+    if entry.manifest is None:
+        return entry.path.name, _date(entry.path), size, "-", "-", "-"
+    tokens = f"{entry.manifest['tokens_seen']:,}"
+    when = _date(entry.path / commit.MANIFEST)
+    return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
+
+
+def _date(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _loss(manifest: dict[str, Any]) -> str:
+    return "not-finite" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
+
+
+def _mesh(mesh: dict[str, int]) -> str:
+    """Degrees above one: dp_shard=4,tp=2."""
+    return ",".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1"
+
+
+def _show(place: Place, with_tensors: bool) -> None:
+    with being_read(place):
+        manifest = read_manifest(place)
+        entry = look_at(place.path)
+        try:
+            tensors = read_saved_tensors(place.path)
+        except (OSError, ValueError) as error:
+            place.check(False, f"the index of its tensors cannot be read: {error}")
+        print(align(list(_facts(entry, manifest, tensors))))
+    if with_tensors:
+        rows = [
+            (name, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.num_bytes)
+            for name, tensor in sorted(tensors.items())
+        ]
+        print("\n" + align([("TENSOR", "SHAPE", "TYPE", "BYTES"), *rows]))
+
+
+def _facts(
+    entry: Entry, manifest: dict[str, Any], tensors: dict[str, SavedTensor]
+) -> Iterator[tuple[str, object]]:
+    yield "checkpoint", entry.path
+    yield "state", f"{entry.state} (content: meshwright checkpoint verify)"
+    yield "saved", _date(entry.path / commit.MANIFEST)
+    yield "step", manifest["step"]
+    yield "tokens seen", f"{manifest['tokens_seen']:,}"
+    yield "loss", _loss(manifest)
+    parameters = sum(t.numel for name, t in tensors.items() if name.startswith("model."))
+    yield "model", f"{manifest.get('model_name', 'unknown')}, {parameters:,} parameters"
+    for key, value in flatten(manifest["model_args"]).items():
+        yield f"  {key}", value
+    if manifest["frozen"]:
+        yield "frozen", f"{len(manifest['frozen'])} parameters, {manifest['frozen'][0]}, ..."
+    yield "mesh", f"{_mesh(manifest['mesh'])} ({math.prod(manifest['mesh'].values())} ranks)"
+    for name, version in manifest["versions"].items():
+        yield name, version
+    yield "tokenizer", manifest.get("tokenizer_path", "unknown")
+    yield from _data(manifest)
+    for role in ROLES:
+        of_role = [t for name, t in tensors.items() if name.startswith(f"{role}.")]
+        size = human_bytes(sum(t.num_bytes for t in of_role))
+        types = ", ".join(sorted({t.dtype for t in of_role}))
+        yield f"{role} tensors", f"{len(of_role)}, {size}, {types}" if of_role else "none"
+    files = manifest["files"]
+    size = human_bytes(sum(record["bytes"] for record in files.values()))
+    yield "files", f"{len(files)}, {size}, beside {commit.MANIFEST}"
+    for name, record in files.items():
+        yield f"  {name}", f"{record['bytes']:,} bytes, crc32 {record['crc32']}"
+
+
+def _data(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Where in the data it stands: samples taken of each source, and epochs where known."""
+    data, content = manifest["data"], manifest["data_content"]
+    yield "samples", f"{data.get('sample', 0):,}"
+    for name, count in zip(content, data.get("counts", ()), strict=False):
+        shards = data.get("places", {}).get(name, {}).values()
+        epochs = {place["epoch"] for place in shards}
+        ends = f"{min(epochs)} to {max(epochs)}" if len(epochs) > 1 else f"{max(epochs, default=0)}"
+        streamed = f", {len(shards)} shards, in epoch {ends}" if shards else ""
+        yield f"  {name}", f"{count:,}{streamed}"
+
+
+def _verify(place: Place) -> bool:
+    paths = find_entries(place)
+    if paths == [place.path]:
+        place.check(
+            place.path.suffix not in (commit.UNFINISHED, commit.DELETED),
+            "is not a complete checkpoint",
+        )
+    else:  # what is set aside no resume looks at
+        paths = [path for path in paths if commit.STEP_FOLDER.fullmatch(path.name)]
+        place.check(bool(paths), "holds no complete checkpoint")
+    is_good = True
+    for path in paths:
+        wrong = _damage(path)
+        if not path.exists():  # a job that runs deletes its old ones
+            print(f"{path.name}: deleted meanwhile")
+            continue
+        for what in wrong:
+            print(f"{path.name}: damaged: {what}", flush=True)
+        if not wrong:
+            print(f"{path.name}: good", flush=True)
+        is_good &= not wrong
+    return is_good
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    """All that is wrong with it."""
+    try:
+        with commit.being_read(checkpoint):
+            manifest = commit.read_manifest(checkpoint)
+            return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
+    except commit.DamagedError as error:
+        return [error.what]

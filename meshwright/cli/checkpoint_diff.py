@@ -1,0 +1,99 @@
+"""`meshwright checkpoint diff`: in what two checkpoints differ."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.checkpoint.compare import Difference, compare_tensors
+from meshwright.checkpoint.find import being_read, read_manifest
+from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.plain_text import align, flatten
+
+OF_FILES = ("files", "crc32")
+"""Keys of the manifest that say how it is stored: on other meshes in other files."""
+COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
+ABSENT = "(absent)"
+
+
+def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
+    """Print in what they differ; whether they do not.
+
+    Raises:
+        ConfigError: if one cannot be read.
+    """
+    print(f"A: {a.path}\nB: {b.path}")
+    with being_read(a), being_read(b):
+        manifests = read_manifest(a), read_manifest(b)
+        are_equal = tensors_alone or _diff_manifests(*manifests)
+        return _diff_tensors(a, b) and are_equal
+
+
+def _diff_manifests(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    configs = [flatten(manifest.pop("config")) for manifest in (a, b)]
+    others = [flatten({k: v for k, v in m.items() if k not in OF_FILES}) for m in (a, b)]
+    are_equal = _diff_tables("manifest", *others)
+    return _diff_tables("config", *configs) and are_equal
+
+
+def _diff_tables(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    keys = [*a, *(key for key in b if key not in a)]
+    rows = [
+        (f"  {key}", repr(a[key]) if key in a else ABSENT, repr(b[key]) if key in b else ABSENT)
+        for key in keys
+        if key not in a or key not in b or a[key] != b[key]
+    ]
+    print(f"\n{what}: {len(rows)} of {len(keys)} keys differ")
+    if rows:
+        print(align([("  KEY", "A", "B"), *rows]))
+    return not rows
+
+
+def _diff_tensors(a: Place, b: Place) -> bool:
+    there = _saved(a), _saved(b)
+    comparable = {n: t for n, t in there[0].items() if there[1].get(n) == t}
+    unlike = sorted(n for n in there[0].keys() & there[1].keys() if n not in comparable)
+    missing = [sorted(there[i].keys() - there[1 - i].keys()) for i in (0, 1)]
+    found = compare_tensors(_open(a), _open(b), comparable)
+    rows = [_row(difference) for difference in found if difference is not None]
+    equal = len(comparable) - len(rows)
+    print(f"\ntensors: {equal} of {len(there[0].keys() | there[1].keys())} are equal to the bit")
+    for name in unlike:
+        print(f"  {name}: {_shown(there[0][name])} in A, {_shown(there[1][name])} in B")
+    for names, which in zip(missing, "AB", strict=True):
+        for name in names:
+            # every rank has its own: on another mesh there are others
+            note = " (of a rank that the other mesh does not have)" if _is_of_rank(name) else ""
+            print(f"  {name}: in {which} alone{note}")
+    if rows:
+        print(align([COLUMNS, *rows]))
+    lost = [name for names in missing for name in names if not _is_of_rank(name)]
+    return not (rows or unlike or lost)
+
+
+def _saved(place: Place) -> dict[str, SavedTensor]:
+    try:
+        return read_saved_tensors(place.path)
+    except (OSError, ValueError) as error:
+        place.check(False, f"the index of its tensors cannot be read: {error}")
+        raise AssertionError from None
+
+
+def _open(place: Place) -> CheckpointWeights:
+    return CheckpointWeights(place, saved_name=str)
+
+
+def _is_of_rank(name: str) -> bool:
+    return name.startswith("rng.")
+
+
+def _shown(tensor: SavedTensor) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+
+
+def _row(d: Difference) -> tuple[object, ...]:
+    at = ",".join(map(str, d.index)) or "-"
+    return (
+        *(d.name, d.count, d.numel, f"{d.largest:.3g}", f"{d.relative:.3g}"),
+        *(at, f"{d.a:.9g}", f"{d.b:.9g}"),
+    )

@@ -1,0 +1,28 @@
+"""Llama in the form of torchtitan's checkpoints: names. Free of torch.
+
+The order of a head's rows is ours. Source: pytorch/torchtitan, its models llama and llama3.
+"""
+
+from collections.abc import Iterator
+
+PREFIXES: tuple[str, ...] = ("", "model.")
+"""Before a name: what it saves as the whole state has the model beside the rest, or below it."""
+
+RENAMED = {
+    "attention.wq.": "attention.qkv_linear.wq.",
+    "attention.wk.": "attention.qkv_linear.wk.",
+    "attention.wv.": "attention.qkv_linear.wv.",
+    "output.": "lm_head.",
+}
+"""Parts of our names, and what they are from its version 0.3 on."""
+
+OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
+"""What a parameter's name begins with."""
+
+
+def names(ours: str) -> Iterator[str]:
+    """What a parameter may be called there, without prefix; see `TorchtitanForm`."""
+    yield ours
+    for part, renamed in RENAMED.items():
+        if part in ours:
+            yield ours.replace(part, renamed)

@@ -1,0 +1,232 @@
+"""`meshwright checkpoint`, on checkpoints without a job."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint import commit
+from meshwright.cli.checkpoint import main
+from meshwright.errors import ConfigError
+from meshwright.models.llama.model import Llama
+from tests.helpers.checkpoints import set_manifest
+from tests.helpers.files import flip_bit
+from tests.helpers.hf import SMALL, save_checkpoint
+from tests.helpers.tiny import plain_llama
+
+
+def run(capsys, *words: object) -> tuple[int, list[str]]:
+    """Exit code, and the lines that were printed."""
+    capsys.readouterr()
+    try:
+        main([str(word) for word in words])
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    return code, capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A dump folder with what can be in one."""
+    folder = tmp_path_factory.mktemp("dump") / "checkpoint"
+    for step in (5, 10, 15):
+        save_checkpoint(folder, plain_llama(SMALL), SMALL, step)
+    (folder / "step-15" / ".metadata").unlink()
+    shutil.copytree(folder / "step-5", folder / "step-8.aside0")
+    commit.unfinished_folder(folder, 20).mkdir()
+    return folder
+
+
+def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> None:
+    code, lines = run(capsys, "ls", made.parent)
+    assert code == 0
+    assert run(capsys, "ls", made) == (0, lines)
+    states = {line.split()[0]: line[lines[0].index("STATE") :] for line in lines[1:]}
+    assert states == {
+        "step-5": "complete",
+        "step-8.aside0": "set aside",
+        "step-10": "complete, newest good",
+        "step-15": "damaged: .metadata: No such file or directory",
+        "step-20.unfinished": "unfinished",
+    }
+    (made / "step-10" / "checkpoint.json").rename(made / "kept")
+    try:
+        _, lines = run(capsys, "ls", made)
+    finally:
+        (made / "kept").rename(made / "step-10" / "checkpoint.json")
+    assert "damaged: checkpoint.json cannot be read" in lines[3]
+    assert lines[1].endswith("complete, newest good")
+
+
+def test_show_says_what_a_checkpoint_is(made, capsys) -> None:
+    code, lines = run(capsys, "show", made / "step-10", "--tensors")
+    assert code == 0
+    facts = {line.split("  ")[0]: line for line in lines if line and not line.startswith(" ")}
+    numel = sum(p.numel() for p in plain_llama(SMALL).parameters())
+    assert f"llama, {numel:,} parameters" in facts["model"]
+    assert facts["step"].endswith(" 10")
+    assert facts["loss"].endswith(" 1.5000")
+    assert "  n_kv_heads       2" in lines
+    assert any(line.startswith("  __0_0.distcp ") and "crc32" in line for line in lines)
+    row = next(line for line in lines if line.startswith("model.layers.1.attention.wk.weight"))
+    assert row.split()[1:] == ["16x32", "float32", "2048"]
+    with pytest.raises(ConfigError, match="index of its tensors cannot be read"):
+        run(capsys, "show", made / "step-15")
+
+
+def test_verify_reads_every_byte(made, capsys, tmp_path) -> None:
+    code, lines = run(capsys, "verify", made.parent)
+    assert code == 1
+    assert lines == [
+        "step-5: good",
+        "step-10: good",
+        "step-15: damaged: .metadata: No such file or directory",
+    ]
+    assert run(capsys, "verify", made / "step-10") == (0, ["step-10: good"])
+    assert run(capsys, "verify", made / "step-8.aside0") == (0, ["step-8.aside0: good"])
+    copy = shutil.copytree(made / "step-10", tmp_path / "step-10")
+    flip_bit(copy / "__0_0.distcp", 9999)
+    code, lines = run(capsys, "verify", copy)
+    assert (code, len(lines)) == (1, 1)
+    assert "the content of __0_0.distcp has changed" in lines[0]
+    flip_bit(copy / "checkpoint.json", 999)
+    assert run(capsys, "verify", copy)[0] == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_what_is_no_checkpoint_is_refused(command, tmp_path, made, capsys) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigError, match="no such folder|holds no checkpoint"):
+            run(capsys, command, path)
+    if command != "ls":
+        with pytest.raises(ConfigError, match="is not a complete|holds no checkpoint"):
+            run(capsys, command, made / "step-20.unfinished")
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch) -> None:
+    kept = []
+
+    def verify(checkpoint: Path, *rest: object) -> list[str]:
+        kept.extend(commit.retire(made, 1))
+        return []
+
+    monkeypatch.setattr(commit, "verify", verify)
+    copy = shutil.copytree(made, made.parent / "copy")
+    try:
+        run(capsys, "verify", made / "step-5")
+    finally:
+        shutil.rmtree(made)
+        copy.rename(made)
+    assert kept == [5]
+
+
+def changed(model: Llama) -> Llama:
+    model = plain_llama(SMALL)
+    with torch.no_grad():
+        model.layers["1"].attention.wk.weight[3, 7] += 0.25
+        model.norm.weight[4] = torch.nan
+        model.layers["0"].ffn_norm.weight[2] = 0.0
+    return model
+
+
+def rows_of(lines: list[str]) -> dict[str, list[str]]:
+    start = next(i for i, line in enumerate(lines) if line.startswith("TENSOR"))
+    return {line.split()[0]: line.split()[1:] for line in lines[start + 1 :]}
+
+
+def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
+    assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
+    a = save_checkpoint(tmp_path / "a", plain_llama(SMALL), SMALL)
+    b = save_checkpoint(tmp_path / "b", changed(plain_llama(SMALL)), SMALL)
+    code, lines = run(capsys, "diff", a, b)
+    assert code == 1
+    total = len(list(SMALL.parameter_names()))
+    assert f"tensors: {total - 3} of {total} are equal to the bit" in lines
+    rows = rows_of(lines)
+    assert rows.keys() == {
+        "model.layers.1.attention.wk.weight",
+        "model.norm.weight",
+        "model.layers.0.ffn_norm.weight",
+    }
+    was = float(plain_llama(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
+    row = rows["model.layers.1.attention.wk.weight"]
+    assert row[:3] == ["1", "512", "0.25"]
+    assert row[4] == "3,7"
+    assert [float(value) for value in row[5:]] == pytest.approx([was, was + 0.25], rel=1e-6)
+    assert float(row[3]) == pytest.approx(0.25 / max(abs(was), abs(was + 0.25)), rel=1e-2)
+    assert rows["model.norm.weight"] == ["1", "32", "inf", "inf", "4", "1", "nan"]
+    assert rows["model.layers.0.ffn_norm.weight"][2:4] == ["1", "1"]
+
+
+def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
+    from meshwright.checkpoint import compare
+
+    monkeypatch.setattr(compare, "CHUNK", 4)
+    a = torch.arange(12.0).view(3, 4)
+    b = a.clone()
+    assert compare._compare("x", a, b) is None
+    b[0, 0] = -0.0  # equal, but for a bit
+    found = compare._compare("x", a, b)
+    assert (found.count, found.largest, found.index) == (1, 0.0, (0, 0))
+    b[0, 1] += 1
+    b[2, 3] += 3
+    b[1, 0] -= 2
+    found = compare._compare("x", a, b)
+    assert (found.count, found.largest, found.relative) == (4, 3.0, 0.5)
+    assert (found.index, found.a, found.b) == ((2, 3), 11.0, 14.0)
+    assert compare._compare("x", torch.tensor(1.0), torch.tensor(2.0)).index == ()
+
+
+def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
+    other = dataclasses.replace(SMALL, n_layers=2, hidden_dim=64)
+    b = save_checkpoint(tmp_path, plain_llama(other), other)
+    set_manifest(b, config={"training": {"steps": 3}, "added": 1})
+    code, lines = run(capsys, "diff", made / "step-5", b)
+    assert code == 1
+    assert "  model.layers.2.ffn_norm.weight: in A alone" in lines
+    assert (
+        "  model.layers.0.feed_forward.w1.weight: float32 66x32 in A, float32 64x32 in B" in lines
+    )
+    found = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
+    assert found["model_args.n_layers"] == ["3", "2"]
+    assert found["training.steps"] == ["(absent)", "3"]
+    assert "config: 2 of 2 keys differ" in lines
+
+
+def save(folder: Path, names: str) -> Path:
+    """A checkpoint of small tensors alone."""
+    tensors = torch.nn.ParameterDict({name: torch.ones(3) for name in names.split()})
+    return save_checkpoint(folder, tensors, SMALL, prefix="")
+
+
+def test_a_tensor_more_or_another_manifest_is_a_difference(made, tmp_path, capsys) -> None:
+    a, b = save(tmp_path / "a", "model_x"), save(tmp_path / "b", "model_x model_y")
+    for pair in ((a, b), (b, a)):
+        code, lines = run(capsys, "diff", *pair, "--tensors")
+        assert code == 1
+        assert "tensors: 1 of 2 are equal to the bit" in lines
+    code, lines = run(capsys, "diff", made / "step-5", made / "step-10")
+    assert code == 1
+    assert "manifest: 1 of " in " ".join(lines)
+    copy = shutil.copytree(a, tmp_path / "copy")
+    set_manifest(copy, config={"training": {"steps": 3}})
+    assert run(capsys, "diff", a, copy)[0] == 1
+    assert run(capsys, "diff", a, copy, "--tensors")[0] == 0
+
+
+def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> None:
+    folders = []
+    for ranks in (1, 2):
+        model = torch.nn.ParameterDict({"x": torch.ones(3)})
+        for rank in range(ranks):
+            model[f"rank_{rank}"] = torch.full((2,), float(rank))
+        folders.append(save_checkpoint(tmp_path / str(ranks), model, SMALL, prefix="rng.cpu."))
+    code, lines = run(capsys, "diff", *folders)
+    assert code == 0, lines
+    assert any(line.startswith("  rng.cpu.rank_1: in B alone") for line in lines)
+    manifest = json.loads((folders[1] / "checkpoint.json").read_text())
+    assert manifest["files"]["__0_0.distcp"]["crc32"]  # which differ, and count for nothing

@@ -1,0 +1,246 @@
+"""Folders of Meta's and torchtitan's that are not what a job is to start from."""
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.initial_load import check_initial, find_initial
+from meshwright.checkpoint.meta_read import MetaWeights
+from meshwright.config.job_config import Checkpoint
+from meshwright.errors import ConfigError
+from meshwright.models.llama import FLAVORS, LlamaArgs, RopeScaling, meta
+from meshwright.models.llama.model import Llama
+from meshwright.specs import MODELS
+from tests.helpers.foreign import EVEN, PARAMS, interleaved, save_meta, save_torchtitan
+from tests.helpers.hf import save_checkpoint, transformers_model
+from tests.helpers.tiny import plain_llama
+
+TENSORS = interleaved(transformers_model(EVEN))
+
+
+def check(folder: Path, args: LlamaArgs = EVEN) -> None:
+    spec, config = MODELS["llama"], Checkpoint(initial_load_path=str(folder))
+    check_initial(config, args, spec.hf, spec.meta, spec.torchtitan)
+
+
+def refusal(folder: Path, args: LlamaArgs = EVEN) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(folder, args)
+    assert str(folder) in str(caught.value)
+    assert not Path("trap_was_run").exists()
+    return str(caught.value)
+
+
+PUBLISHED = {  # of Meta's params.json, what the feed-forward width follows from
+    "llama2_7b": (256, None),
+    "llama2_13b": (256, None),
+    "llama2_70b": (4096, 1.3),
+    "llama3_1b": (256, 1.5),
+    "llama3_3b": (256, 1.0),
+    "llama3_8b": (1024, 1.3),
+    "llama3.1_8b": (1024, 1.3),
+    "llama3_70b": (4096, 1.3),
+    "llama3.1_70b": (4096, 1.3),
+    "llama3.1_405b": (4096, 1.2),
+}
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_the_dimensions_of_every_flavor_follow_from_its_params(flavor) -> None:
+    args = FLAVORS[flavor]
+    multiple_of, multiplier = PUBLISHED[flavor]
+    params = {key: getattr(args, key) for key in ("dim", "n_layers", "n_heads", "norm_eps")}
+    params |= {"multiple_of": multiple_of, "vocab_size": -1}
+    params |= {} if multiplier is None else {"ffn_dim_multiplier": multiplier}
+    params |= {} if args.n_kv_heads == args.n_heads else {"n_kv_heads": args.n_kv_heads}
+    params |= {} if "llama2" in flavor else {"rope_theta": args.rope_theta}
+    params |= {"use_scaled_rope": True} if args.rope_scaling else {}
+    found = meta.read_params(params)
+    assert found.keys() == set(dataclasses.asdict(args)) - {"vocab_size", "tie_embeddings"}
+    for name, dimension in found.items():
+        assert meta.same(name, getattr(args, name), dimension.value), name
+
+
+def test_the_feed_forward_width_is_truncated_and_then_rounded_up() -> None:
+    given = {"dim": 34, "n_layers": 1, "n_heads": 1, "multiple_of": 1}
+    assert meta.read_params(given)["hidden_dim"].value == 90  # of 90.67
+    given |= {"ffn_dim_multiplier": 1.3, "multiple_of": 4}
+    assert meta.read_params(given)["hidden_dim"].value == 120  # 117, not 117.87
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (
+            dataclasses.replace(EVEN, n_layers=4, norm_eps=1e-6, hidden_dim=64),
+            (
+                "model.args.n_layers = 4: ",
+                "params.json has n_layers = 3\n  fix: set model.args.n_layers = 3",
+                "fix: set model.args.norm_eps = 1e-05",
+                "by dim, multiple_of and ffn_dim_multiplier, = 66\n  fix: set",
+            ),
+        ),
+        (dataclasses.replace(EVEN, vocab_size=256), ("fix: set model.args.vocab_size = 258",)),
+        (dataclasses.replace(EVEN, rope_scaling=RopeScaling()), ("choose a model.flavor without",)),
+        (dataclasses.replace(EVEN, n_heads=8), ("fix: set model.args.n_heads = 4",)),
+    ],
+)
+def test_params_of_another_model_are_refused(tmp_path, args, parts) -> None:
+    folder = save_meta(tmp_path / "meta", TENSORS)
+    check(folder)
+    said = refusal(folder, args)
+    for part in parts:
+        assert part in said
+
+
+class Trap:
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("trap_was_run"),))
+
+
+def first(folder: Path) -> Path:
+    return folder / "consolidated.00.pth"
+
+
+def edit(**changed: object):
+    """Change tensors of the first file; None takes one away."""
+
+    def change(folder: Path) -> None:
+        tensors = torch.load(first(folder))
+        for name, value in changed.items():
+            tensors.pop(name.replace("__", "."), None)
+            if value is not None:
+                tensors[name.replace("__", ".")] = value
+        torch.save(tensors, first(folder))
+
+    return change
+
+
+def params(**changed: object):
+    return lambda folder: (folder / "params.json").write_text(json.dumps(PARAMS | changed))
+
+
+def old_format(folder: Path) -> None:
+    tensors = torch.load(first(folder))
+    torch.save(tensors, first(folder), _use_new_zipfile_serialization=False)
+
+
+def bare_pickle(folder: Path) -> None:
+    first(folder).write_bytes(pickle.dumps(Trap()))
+
+
+def cut_off(folder: Path) -> None:
+    first(folder).write_bytes(first(folder).read_bytes()[:-100])
+
+
+def one_of_two(folder: Path) -> None:
+    (folder / "consolidated.01.pth").unlink()
+
+
+def code_in_params(folder: Path) -> None:
+    (folder / "params.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (old_format, ("consolidated.00.pth is not a zip", "fix: ")),
+        (bare_pickle, ("consolidated.00.pth is not a zip", "fix: ")),
+        (edit(x=Trap()), ("holds more than tensors: it names", "getattr, which is no data")),
+        (edit(x=[1]), ("holds more than tensors: [1] is no tensor",)),
+        (cut_off, ("consolidated.00.pth is cut off, or damaged",)),
+        (one_of_two, ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor")),
+        (edit(norm__weight=None), ("norm.weight is not in consolidated.00.pth",)),
+        (edit(norm__weight=torch.ones(31)), ("norm.weight has shape (31,), (32,) in its 2",)),
+        (edit(norm__weight=torch.ones(32).int()), ("is of type IntStorage, not F32, BF16, F16",)),
+        (
+            edit(layers__3__ffn_norm__weight=torch.ones(32)),
+            ("layers.3.ffn_norm.weight", "no place"),
+        ),
+        (edit(output__weight=None), ("or set model.args.tie_embeddings = true",)),
+        (code_in_params, ("params.json cannot be read",)),
+        (params(dim="32"), ("dim is '32', not a positive integer",)),
+        (params(quantization_args={"group_size": 32}), ("quantization_args", "another kind")),
+        (params(norm_eps="a"), ("norm_eps is 'a', not a number",)),
+    ],
+)
+def test_a_folder_of_metas_that_is_wrong_is_refused(tmp_path, monkeypatch, damage, parts) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = save_meta(tmp_path / "meta", TENSORS, files=2)
+    check(folder)
+    damage(folder)
+    said = refusal(folder)
+    for part in parts:
+        assert part in said
+
+
+def load_meta(folder: Path, args: LlamaArgs) -> Llama:
+    model = Llama(args, seq_len=64)
+    MetaWeights(Place("folder", folder), meta, args).load(dict(model.named_parameters()))
+    return model
+
+
+def test_tied_embeddings_must_be_equal_where_they_are_written_twice(tmp_path) -> None:
+    tied = dataclasses.replace(EVEN, tie_embeddings=True)
+    twice = TENSORS | {"output.weight": TENSORS["tok_embeddings.weight"]}
+    once = {name: tensor for name, tensor in twice.items() if name != "output.weight"}
+    for number, tensors in enumerate((twice, once)):
+        folder = save_meta(tmp_path / str(number), tensors, files=2, embedding_dim=1)
+        check(folder, tied)
+        found = load_meta(folder, tied).tok_embeddings.weight
+        assert torch.equal(found, TENSORS["tok_embeddings.weight"])
+    folder = save_meta(tmp_path / "differ", TENSORS)
+    with pytest.raises(ConfigError, match="fix: set model.args.tie_embeddings = false"):
+        load_meta(folder, tied)
+
+
+def test_bf16_is_read_into_fp32_as_it_is(tmp_path) -> None:
+    rounded = {name: tensor.bfloat16() for name, tensor in TENSORS.items()}
+    model = load_meta(save_meta(tmp_path / "meta", rounded, files=2), EVEN)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, rounded[name].float()), name
+
+
+def test_a_checkpoint_of_torchtitans_of_another_model_is_refused(tmp_path) -> None:
+    folder = save_torchtitan(tmp_path / "checkpoint" / "step-7", TENSORS, is_nested=True)
+    check(folder)
+    check(tmp_path)  # its newest, as of a dump folder
+    said = refusal(folder, dataclasses.replace(EVEN, n_layers=2, hidden_dim=64))
+    assert "model.layers.0.feed_forward.w1.weight has shape (66, 32) there, not (64, 32)" in said
+    said = refusal(folder, dataclasses.replace(EVEN, n_layers=2))
+    assert "model.layers.2.attention.wk.weight has no place in the model" in said
+    said = refusal(folder, dataclasses.replace(EVEN, n_layers=4))
+    assert "model.layers.3.attention_norm.weight is not there" in said
+    tied = dataclasses.replace(EVEN, tie_embeddings=True)
+    check(folder, tied)  # torchtitan saves the embedding under both names
+    fused = dict(TENSORS)
+    fused["layers.0.attention.qkv_linear.wqkv.weight"] = fused.pop("layers.0.attention.wq.weight")
+    said = refusal(save_torchtitan(tmp_path / "fused", fused))
+    assert "layers.0.attention.wq.weight is not there" in said
+    assert "layers.0.attention.qkv_linear.wqkv.weight has no place" in said
+
+
+def test_an_index_that_names_code_or_is_damaged_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = save_torchtitan(tmp_path / "torchtitan", TENSORS)
+    content = (folder / ".metadata").read_bytes()
+    for damaged in (pickle.dumps(Trap()), content[:-50], b"", pickle.dumps({"a": 1})):
+        (folder / ".metadata").write_bytes(damaged)
+        assert ".metadata cannot be read" in refusal(folder)
+
+
+def test_a_damaged_checkpoint_of_ours_is_not_taken_for_torchtitans(tmp_path) -> None:
+    checkpoint = save_checkpoint(tmp_path, plain_llama(EVEN), EVEN)
+    config = Checkpoint(initial_load_path=str(checkpoint))
+    assert find_initial(config).kind == "ours"
+    ranks = torch.nn.ParameterDict({"rank_0": torch.ones(2)})
+    checkpoint = save_checkpoint(tmp_path / "b", ranks, EVEN, prefix="rng.cpu.")
+    (checkpoint / "checkpoint.json").unlink()
+    assert "is a checkpoint of meshwright's that is damaged" in refusal(checkpoint)
+    unfinished = checkpoint.rename(checkpoint.with_name("step-5.unfinished"))
+    assert "is not a complete checkpoint" in refusal(unfinished)
