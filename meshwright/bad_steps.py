@@ -119,12 +119,12 @@ class BadStepLog:
         if not math.isfinite(grad_norm):
             return "non-finite gradient norm (every loss was finite)"
         return " and ".join(
-            f"{name} {bad.values[index]:.5g}, more than {self._config.spike_std:g} standard "
+            f"{name} {bad.values[index]:.5g} (more than {self._config.spike_std:g} standard "
             f"deviations of {bad.deviations[index]:.3g} above its running mean "
-            f"{bad.means[index]:.5g},"
+            f"{bad.means[index]:.5g})"
             for index, name in enumerate(("loss", "gradient norm"))
             if bad.values[index] > bad.limits[index]
-        ).removesuffix(",")
+        )
 
     def _samples(self, step: int) -> dict[str, tuple[int, int]]:
         """By source, of those that gave any: the first and the last index of the step's samples."""
