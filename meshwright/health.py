@@ -47,7 +47,7 @@ class Health:
     The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
     n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
     are first the plain ones of all steps, then those of a window that fades out. Source: Finch
-    2009, "Incremental calculation of weighted mean and variance", section 9; with 1/n it is
+    2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it is
     Welford's 1962 algorithm. Skipping what is k deviations off, of loss and norm both, is what
     OLMo-core's SkipStepOptimizer does, over a window that is kept whole.
 
