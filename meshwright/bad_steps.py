@@ -141,15 +141,13 @@ class BadStepLog:
             if self._is_early
             else f"the weights are as they were after step {bad.step - 1}, "
         )
-        before = ""
+        used_up = ""
         if self._config.policy == "skip":
             steps = ", ".join(map(str, self._skipped))
-            before = (
-                f"; bad_steps.budget = {self._config.budget} is used up: steps {steps} were skipped"
-            )
+            used_up = f"; bad_steps.budget = {self._config.budget} is used up (steps {steps})"
         return (
             f"{self._reason(bad, ranks)} at step {bad.step}; {weights}and no checkpoint was saved "
-            f"since; {_in_words(self._samples(bad.step))}{before}"
+            f"since; {_in_words(self._samples(bad.step))}{used_up}"
         )
 
 

@@ -60,7 +60,7 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     stopped = (
         "stopped: non-finite loss on rank 1 at step 18; the weights are as they were after step "
         f"17, and no checkpoint was saved since{samples % (136, 143)}; bad_steps.budget = 2 is "
-        "used up: steps 7, 13 were skipped\n"
+        "used up (steps 7, 13)\n"
     )
     assert stopped in result.stdout
     counts = {row["step"]: row["skipped_steps"] for row in records(whole)}
