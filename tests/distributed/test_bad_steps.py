@@ -97,7 +97,7 @@ class Run:
 
 def _skips(
     dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs
-) -> list[tuple[int, bool]]:
+) -> tuple[list[tuple[int, bool]], dict]:
     run = Run(dims, num_microbatches, options, args)
     # what is not finite comes from the last rank alone (in a pipeline all, for one has the loss)
     is_faulty = dims.pp > 1 or dist.get_rank() == dist.get_world_size() - 1
@@ -121,7 +121,8 @@ def _skips(
     plain = reference(args, {*args.parameter_names()} - options.get("frozen", set()))
     for name, parameter in run.model.named_parameters():
         torch.testing.assert_close(whole(parameter), plain[name].detach(), rtol=0, atol=1e-4)
-    return [(bad.step, bad.is_finite_here) for bad in run.health.bad_steps(0, run.health.num_bad())]
+    bad_steps = run.health.bad_steps(0, run.health.num_bad())
+    return [(bad.step, bad.is_finite_here) for bad in bad_steps], run.health.statistics()
 
 
 def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
@@ -145,7 +146,10 @@ MESHES = {
 @pytest.mark.parametrize(("mesh", "microbatches", "options", "args"), MESHES.values(), ids=MESHES)
 def test_a_skipped_step_leaves_all_as_it_was(on_ranks, mesh, microbatches, options, args) -> None:
     ranks = mesh.dp * mesh.cp * mesh.tp * mesh.pp
-    found = on_ranks(ranks, _skips, mesh, microbatches, options, args)
+    found, statistics = zip(
+        *on_ranks(ranks, _skips, mesh, microbatches, options, args), strict=True
+    )
+    assert all(theirs == statistics[0] for theirs in statistics), "ranks judge by other figures"
     for rank, bad in enumerate(found):
         assert [step for step, _ in bad] == [4, 6], rank
         assert bad[1] == (6, True), rank
