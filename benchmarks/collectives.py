@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 from meshwright.batch import Batch
 from meshwright.build import build_model
 from meshwright.config.loader import load_config
+from meshwright.health import Health
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.preflight import Plan, preflight
 from meshwright.proof.ranks import RankPool
-from meshwright.step import Health, train_step
+from meshwright.step import train_step
 
 PRESETS = Path(__file__).parents[1] / "train_configs"
 RANKS = 4

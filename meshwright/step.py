@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.batch import Batch
+from meshwright.health import Health
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
@@ -19,27 +20,6 @@ from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.gradients import local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
-
-NEVER = torch.iinfo(torch.int64).max
-
-
-@dataclass
-class Health:
-    """The first step at which training went wrong, kept on the device until someone asks.
-
-    From that step on no update is made, so the weights stay those before it; and no step has to
-    wait for the device to find out.
-    """
-
-    first_bad_step: Tensor
-    """() int64: the first step whose global loss or gradient norm was not finite; else NEVER."""
-    first_bad_local_step: Tensor
-    """() int64: the first step whose loss on this rank's own samples was not finite; else NEVER."""
-
-    @classmethod
-    def on(cls, device: torch.device) -> "Health":
-        """All well so far."""
-        return cls(*(torch.full((), NEVER, device=device) for _ in range(2)))
 
 
 @dataclass(frozen=True)
@@ -70,9 +50,9 @@ def train_step(
 
     Nothing waits for the device, unless parameters are offloaded from it: the caller moves results
     to the host when it wants to see them.
-    If the global loss or norm is not finite, `health` notes the step and parameters stay as they
-    are, at this step and all that follow. Collective: every rank of the job must call it, with the
-    same number of microbatches.
+    If the global loss or norm is bad, `health` notes the step, and parameters and the optimizer's
+    state stay as they are, to the bit; at all that follow too, if it was one too many. Collective:
+    every rank of the job must call it, with the same number of microbatches.
 
     Args:
         model: as `parallelize` leaves it: gradients summed over ranks, not averaged.
@@ -95,7 +75,7 @@ def train_step(
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
     loss_fn = partial(token_loss, num_labels=num_labels)
     if early is not None:
-        early.begin(health.first_bad_step < step)
+        early.begin(health.is_stopped)
     with loss_parallel():  # takes effect where logits are cut along the vocabulary
         if model.pipeline is not None:
             loss = model.pipeline.run(batches, positions, loss_fn)
@@ -103,7 +83,7 @@ def train_step(
             loss = _accumulate(
                 model.stages[0], batches, positions, loss_fn, early, reduce_every_microbatch
             )
-    _note_if_bad(health.first_bad_local_step, torch.isfinite(loss), step)
+    is_finite_here = torch.isfinite(loss)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
     if early is None:
@@ -116,11 +96,11 @@ def train_step(
     if max_norm != float("inf"):
         clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
 
-    _note_if_bad(health.first_bad_step, torch.isfinite(loss) & torch.isfinite(grad_norm), step)
+    is_held_back = health.judge(step, loss, grad_norm, is_finite_here)
     if early is None:
         # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters
-        # and state as they are, decided on the device
-        found_inf = (health.first_bad_step <= step).float()
+        # and state, the count of its steps included, as they are, decided on the device
+        found_inf = is_held_back.float()
         # the optimizer would move it itself, but not wait: too early a read for offloaded weights
         parameter_device = next(model.parameters()).device
         optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
@@ -150,8 +130,3 @@ def _accumulate(
         share.backward()
         loss += share.detach()
     return loss
-
-
-def _note_if_bad(first_bad: Tensor, is_good: Tensor, step: int) -> None:
-    """Lower `first_bad` to `step` unless `is_good`, in place."""
-    first_bad.clamp_(max=torch.where(is_good, NEVER, step))

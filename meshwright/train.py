@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import meshwright
 from meshwright import hardware
+from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     build_loader,
     build_model,
@@ -53,7 +54,7 @@ from meshwright.parallelisms.process_group import set_timeout, start_process_gro
 from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, check_checkpoint, preflight
 from meshwright.profiling import build_profiler
-from meshwright.step import NEVER, Health, train_step
+from meshwright.step import train_step
 from meshwright.supervise import die_with_parent
 
 
@@ -153,10 +154,21 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         _check_same_content(saved, sources)
         for stage in model.stages:
             stage.init_buffers()
-    loader = build_loader(plan, sources, meshes, device, Cursor.from_json(saved["data"]))
+    cursor = Cursor.from_json(saved["data"])
+    loader = build_loader(plan, sources, meshes, device, cursor)
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     validate = build_validation(plan, held_out, meshes, device) if held_out else None
-    lr_at, health = learning_rate(config), Health.on(device)
+    bad_steps = BadStepLog(
+        config.bad_steps,
+        device,
+        is_early=early is not None,
+        folder=dump_folder,
+        sources=[source.entry.name for source in sources],
+        step=saved["step"],
+        cursor=cursor,
+        saved=saved.get("bad_steps"),  # checkpoints from before have none
+    )
+    lr_at = learning_rate(config)
     reduction = config.parallelism.fsdp_reduce_gradients
     step, is_last = saved["step"], False
 
@@ -187,20 +199,22 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
                 step=step,
                 max_norm=config.training.max_norm,
                 meshes=meshes,
-                health=health,
+                health=bad_steps.health,
                 reduce_every_microbatch=reduction == "every_microbatch",
             )
             reporter.count(data_time_s)
+            bad_steps.count(step, data.cursor)
 
             is_first, is_last = step == saved["step"] + 1, step == steps or data.is_last
             is_over = stop.agreed() or is_last
             is_validated = validate is not None and (is_last or step % config.validation.freq == 0)
             is_logged = is_first or is_over or is_validated or step % config.metrics.log_freq == 0
             if is_logged or checkpoints.is_due(step, is_over):
-                raise_if_bad(health, is_early=early is not None)
+                bad_steps.look()
             if is_logged:
                 figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
                 figures |= {"lr": lr} | {f"epochs/{k}": count for k, count in data.epochs.items()}
+                figures |= bad_steps.figures
                 if validate is not None and is_validated:
                     with reporter.paused():
                         set_timeout(meshes, config.comm.init_timeout_seconds)  # it compiles anew
@@ -212,7 +226,9 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
                 with reporter.paused():
                     cursor = whole_cursor(data.cursor)
                     loss = result.loss.item()
-                    manifest = _manifest(plan, step, reporter.tokens_seen, cursor, sources, loss)
+                    manifest = _manifest(
+                        plan, step, reporter.tokens_seen, cursor, sources, loss, bad_steps.state()
+                    )
                     checkpoints.save(step, tensors, manifest, is_over)
             if is_first and not is_due:
                 checkpoints.reserve(tensors)
@@ -225,6 +241,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
                 profiler.step()
 
     loader.close()
+    bad_steps.close()
     reporter.close()
     if stop.reason:
         stop.heeded()
@@ -238,29 +255,6 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     dist.barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_last
-
-
-def raise_if_bad(health: Health, is_early: bool = False) -> None:
-    """Stop the job if training went wrong; waits for the device. Collective if it did.
-
-    Args:
-        is_early: parameters are updated during backward, before all that is wrong is known.
-    """
-    step = int(health.first_bad_step.item())
-    if step == NEVER:
-        return
-    firsts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(firsts, int(health.first_bad_local_step.item()))
-    ranks = [str(rank) for rank, first in enumerate(firsts) if first <= step]
-    what = f"loss on rank {', '.join(ranks)}" if ranks else "gradient norm (every loss was finite)"
-    weights = (
-        "that step may have updated a part of the weights (optimizer.early_step_in_backward), "
-        if is_early
-        else f"the weights are as they were after step {step - 1}, "
-    )
-    raise TrainingError(
-        f"non-finite {what} at step {step}; {weights}and no checkpoint was saved since"
-    )
 
 
 def _announce(plan: Plan, device: torch.device) -> None:
@@ -315,12 +309,14 @@ def _manifest(
     cursor: Cursor,
     sources: Sequence[OpenSource],
     loss: float,
+    bad_steps: dict[str, Any],
 ) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
     return {
         "step": step,
         "tokens_seen": tokens_seen,
         "loss": loss if math.isfinite(loss) else None,
+        "bad_steps": bad_steps,
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},

@@ -134,6 +134,19 @@ def check_sections(config: JobConfig) -> None:
         "optimizer.early_step_in_backward would update with the gradients of one microbatch",
         "leave one of the two out",
     )
+    bad_steps = config.bad_steps
+    for key, value, is_default in (
+        ("bad_steps.policy", bad_steps.policy, bad_steps.policy == "stop"),
+        ("bad_steps.spike_std", bad_steps.spike_std, bad_steps.spike_std == 0),
+    ):
+        check(
+            is_default or not config.optimizer.early_step_in_backward,
+            key,
+            value,
+            "optimizer.early_step_in_backward updates weights before it is known whether the step "
+            "is bad",
+            "leave one of the two out",
+        )
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     check(

@@ -251,6 +251,27 @@ class Optimizer(Section):
     gradients of the whole model are never in memory together. Needs `training.max_norm = inf`."""
 
 
+class BadSteps(Section):
+    """[bad_steps] What becomes of a step whose loss or gradient norm cannot be right."""
+
+    policy: Literal["stop", "skip"] = "stop"
+    """stop: the job ends at the next report or save (exit code 3), with the weights as they were
+    before the step. skip: the step's update is left out, as if the step had not been, but data and
+    learning rate move on; what was skipped is in the log and in {dump_folder}/skipped_steps.jsonl,
+    with the samples' indices. Not with `optimizer.early_step_in_backward`."""
+
+    budget: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
+
+    spike_std: NonNegativeFloat = 0.0
+    """A step is bad, too, if its loss or its gradient norm is more than so many standard deviations
+    above its running mean; 6 is usual. 0: only what is not finite is bad."""
+
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Good steps that the running means and deviations look back over; before there have been as
+    many, no step is a spike."""
+
+
 class LRScheduler(Section):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
 
@@ -449,6 +470,7 @@ class JobConfig(Section):
     model: Model = Model()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
+    bad_steps: BadSteps = BadSteps()
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

@@ -1,7 +1,9 @@
 """Where reports go: one protocol, four destinations."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,7 +57,10 @@ class Console:
 
 
 class JsonLines:
-    """One JSON object a line. What an earlier run wrote after the step to resume from goes."""
+    """One JSON object a line. What an earlier run wrote after the step to resume from goes.
+
+    What is not finite becomes null: JSON has no word for it.
+    """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = [
@@ -68,8 +73,12 @@ class JsonLines:
         os.replace(shortened, path)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line at once
 
-    def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+    def write(self, record: Mapping[str, Any]) -> None:
+        writable = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._file.write(json.dumps(writable) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -14,13 +14,14 @@ from meshwright.build import build_loader, build_model, learning_rate
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.opening import open_training_data
+from meshwright.health import Health
 from meshwright.models.initialize import initialize, local_box
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
-from meshwright.step import Health, train_step
+from meshwright.step import train_step
 
 Tensors = dict[str, Tensor]
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from meshwright.batch import Batch
+from meshwright.health import Health
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import Health, train_step
+from meshwright.step import train_step
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.packed import packed, reference

@@ -9,12 +9,13 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.health import Health
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import Health, train_step
+from meshwright.step import train_step
 from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
 from tests.helpers.tiny import TINY, parallel_llama, plain_llama, whole
 

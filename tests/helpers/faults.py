@@ -105,6 +105,20 @@ def labels_shifted_after_the_cut() -> Iterator[None]:
 
 
 @contextmanager
+def loss_times(factor: float) -> Iterator[None]:
+    """The loss of this rank's samples, and so their gradient, many times as large, or not finite.
+
+    Not one of `FAULTS`: it is for a single step.
+    """
+
+    def scaled(logits, labels, num_labels):
+        return factor * token_loss(logits, labels, num_labels)
+
+    with patch("meshwright.step.token_loss", scaled):
+        yield
+
+
+@contextmanager
 def none() -> Iterator[None]:
     """All as it should be."""
     yield

@@ -134,6 +134,7 @@ ASYNC_TP = (
     "--parallelism.enable_async_tensor_parallel",
     *("--parallelism.tensor_parallel_degree", "2"),
 )
+EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm", "inf"]
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 
 
@@ -231,6 +232,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
         (["--optimizer.early_step_in_backward"], "max_norm = 1.0 cannot be kept"),
+        ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
+        ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
+        (["--bad_steps.budget", "0"], "bad_steps.budget = 0: input should be greater than or"),
         (["--activation_checkpoint.mode", "memory_budget"], "set compile.enable = true"),
         (
             [

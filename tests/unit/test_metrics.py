@@ -54,6 +54,13 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     assert [(r["step"], r["loss"]) for r in records] == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
+def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
+    sink.write({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "samples": [1, 2]})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"step": 3, "loss": null, "grad_norm": null, "lr": 0.5, "samples": [1, 2]}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -14,6 +14,7 @@ from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
 from meshwright.datasets.loader import BatchShape, Loader, StepData, padded_steps
+from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
@@ -142,6 +143,18 @@ def test_a_stream_resumes_at_any_sample(window: int) -> None:
     for i, (_, cursor) in enumerate(want):
         saved = json.loads(json.dumps(dataclasses.asdict(cursor)))
         assert take(source, 119 - i, Cursor.from_json(saved)) == want[i + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed"])
+def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path) -> None:
+    source = cached(tmp_path) if kind == "cached" else streamed()
+    want = take(source, 60)
+    for first, last, known in ((0, 0, 0), (7, 9, 0), (41, 59, 0), (41, 43, 41), (50, 52, 30)):
+        before = (known, want[known - 1][1]) if known else (0, Cursor())
+        found = find_samples(source, first, last, length=LENGTH, seed=0, before=before)
+        assert [sample.tokens.tolist() for sample in found] == [
+            tokens for tokens, _ in want[first : last + 1]
+        ]
 
 
 def test_a_stream_holds_every_token_once_an_epoch() -> None:

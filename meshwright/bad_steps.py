@@ -1,0 +1,170 @@
+"""What the host says of bad steps, when it looks at what the device has noted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.config.job_config import BadSteps
+from meshwright.datasets.global_order import Cursor
+from meshwright.errors import TrainingError
+from meshwright.health import FIGURES, BadStep, Health
+from meshwright.log import logger
+from meshwright.metrics.sinks import JsonLines
+
+FILE = "skipped_steps.jsonl"
+
+
+class BadStepLog:
+    """Reports steps that were skipped, once each, and ends the job at one that is too many.
+
+    Args:
+        is_early: parameters are updated during backward, before all that is wrong is known.
+        folder: gets `FILE`, from the first rank, without what it held of steps after `cursor`'s.
+        sources: names of the sources of samples.
+        step: the last that was taken before this process.
+        cursor: where the samples of the next one begin.
+        saved: `state` of the checkpoint that is resumed from.
+    """
+
+    def __init__(
+        self,
+        config: BadSteps,
+        device: torch.device,
+        *,
+        is_early: bool,
+        folder: Path,
+        sources: Sequence[str],
+        step: int,
+        cursor: Cursor,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        saved = saved or {}
+        self._config, self._is_early, self._sources = config, is_early, sources
+        self._skipped: list[int] = list(saved.get("skipped", ()))
+        self.health = Health(device, config, len(self._skipped), saved.get("statistics"))
+        self._num_seen = 0
+        # by step: how many samples of each source had been read behind it
+        self._counts = {step: cursor.counts or (0,) * len(sources)}
+        self._file: JsonLines | None = None
+        is_wanted = config.policy == "skip" or (folder / FILE).exists()
+        if is_wanted and dist.get_rank() == 0:
+            self._file = JsonLines(folder / FILE, step)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For reports: steps skipped so far, as of the last `look`."""
+        return {"skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, of any mesh: JSON. To be called after `look`."""
+        return {"skipped": list(self._skipped), "statistics": self.health.statistics()}
+
+    def count(self, step: int, cursor: Cursor) -> None:
+        """Note where the samples of `step` end; waits for nothing."""
+        self._counts[step] = cursor.counts
+
+    def look(self) -> None:
+        """Report what was skipped since the last look; waits for the device. To be called before
+        every save. Collective.
+
+        Raises:
+            TrainingError: on every rank, if one step was bad beyond what is allowed.
+        """
+        num_bad = self.health.num_bad()
+        if num_bad > self._num_seen:
+            bad_steps = self.health.bad_steps(self._num_seen, num_bad)
+            for number, (bad, ranks) in enumerate(_with_ranks(bad_steps), self._num_seen):
+                if self.health.is_too_many(number):
+                    raise TrainingError(self._why_it_ends(bad, ranks))
+                self._report(bad, ranks)
+            self._num_seen = num_bad
+        last = max(self._counts)
+        self._counts = {last: self._counts[last]}
+
+    def close(self) -> None:
+        """Nothing is reported afterwards."""
+        if self._file is not None:
+            self._file.close()
+
+    def _report(self, bad: BadStep, ranks: Sequence[int]) -> None:
+        """One step that was skipped."""
+        self._skipped.append(bad.step)
+        if self._file is None:  # the first rank says it
+            return
+        reason, ranges = self._reason(bad, ranks), self._samples(bad.step)
+        logger.warning(
+            "step %d was skipped (%d of at most %d): %s; %s",
+            bad.step,
+            len(self._skipped),
+            self._config.budget,
+            reason,
+            _in_words(ranges),
+        )
+        record: dict[str, Any] = {"step": bad.step, "reason": reason, "ranks": list(ranks)}
+        for index, name in enumerate(FIGURES):
+            record[name] = bad.values[index]
+            record[f"{name}_mean"] = bad.means[index]
+            record[f"{name}_deviation"] = bad.deviations[index]
+        self._file.write(record | {"samples": ranges})
+
+    def _reason(self, bad: BadStep, ranks: Sequence[int]) -> str:
+        loss, grad_norm = bad.values
+        if not math.isfinite(loss):
+            where = f"on rank {', '.join(map(str, ranks))}" if ranks else "as a sum over ranks"
+            return f"non-finite loss {where}"
+        if not math.isfinite(grad_norm):
+            return "non-finite gradient norm (every loss was finite)"
+        return " and ".join(
+            f"{name} {bad.values[index]:.5g} (more than {self._config.spike_std:g} standard "
+            f"deviations of {bad.deviations[index]:.3g} above its running mean "
+            f"{bad.means[index]:.5g})"
+            for index, name in enumerate(("loss", "gradient norm"))
+            if bad.values[index] > bad.limits[index]
+        )
+
+    def _samples(self, step: int) -> dict[str, tuple[int, int]]:
+        """By source, of those that gave any: the first and the last index of the step's samples."""
+        before, behind = self._counts[step - 1], self._counts[step]
+        return {
+            name: (first, after - 1)
+            for name, first, after in zip(self._sources, before, behind, strict=True)
+            if after > first
+        }
+
+    def _why_it_ends(self, bad: BadStep, ranks: Sequence[int]) -> str:
+        weights = (
+            "that step may have updated a part of the weights (optimizer.early_step_in_backward), "
+            if self._is_early
+            else f"the weights are as they were after step {bad.step - 1}, "
+        )
+        used_up = ""
+        if self._config.policy == "skip":
+            steps = ", ".join(map(str, self._skipped))
+            used_up = f"; bad_steps.budget = {self._config.budget} is used up (steps {steps})"
+        return (
+            f"{self._reason(bad, ranks)} at step {bad.step}; {weights}and no checkpoint was saved "
+            f"since; {_in_words(self._samples(bad.step))}{used_up}"
+        )
+
+
+def _with_ranks(bad_steps: Sequence[BadStep]) -> list[tuple[BadStep, list[int]]]:
+    """Each with the ranks on whose samples its loss was not finite. Collective, and that only if
+    any loss was not."""
+    mine = [bad.is_finite_here for bad in bad_steps]
+    is_finite: list[list[bool]] = [mine]
+    if not all(math.isfinite(bad.values[0]) for bad in bad_steps):
+        is_finite *= dist.get_world_size()
+        dist.all_gather_object(is_finite, mine)
+    return [
+        (bad, [rank for rank, theirs in enumerate(is_finite) if not theirs[index]])
+        for index, bad in enumerate(bad_steps)
+    ]
+
+
+def _in_words(ranges: Mapping[str, tuple[int, int]]) -> str:
+    parts = (f"{first} to {last} of {name}" for name, (first, last) in ranges.items())
+    return f"its samples: {', '.join(parts)}"

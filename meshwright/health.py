@@ -1,0 +1,162 @@
+"""What the device notes of steps that went wrong, so that no step waits to find out."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config.job_config import BadSteps
+
+FIGURES = ("loss", "grad_norm")
+"""What is looked at, in this order wherever there are two of something."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """One step whose update was held back, and why."""
+
+    step: int
+    values: tuple[float, float]
+    means: tuple[float, float]
+    """Running ones, of the good steps before it."""
+    deviations: tuple[float, float]
+    limits: tuple[float, float]
+    """A value above its limit is a spike; inf: none would be."""
+    is_finite_here: bool
+    """Whether the loss on this rank's own samples was."""
+
+    @classmethod
+    def of_row(cls, row: list[float]) -> "BadStep":
+        """Undo `Health._row`."""
+        step, *numbers, is_finite_here = row
+        values, means, deviations, limits = ((numbers[i], numbers[i + 1]) for i in range(0, 8, 2))
+        return cls(int(step), values, means, deviations, limits, bool(is_finite_here))
+
+
+class Health:
+    """Judges each step on the device, by its global loss and gradient norm.
+
+    A bad step is one whose figures are not finite, or one of whose figures is more than
+    `spike_std` standard deviations above its running mean. Its update is held back. Once there are
+    more of them than are allowed, so is every update that follows: the weights stay those before
+    the step that was one too many, until the host looks.
+
+    The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
+    n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
+    are first the plain ones of all steps, then those of a window that fades out. Source: Finch
+    2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it is
+    Welford's 1962 algorithm. Skipping what is k deviations off, of loss and norm both, is what
+    OLMo-core's SkipStepOptimizer does, over a window that is kept whole.
+
+    All ranks see the same figures, so they judge alike. Every tensor is small and on the device.
+
+    Args:
+        config: policy "stop" allows no bad step.
+        num_before: steps that were skipped before this process; they count towards the budget. If
+            there are as many as it allows now, the next one stops the job.
+        statistics: of the checkpoint that is resumed from.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: BadSteps,
+        num_before: int = 0,
+        statistics: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
+        self._spike_std, self._window = config.spike_std, config.spike_window
+        self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
+        # one row a bad step, one for that which is too many, and one that is written at every
+        # step and counts only if it was bad: doubles, which hold every step's number
+        self._rows = torch.zeros(self._allowed + 2, 10, dtype=torch.float64, device=device)
+        # while spikes are not looked for, statistics would grow old
+        known = (statistics or {}) if config.spike_std else {}
+        self._num_good = torch.full((), known.get("num_good", 0), device=device)
+        self._mean, self._variance = (
+            torch.tensor(known.get(name, [0.0, 0.0]), dtype=torch.float32, device=device)
+            for name in ("mean", "variance")
+        )
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Health":
+        """With what is the default: the first figure that is not finite is one too many."""
+        return cls(device, BadSteps())
+
+    @property
+    def is_stopped(self) -> Tensor:
+        """() bool: more steps were bad than are allowed, and no update is made any more."""
+        return self._num_bad > self._allowed
+
+    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, is_finite_here: Tensor) -> Tensor:
+        """Note a step's figures. Waits for nothing.
+
+        Args:
+            step: counted from 1.
+            loss: () fp32, the same on every rank.
+            grad_norm: () fp32, the same on every rank.
+            is_finite_here: () bool: whether the loss on this rank's own samples is finite.
+
+        Returns:
+            () bool: whether its update is to be held back.
+        """
+        values = torch.stack([loss, grad_norm])
+        deviation = self._variance.sqrt()
+        limit = torch.full_like(self._mean, math.inf)
+        if self._spike_std:
+            # limits stay inf during the warm-up
+            limit = self._mean + self._spike_std * deviation
+            limit = limit.masked_fill(self._num_good < self._window, math.inf)
+        is_good = (torch.isfinite(values) & (values <= limit)).all()
+        is_bad = torch.logical_not(is_good)
+        self._rows.index_copy_(
+            0,
+            self._num_bad.view(1),
+            self._row(step, values, deviation, limit, is_finite_here).view(1, -1),
+        )
+        self._num_bad += is_bad & (self._num_bad <= self._allowed)
+        if self._spike_std:
+            self._take_in(values, is_good)
+        return is_bad | self.is_stopped
+
+    def _row(
+        self, step: int, values: Tensor, deviation: Tensor, limit: Tensor, is_finite_here: Tensor
+    ) -> Tensor:
+        number = torch.full((1,), step, dtype=self._rows.dtype, device=values.device)
+        return torch.cat([number, values, self._mean, deviation, limit, is_finite_here.view(1)])
+
+    def _take_in(self, values: Tensor, is_good: Tensor) -> None:
+        """Move mean and variance towards `values`, if they are good."""
+        self._num_good += is_good
+        weight = self._num_good.clamp(1, self._window).reciprocal()
+        distance = values - self._mean
+        mean = self._mean + weight * distance
+        variance = (1 - weight) * (self._variance + weight * distance.square())
+        # in a product with 0, what is not finite would stay so
+        self._mean = torch.where(is_good, mean, self._mean)
+        self._variance = torch.where(is_good, variance, self._variance)
+
+    def num_bad(self) -> int:
+        """Bad steps that this process has counted. Waits for the device."""
+        return int(self._num_bad.item())
+
+    def bad_steps(self, first: int, last: int) -> list[BadStep]:
+        """The bad steps of this process from number `first` to before `last`. Waits for the
+        device."""
+        return [BadStep.of_row(row) for row in self._rows[first:last].tolist()]
+
+    def is_too_many(self, number: int) -> bool:
+        """Whether the `number`-th bad step of this process, from 0, is one more than is allowed."""
+        return number >= self._allowed
+
+    def statistics(self) -> dict[str, Any]:
+        """For a checkpoint of any mesh: JSON from which they come back to the bit. Waits for the
+        device."""
+        return {
+            "num_good": int(self._num_good.item()),
+            "mean": self._mean.tolist(),
+            "variance": self._variance.tolist(),
+        }

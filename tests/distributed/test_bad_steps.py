@@ -1,0 +1,234 @@
+"""A step that is skipped might as well not have been, on any mesh; and what is said of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright.bad_steps import FILE, BadStepLog
+from meshwright.batch import Batch
+from meshwright.config.job_config import BadSteps
+from meshwright.datasets.global_order import Cursor
+from meshwright.errors import TrainingError
+from meshwright.health import Health
+from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.step import train_step
+from tests.distributed.test_checkpoints import logged
+from tests.distributed.test_step import (
+    DEEP,
+    GLOBAL_BATCH,
+    SCHEDULES,
+    adamw,
+    frozen,
+    global_batch,
+)
+from tests.helpers.faults import loss_times
+from tests.helpers.tiny import TINY, parallel_llama, plain_llama, whole
+
+CPU = torch.device("cpu")
+STEPS = 7
+FACTORS = {4: float("nan"), 6: 1000.0}
+"""By step that is bad: what the loss is multiplied by, on one rank or on all."""
+
+
+def lr_at(step: int) -> float:
+    """It moves on with every step, skipped or not."""
+    return 1e-2 / step
+
+
+def reference(args: LlamaArgs, trained: set[str]) -> dict[str, torch.Tensor]:
+    """Weights after the good steps alone, in plain PyTorch."""
+    model = plain_llama(args)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    optimizer = adamw(model)
+    for step in range(1, STEPS + 1):
+        if step in FACTORS:
+            continue
+        tokens, labels = global_batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = lr_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+class Run:
+    """On a mesh, step by step."""
+
+    def __init__(
+        self, dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs
+    ) -> None:
+        self.size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+        microbatches = num_microbatches, self.size
+        self.model, self.meshes = parallel_llama(dims, args, microbatches=microbatches, **options)
+        self.optimizer = adamw(self.model)
+        config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
+        self.health = Health(CPU, config)
+
+    def take_step(self, step: int) -> None:
+        dp = self.meshes.dp
+        parts = [
+            part.split(self.size)[dp.get_local_rank() :: dp.size()] for part in global_batch(step)
+        ]
+        self.optimizer.param_groups[0]["lr"] = lr_at(step)
+        train_step(
+            self.model,
+            [*map(Batch, *parts)],
+            self.optimizer,
+            step=step,
+            max_norm=0.5,
+            meshes=self.meshes,
+            health=self.health,
+        )
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of what this rank holds of weights and optimizer state, its step counts too."""
+        tensors = [p.detach() for p in self.model.parameters()]
+        tensors += [t for slots in self.optimizer.state.values() for t in slots.values()]
+        return [getattr(tensor, "_local_tensor", tensor).clone() for tensor in tensors]
+
+
+def _skips(
+    dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs
+) -> tuple[list[tuple[int, bool]], dict]:
+    run = Run(dims, num_microbatches, options, args)
+    # what is not finite comes from the last rank alone (in a pipeline all, for one has the loss)
+    is_faulty = dims.pp > 1 or dist.get_rank() == dist.get_world_size() - 1
+    for step in range(1, STEPS + 1):
+        before = run.state()
+        factor = FACTORS.get(step, 1.0) if is_faulty or step == 6 else 1.0
+        with loss_times(factor):
+            run.take_step(step)
+        pairs = list(zip(before, run.state(), strict=step > 1))
+        if step in FACTORS:
+            assert all(torch.equal(*pair) for pair in pairs), step
+        else:
+            assert not any(torch.equal(*pair) for pair in pairs[-3:]), step
+
+    never = Run(dims, num_microbatches, options, args)
+    for step in range(1, STEPS + 1):
+        if step not in FACTORS:
+            never.take_step(step)
+    assert all(torch.equal(*pair) for pair in zip(run.state(), never.state(), strict=True))
+
+    plain = reference(args, {*args.parameter_names()} - options.get("frozen", set()))
+    for name, parameter in run.model.named_parameters():
+        torch.testing.assert_close(whole(parameter), plain[name].detach(), rtol=0, atol=1e-4)
+    bad_steps = run.health.bad_steps(0, run.health.num_bad())
+    return [(bad.step, bad.is_finite_here) for bad in bad_steps], run.health.statistics()
+
+
+def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
+    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
+
+
+MESHES = {
+    "1": (dims(), 1, {}, TINY),
+    "accumulate": (dims(dp_shard=2), 2, {}, TINY),
+    "frozen": (dims(dp_shard=2), 1, frozen("*.wq.*"), TINY),
+    "offload": (dims(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
+    "compile": (dims(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
+    "hsdp": (dims(dp_replicate=2, dp_shard=2), 1, {}, TINY),
+    "2d": (dims(dp_shard=2, tp=2), 1, {}, TINY),
+    "cp": (dims(cp=2), 1, {}, TINY),
+    "pp": (dims(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
+    "pp-zbv": (dims(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
+}
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "options", "args"), MESHES.values(), ids=MESHES)
+def test_a_skipped_step_leaves_all_as_it_was(on_ranks, mesh, microbatches, options, args) -> None:
+    ranks = mesh.dp * mesh.cp * mesh.tp * mesh.pp
+    found, statistics = zip(
+        *on_ranks(ranks, _skips, mesh, microbatches, options, args), strict=True
+    )
+    assert all(theirs == statistics[0] for theirs in statistics), "ranks judge by other figures"
+    for rank, bad in enumerate(found):
+        assert [step for step, _ in bad] == [4, 6], rank
+        assert bad[1] == (6, True), rank
+    if mesh.tp == mesh.pp == 1:
+        assert [bad[0] for bad in found] == [(4, rank < ranks - 1) for rank in range(ranks)]
+
+
+def _log(folder: str) -> None:
+    """A mixture of two sources in global batches of 8; skipped on both ranks, found on one."""
+    rank = dist.get_rank()
+    config = BadSteps(policy="skip", budget=3, spike_std=6, spike_window=2)
+    if rank == 0:
+        Path(folder, FILE).write_text('{"step": 40}\n{"step": 42}\n')  # by a run that was killed
+    saved = None
+
+    def start(step: int, counts: tuple[int, ...]) -> BadStepLog:
+        sources, cursor = ["books", "code"], Cursor(sum(counts), counts)
+        place = {"folder": Path(folder), "sources": sources, "step": step, "cursor": cursor}
+        return BadStepLog(config, CPU, is_early=False, saved=saved, **place)
+
+    def step(log: BadStepLog, number: int, loss: float, counts: tuple[int, int]) -> None:
+        is_finite = torch.tensor(rank == 0 or loss == loss)
+        log.health.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite)
+        log.count(number, Cursor(sum(counts), counts))
+
+    log = start(40, (300, 20))
+    with logged() as messages:
+        log.look()
+        step(log, 41, 4.0, (305, 23))
+        step(log, 42, 4.5, (310, 26))
+        step(log, 43, float("nan"), (315, 29))
+        step(log, 44, 4.2, (323, 29))
+        assert messages == []
+        log.look()
+        log.look()
+        step(log, 45, 99.0, (328, 32))
+        assert log.figures == {"skipped_steps": 1}
+        log.look()
+    assert log.figures == {"skipped_steps": 2}
+    said = [
+        "step 43 was skipped (1 of at most 3): non-finite loss on rank 1; "
+        "its samples: 310 to 314 of books, 26 to 28 of code",
+        "step 45 was skipped (2 of at most 3): loss 99 (more than 6 standard deviations of 0.179 "
+        "above its running mean 4.225); its samples: 323 to 327 of books, 29 to 31 of code",
+    ]
+    assert messages == (said if rank == 0 else [])
+    saved = json.loads(json.dumps(log.state()))
+    assert saved["skipped"] == [43, 45]
+    log.close()
+    log = start(45, (328, 32))
+    step(log, 46, 4.1, (333, 35))
+    step(log, 47, float("inf"), (338, 38))
+    step(log, 48, 77.0, (346, 38))
+    step(log, 49, 4.1, (351, 41))
+    with logged() as messages, pytest.raises(TrainingError) as error:
+        log.look()
+    assert len(messages) == (rank == 0)
+    assert str(error.value) == (
+        "loss 77 (more than 6 standard deviations of 0.141 above its running mean 4.1625) at step "
+        "48; the weights are as they were after step 47, and no checkpoint was saved since; its "
+        "samples: 338 to 345 of books; bad_steps.budget = 3 is used up (steps 43, 45, 47)"
+    )
+    log.close()
+    dist.barrier()
+    records = [json.loads(line) for line in Path(folder, FILE).read_text().splitlines()]
+    assert [record["step"] for record in records] == [40, 43, 45, 47]
+    assert records[1] | {"reason": ""} == {
+        "step": 43,
+        "reason": "",
+        "ranks": [1],
+        "loss": None,
+        "loss_mean": 4.25,
+        "loss_deviation": 0.25,
+        "grad_norm": 1.0,
+        "grad_norm_mean": 1.0,
+        "grad_norm_deviation": 0.0,
+        "samples": {"books": [310, 314], "code": [26, 28]},
+    }
+
+
+def test_what_was_skipped_is_said_once_with_its_samples(on_ranks, tmp_path) -> None:
+    on_ranks(2, _log, str(tmp_path))

@@ -1,0 +1,28 @@
+"""train.py, whose loss is multiplied at some steps, as $FACTORS says by step: {"7": NaN}.
+
+Run by torchrun. What is not finite is so on the last rank alone.
+"""
+
+import json
+import math
+import os
+import sys
+from contextlib import ExitStack
+
+from meshwright import train
+from meshwright.step import StepResult, train_step
+from tests.helpers.faults import loss_times
+
+
+def faulty_step(*args: object, step: int, **options: object) -> StepResult:
+    factor = json.loads(os.environ["FACTORS"]).get(str(step), 1.0)
+    is_last_rank = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with ExitStack() as stack:
+        if math.isfinite(factor) or is_last_rank:
+            stack.enter_context(loss_times(factor))
+        return train_step(*args, step=step, **options)
+
+
+if __name__ == "__main__":
+    train.train_step = faulty_step
+    sys.exit(train.main())

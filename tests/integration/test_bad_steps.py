@@ -1,0 +1,125 @@
+"""A job that skips bad steps, on real processes: to the end of its budget, and resumed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import tomli
+import tomli_w
+
+from meshwright.checkpoint import commit
+from tests.integration.test_launcher import CONFIG, ROOT, environment, records
+
+FACTORS = {"7": float("nan"), "13": 1000.0, "18": float("-inf")}
+SKIP = (
+    *("--bad_steps.policy", "skip"),
+    *("--bad_steps.spike_std", 20, "--bad_steps.spike_window", 5),
+    *("--metrics.log_freq", 4, "--checkpoint.interval", 5),
+)
+
+
+def train(folder: Path, *overrides: object) -> subprocess.CompletedProcess:
+    script = ROOT / "tests/helpers/faulty_train.py"
+    launcher = (sys.executable, "-m", "meshwright.cli.launch", "--standalone")
+    config = ("--job.config_file", CONFIG, "--job.dump_folder", folder)
+    words = (*launcher, "--nproc-per-node", 2, script, *config, *SKIP, *overrides)
+    return subprocess.run(
+        [str(word) for word in words],
+        env=environment(FACTORS=json.dumps(FACTORS), OMP_NUM_THREADS=1, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def skipped_steps(folder: Path) -> list[dict]:
+    lines = (folder / "skipped_steps.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def said_of(output: str) -> list[str]:
+    """Once, though both ranks show their log here."""
+    return [line.partition(" step ")[2] for line in output.splitlines() if "was skipped" in line]
+
+
+def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    result = train(whole, "--bad_steps.budget", 2)
+    assert result.returncode == 3, result.stdout + result.stderr
+    said = said_of(result.stdout)
+    assert len(said) == 2
+    samples = "; its samples: %d to %d of python_stdlib"
+    assert said[0] == "7 was skipped (1 of at most 2): non-finite loss on rank 1" + samples % (
+        48,
+        55,
+    )
+    assert said[1].startswith("13 was skipped (2 of at most 2): loss ")
+    assert said[1].endswith(samples % (96, 103))
+    stopped = (
+        "stopped: non-finite loss on rank 1 at step 18; the weights are as they were after step "
+        f"17, and no checkpoint was saved since{samples % (136, 143)}; bad_steps.budget = 2 is "
+        "used up (steps 7, 13)\n"
+    )
+    assert stopped in result.stdout
+    counts = {row["step"]: row["skipped_steps"] for row in records(whole)}
+    assert counts == {1: 0, 4: 0, 8: 1, 12: 1, 16: 2}
+    checkpoints = whole / "checkpoint"
+    assert commit.saved_steps(checkpoints) == [10, 15]
+    saved = commit.inspect(checkpoints / "step-10")["bad_steps"]
+    assert saved["skipped"] == [7]
+    assert saved["statistics"]["num_good"] == 9
+
+    # step 13 is a spike only by what was known of steps before the resume
+    shutil.copytree(whole, resumed)
+    result = train(resumed, "--checkpoint.load_step", 10, "--bad_steps.budget", 3)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = said_of(result.stdout)
+    assert [line.partition(":")[0] for line in said] == [
+        f"{step} was skipped ({number} of at most 3)" for number, step in ((2, 13), (3, 18))
+    ]
+    first, second, third = skipped_steps(resumed)
+    assert [first, second] == skipped_steps(whole)
+    assert (first["step"], first["ranks"], first["samples"]["python_stdlib"]) == (7, [1], [48, 55])
+    assert (second["step"], second["ranks"]) == (13, [])
+    assert second["loss"] > 1000 > second["loss_mean"]
+    assert (third["step"], third["loss"]) == (18, None)
+    assert records(resumed)[-1]["loss"] < records(resumed)[0]["loss"] - 0.5
+
+    both = [folder / "checkpoint" / "step-15" for folder in (resumed, whole)]
+    comparison = subprocess.run(
+        [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py", *both],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert comparison.returncode == 0, comparison.stdout + comparison.stderr
+    ours, theirs = (commit.inspect(checkpoint)["bad_steps"] for checkpoint in both)
+    assert ours == theirs
+    assert ours["skipped"] == [7, 13]
+
+
+def test_samples_can_be_read_as_text(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.txt", tmp_path / "out"
+    data.write_text("".join(f"{number:06d}\n" for number in range(500)))  # 3502 tokens
+    folder.mkdir()
+    config = tomli.loads(CONFIG.read_text())
+    config["model"] |= {"tokenizer_path": "bytes", "args": {"vocab_size": 258}}
+    config["training"] |= {"dataset": "text", "dataset_path": str(data), "seq_len": 69}
+    (folder / "config.toml").write_text(tomli_w.dumps(config))
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts/show_samples.py", folder, "text", "48", "51"],
+        env=environment(PYTHONPATH=ROOT, HF_DATASETS_CACHE=tmp_path / "cache"),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    samples = result.stdout.split("--- sample ")
+    assert [text.partition("\n")[0] for text in samples[1:]] == [
+        f"{index} of text" for index in range(48, 52)
+    ]
+    for text in samples[1:]:
+        numbers = [int(line) for line in text.splitlines()[2:-2]]
+        assert len(numbers) >= 8
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
