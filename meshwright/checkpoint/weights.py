@@ -1,75 +1,18 @@
 """The weights of a checkpoint of ours, without what else a resume needs."""
 
-import enum
-import io
-import pickle
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.state import MODEL
 from meshwright.errors import ConfigError
-
-PLAIN_DATA = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-"""All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
-
-
-def _member(cls: object, name: str) -> enum.Enum:
-    """A member of an enumeration: some versions of Python (3.11.2) pickle it as a `getattr`."""
-    if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
-    return cls[name]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses all but data: a pickle otherwise runs whatever code it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) not in PLAIN_DATA:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
-        return super().find_class(module, name)
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the index once, and as data: torch's own unpickles it anew for every load."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        content = (folder / ".metadata").read_bytes()
-        self._metadata: Metadata = _PlainUnpickler(io.BytesIO(content)).load()
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
 
 
 class CheckpointWeights:
@@ -82,7 +25,7 @@ class CheckpointWeights:
     def __init__(self, place: Place) -> None:
         self._place = place
         try:
-            self._reader = _Reader(place.path)
+            self._reader = PlainReader(place.path)
         except Exception as error:  # a pickle that is damaged raises what it likes
             raise self._unreadable(error) from None
 
