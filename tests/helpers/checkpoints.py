@@ -3,6 +3,7 @@
 import zlib
 from pathlib import Path
 
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import FileRecord
 
 BARE = {
@@ -22,3 +23,22 @@ def records_of(folder: Path) -> dict[str, FileRecord]:
         path.name: {"bytes": path.stat().st_size, "crc32": f"{zlib.crc32(path.read_bytes()):08x}"}
         for path in folder.iterdir()
     }
+
+
+def republish(folder: Path, step: int) -> None:
+    """Make the manifest of `step` agree with its files, as whoever swaps a file can."""
+    manifest = commit.read_manifest(commit.step_folder(folder, step))
+    unfinished = commit.unfinished_folder(folder, step)
+    commit.step_folder(folder, step).rename(unfinished)
+    (unfinished / commit.MANIFEST).unlink()
+    commit.publish(folder, step, manifest, records_of(unfinished))
+
+
+class Trap:
+    """Makes `file` when it is unpickled by what runs code."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return (Path.touch, (self._file,))
