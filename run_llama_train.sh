@@ -53,6 +53,7 @@ for shown in ${log_rank//,/ }; do
     fi
 done
 "$python" -m meshwright.cli.main check $((ranks * nodes)) "${arguments[@]}"
+export MESHWRIGHT_CHECKED=1 # what it said need not be said again
 "$python" -m meshwright.cli.main tokenize --quiet "${arguments[@]}" # before ranks wait for it
 
 if [ "$nodes" -eq 1 ]; then

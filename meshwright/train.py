@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import math
 import os
 import signal
@@ -26,8 +25,10 @@ from meshwright.build import (
     learning_rate,
     set_first_values,
 )
+from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
@@ -49,7 +50,7 @@ from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
-from meshwright.preflight import Plan, check_checkpoint, preflight
+from meshwright.preflight import Plan, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import NEVER, Health, train_step
 from meshwright.supervise import die_with_parent
@@ -96,6 +97,10 @@ def _run_command_line() -> None:
         run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Set in the environment where `meshwright check` has spoken to the same console."""
+
+
 def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     """Train from the start or the last checkpoint to the last step.
 
@@ -110,10 +115,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     check_device(config, device.type)
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    found = checkpoints.find()
+    found, is_said = checkpoints.find(), CHECKED in os.environ
     if found is not None and found["step"] != plan.resume_step:  # what that read was too little
-        plan = dataclasses.replace(plan, resume_step=found["step"])
-        check_checkpoint(plan)
+        plan, is_said = dataclasses.replace(plan, resume_step=found["step"]), False
+        drift_of(plan).check()
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -129,6 +134,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     sources, held_out = open_training_data(config), open_validation_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
+    if found is not None and dist.get_rank() == 0:
+        drift_of(plan).log(is_said)
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -143,8 +150,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
         set_first_values(plan, model)
         saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
     else:
+        if DATALOADER in left_out(config.checkpoint, saved):
+            saved = saved | {"data": dataclasses.asdict(Cursor())}
+        else:
+            _check_same_content(saved, sources)
         checkpoints.load(tensors, saved)
-        _check_same_content(saved, sources)
         for stage in model.stages:
             stage.init_buffers()
     loader = build_loader(plan, sources, meshes, device, Cursor.from_json(saved["data"]))
@@ -311,6 +321,5 @@ def _manifest(
         "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
-        # JSON has no word for infinity
-        "config": json.loads(json.dumps(plan.config.model_dump(mode="json")), parse_constant=str),
+        "config": to_json(plan.config),
     }

@@ -13,9 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, exclude
+from meshwright.checkpoint.exclude import left_out
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.staging import StagedPlanner, Staging
+from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
@@ -116,7 +118,8 @@ class CheckpointManager:
         return gathered
 
     def load(self, state: HasTensors, manifest: Mapping[str, Any]) -> None:
-        """Restore `state` in place from the checkpoint that `find` found.
+        """Restore `state` in place from the checkpoint that `find` found, without what
+        `exclude_from_loading` leaves out: `state` is then not given it.
 
         Later ones, damaged or not wanted, are set aside.
 
@@ -133,6 +136,9 @@ class CheckpointManager:
             wanted = state.state_dict()
             reader = _open(folder)
             saved = reader.read_metadata().state_dict_metadata
+            excluded = left_out(self._config, manifest)
+            if exclude.OPTIMIZER in excluded:
+                wanted = {k: v for k, v in wanted.items() if not k.startswith(OPTIMIZER)}
             # a rank that was not there when the checkpoint was written keeps the RNG it has
             wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
             for name, tensor in wanted.items():
@@ -152,6 +158,10 @@ class CheckpointManager:
         if self._is_first_rank:
             for path in commit.set_aside_later(self._folder, manifest["step"]):
                 logger.info("set aside a later checkpoint as %s", path)
+            for part in excluded:
+                logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
+            for part in {*self._config.exclude_from_loading} - excluded:
+                logger.info("%s was left out once, and is loaded now", part)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def reserve(self, state: HasTensors) -> None:

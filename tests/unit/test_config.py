@@ -450,4 +450,4 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
     commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
-    assert "training.datasets.1 = None: checkpoint" in error
+    assert "training.datasets.1 = absent: checkpoint" in error
