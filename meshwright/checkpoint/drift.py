@@ -130,7 +130,7 @@ def find_drift(
     trained_now = sorted({*manifest["frozen"]} - {*frozen})
     # of what the model and the data are, the keys say less than what is compared above
     harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
-    on_training, harmless = [], []
+    on_training, harmless = list[Difference](), list[Difference]()
     for difference in changes(manifest["config"], to_json(config), defaults):
         is_harmless = effect_of(difference.key) in harmless_effects
         (harmless if is_harmless else on_training).append(difference)
