@@ -188,6 +188,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
+        (
+            ["--checkpoint.enable", "--checkpoint.exclude_from_loading", '["lr_scheduler"]'],
+            "exclude_from_loading.0 = 'lr_scheduler': input should be 'optimizer' or 'dataloader'",
+        ),
+        (
+            ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
+            "nothing is loaded while checkpoint.enable is false",
+        ),
         (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
         (
             ASYNC_TP,
