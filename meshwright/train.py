@@ -145,19 +145,16 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> None:
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    saved = found
+    saved, cursor = found, Cursor()
     if saved is None:
         set_first_values(plan, model)
-        saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
+        saved = {"step": 0, "tokens_seen": 0}
     else:
-        if DATALOADER in left_out(config.checkpoint, saved):
-            saved = saved | {"data": dataclasses.asdict(Cursor())}
-        else:
-            _check_same_content(saved, sources)
+        cursor = _place_in_data(plan, saved, sources)
         checkpoints.load(tensors, saved)
         for stage in model.stages:
             stage.init_buffers()
-    loader = build_loader(plan, sources, meshes, device, Cursor.from_json(saved["data"]))
+    loader = build_loader(plan, sources, meshes, device, cursor)
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     validate = build_validation(plan, held_out, meshes, device) if held_out else None
     lr_at, health = learning_rate(config), Health.on(device)
@@ -285,8 +282,10 @@ def check_has_data(step: int) -> None:
         )
 
 
-def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) -> None:
-    """A place in the data means something only in the data that it was noted for."""
+def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSource]) -> Cursor:
+    """Where a resume goes on reading; it means something only in the data it was noted for."""
+    if DATALOADER in left_out(plan.config.checkpoint, saved):
+        return Cursor()
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
@@ -297,6 +296,8 @@ def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) ->
                 "restore the data (of a streamed source training.stream_shards and "
                 "training.shuffle_window too), or use another job.dump_folder",
             )
+    cursor = Cursor.from_json(saved["data"])
+    return cursor.reweighted() if drift_of(plan).is_reweighted else cursor
 
 
 def _manifest(

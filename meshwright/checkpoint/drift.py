@@ -35,6 +35,8 @@ class Drift:
     """The place in the data is one in other data, or in another order."""
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
+    is_reweighted: bool
+    """The parts of a mixture have other weights."""
     on_training: list[Difference]
     """It goes on, but not as it would have."""
     harmless: list[Difference]
@@ -126,7 +128,8 @@ def find_drift(
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
     model = [*_model_changes(manifest, config, args)]
-    data = [*changes(manifest["data_identity"], data_identity, defaults)]
+    identity = [*changes(manifest["data_identity"], data_identity, defaults)]
+    weights = [difference for difference in identity if effect_of(difference.key) == "training"]
     trained_now = sorted({*manifest["frozen"]} - {*frozen})
     # of what the model and the data are, the keys say less than what is compared above
     harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
@@ -134,16 +137,16 @@ def find_drift(
     for difference in changes(manifest["config"], to_json(config), defaults):
         is_harmless = effect_of(difference.key) in harmless_effects
         (harmless if is_harmless else on_training).append(difference)
-    if DATALOADER in excluded:
-        said = {difference.key for difference in on_training}
-        on_training += [difference for difference in data if difference.key not in said]
-        data = []
+    said = {difference.key for difference in on_training}
+    of_data = identity if DATALOADER in excluded else weights
+    on_training += [difference for difference in of_data if difference.key not in said]
     return Drift(
         checkpoint=checkpoint,
         config=config,
         model=model,
-        data=data,
+        data=[difference for difference in identity if difference not in of_data],
         trained_now=[] if OPTIMIZER in excluded else trained_now,
+        is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
     )

@@ -1,6 +1,7 @@
 """What differs between two configs, and what a difference means to a run that resumes. No torch."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from meshwright.config.job_config import JobConfig
 
 LONGEST_SHOWN = 100
+PARTS = "training.datasets"
 
 
 class Missing(Enum):
@@ -71,6 +73,7 @@ EFFECTS: dict[str, Effect] = {
         parallelism="fsdp_reduce_gradients",
         checkpoint="exclude_from_loading",
     ),
+    f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is
     # what counts are the dimensions that they come to, which a checkpoint has beside its config
     **_keys("model", model="name flavor args"),
     # likewise the identity and the content of the data: a place in it means something in the same
@@ -87,7 +90,8 @@ EFFECTS: dict[str, Effect] = {
 
 def effect_of(key: str) -> Effect | None:
     """Of a key, or of one inside it; None: no such key."""
-    return EFFECTS.get(".".join(key.split(".")[:2]))
+    in_lists = re.sub(r"\.\d+(?=\.|$)", ".*", key)
+    return EFFECTS.get(in_lists) or EFFECTS.get(".".join(key.split(".")[:2]))
 
 
 def to_json(config: JobConfig) -> dict[str, Any]:

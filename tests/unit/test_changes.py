@@ -30,7 +30,7 @@ def test_every_key_has_an_effect() -> None:
         for section, field in JobConfig.model_fields.items()
         for key in field.annotation.model_fields
     }
-    assert keys == EFFECTS.keys()
+    assert keys | {"training.datasets.*.weight"} == EFFECTS.keys()
 
 
 def test_differences_go_into_tables_and_lists_of_tables() -> None:
@@ -82,7 +82,9 @@ def said(drift: Drift, caplog) -> list[tuple[int, str]]:
 
 def test_the_same_job_says_nothing(resume, caplog) -> None:
     infinite = ("--training.max_norm", "inf")
-    assert said(resume(*infinite, saved_with=infinite), caplog) == []
+    drift = resume(*infinite, saved_with=infinite)
+    assert said(drift, caplog) == []
+    json.dumps(to_json(drift.config), allow_nan=False)
 
 
 def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) -> None:
@@ -154,14 +156,31 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
     )
 
 
-def test_a_part_of_a_mixture_that_differs_is_named(resume) -> None:
-    def parts(weight: float) -> tuple[str, str]:
-        table = "{dataset='python_stdlib', name='%s', weight=%s}"
-        return "--training.datasets", f"[{table % ('a', 1)}, {table % ('b', weight)}]"
+def parts(*of_each: str) -> tuple[str, str]:
+    tables = [f"{{dataset='python_stdlib', name='{n}', {text}}}" for n, text in enumerate(of_each)]
+    return "--training.datasets", f"[{', '.join(tables)}]"
 
-    error = error_of(resume, *parts(2.0), saved_with=parts(3.0))
-    assert error.startswith("training.datasets.1.weight = 2.0: checkpoint ")
-    assert "was saved with 3.0\n" in error
+
+def test_a_part_of_a_mixture_that_differs_is_named(resume) -> None:
+    saved = parts("weight=1", "weight=3")
+    other = parts("weight=1", "weight=2, dataset_split='validation'")
+    error = error_of(resume, *other, saved_with=saved)
+    assert error.startswith("training.datasets.1.dataset_split = 'validation': checkpoint ")
+    assert "was saved with 'train'\n" in error
+    assert "weight" not in error
+    budgets = parts("tokens=1_000_000_000_000", "tokens=1_000_000_000_000")
+    assert error_of(resume, *budgets).startswith("training.datasets.0.tokens = 1000000000000: ")
+
+
+def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
+    saved = parts("weight=1", "weight=3")
+    drift = resume(*parts("weight=1", "weight=2"), saved_with=saved)
+    assert drift.is_reweighted
+    assert [text for _, text in said(drift, caplog)] == [
+        "resuming step-5 with a change that training will show: "
+        "training.datasets.1.weight = 2.0 (was 3.0)"
+    ]
+    assert not resume(*saved).is_reweighted
 
 
 def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
