@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -14,6 +15,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.preflight import drift_of, preflight
+from meshwright.train import _place_in_data
 from tests.helpers.checkpoints import BARE
 
 STEP = 5
@@ -181,6 +183,12 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
         "training.datasets.1.weight = 2.0 (was 3.0)"
     ]
     assert not resume(*saved).is_reweighted
+    manifest = commit.read_manifest(drift.checkpoint)
+    manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
+    plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
+    for is_reweighted, begin in ((True, (2, 6)), (False, ())):
+        with patch("meshwright.train.drift_of", return_value=Mock(is_reweighted=is_reweighted)):
+            assert _place_in_data(plan, manifest, []).weighted_from == begin
 
 
 def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
