@@ -66,6 +66,7 @@ meshwright() { # in the background: a trap waits for what is in the foreground
     wait "$child"
 }
 meshwright check $((ranks * nodes)) "${arguments[@]}"
+export MESHWRIGHT_CHECKED=1 # what it said need not be said again
 meshwright tokenize --quiet "${arguments[@]}" # before ranks wait for it
 
 if [ "$nodes" -eq 1 ]; then

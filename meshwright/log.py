@@ -12,9 +12,13 @@ FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S
 
 
 def log_to_console() -> None:
-    """Send the log of this rank to stdout; the launcher shows those of LOG_RANK."""
+    """Send the log of this rank to stdout; the launcher shows those of LOG_RANK.
+
+    A record with `is_said` (`extra`) is not shown: another process has shown it.
+    """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(FORMAT)
+    handler.addFilter(lambda record: not getattr(record, "is_said", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False

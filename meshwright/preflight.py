@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.initial_load import check_initial
 from meshwright.config.checks import (
     check_divisible,
@@ -135,7 +136,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
         resume_step=resume_step or 0,
     )
     if resume_step is not None:
-        check_checkpoint(plan)
+        drift_of(plan).check()
     elif config.checkpoint.initial_load_path:
         check_initial(config.checkpoint, model_args, spec.hf, spec.meta, spec.torchtitan)
     return plan
@@ -284,28 +285,9 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def check_checkpoint(plan: Plan) -> None:
-    """The checkpoint to resume from must be of the model and the data that are to be used."""
+def drift_of(plan: Plan) -> Drift:
+    """How the job differs from the one that saved the checkpoint to resume from."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = commit.read_manifest(checkpoint)
-    dimensions = dataclasses.asdict(plan.model_args).items()
-    here = {f"model.args.{name}": value for name, value in dimensions} | plan.data_identity
-    saved = {f"model.args.{name}": value for name, value in manifest["model_args"].items()}
-    saved |= manifest["data_identity"]
-    for key in (*here, *(saved.keys() - here.keys())):
-        check(
-            saved.get(key) == here.get(key),
-            key,
-            here.get(key),
-            f"checkpoint {checkpoint} was saved with {saved.get(key)!r}",
-            "use another job.dump_folder, or what it was saved with",
-        )
-    trained_now = sorted(set(manifest.get("frozen", ())) - plan.frozen)
-    check(
-        not trained_now,
-        "model.frozen",
-        plan.config.model.frozen,
-        f"checkpoint {checkpoint} has no optimizer state for what was frozen: "
-        + ", ".join(trained_now[:3]),
-        "use another job.dump_folder, or keep it frozen",
-    )
+    data = plan.data_identity
+    return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import math
 import os
 import signal
@@ -27,8 +26,10 @@ from meshwright.build import (
     learning_rate,
     set_first_values,
 )
+from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
@@ -52,7 +53,7 @@ from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
 from meshwright.preemption import StopRequest
-from meshwright.preflight import Plan, check_checkpoint, preflight
+from meshwright.preflight import Plan, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import train_step
 from meshwright.supervise import die_with_parent
@@ -100,6 +101,10 @@ def _run_command_line() -> bool:
         return run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Set in the environment where `meshwright check` has spoken to the same console."""
+
+
 def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
@@ -117,10 +122,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     check_device(config, device.type)
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    found = checkpoints.find()
+    found, is_said = checkpoints.find(), CHECKED in os.environ
     if found is not None and found["step"] != plan.resume_step:  # what that read was too little
-        plan = dataclasses.replace(plan, resume_step=found["step"])
-        check_checkpoint(plan)
+        plan, is_said = dataclasses.replace(plan, resume_step=found["step"]), False
+        drift_of(plan).check()
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -136,6 +141,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     sources, held_out = open_training_data(config), open_validation_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
+    if found is not None and dist.get_rank() == 0:
+        drift_of(plan).log(is_said)
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -145,16 +152,15 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    saved = found
+    saved, cursor = found, Cursor()
     if saved is None:
         set_first_values(plan, model)
-        saved = {"step": 0, "tokens_seen": 0, "data": dataclasses.asdict(Cursor())}
+        saved = {"step": 0, "tokens_seen": 0}
     else:
+        cursor = _place_in_data(plan, saved, sources)
         checkpoints.load(tensors, saved)
-        _check_same_content(saved, sources)
         for stage in model.stages:
             stage.init_buffers()
-    cursor = Cursor.from_json(saved["data"])
     loader = build_loader(plan, sources, meshes, device, cursor)
     reporter = build_reporter(plan, device, extra_sinks, saved["step"], saved["tokens_seen"])
     validate = build_validation(plan, held_out, meshes, device) if held_out else None
@@ -288,8 +294,10 @@ def check_has_data(step: int) -> None:
         )
 
 
-def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) -> None:
-    """A place in the data means something only in the data that it was noted for."""
+def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSource]) -> Cursor:
+    """Where a resume goes on reading; it means something only in the data it was noted for."""
+    if DATALOADER in left_out(plan.config.checkpoint, saved):
+        return Cursor()
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
@@ -300,6 +308,8 @@ def _check_same_content(saved: dict[str, Any], sources: Sequence[OpenSource]) ->
                 "restore the data (of a streamed source training.stream_shards and "
                 "training.shuffle_window too), or use another job.dump_folder",
             )
+    cursor = Cursor.from_json(saved["data"])
+    return cursor.reweighted() if drift_of(plan).is_reweighted else cursor
 
 
 def _manifest(
@@ -326,6 +336,5 @@ def _manifest(
         "frozen": sorted(plan.frozen),
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
-        # JSON has no word for infinity
-        "config": json.loads(json.dumps(plan.config.model_dump(mode="json")), parse_constant=str),
+        "config": to_json(plan.config),
     }

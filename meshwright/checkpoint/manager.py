@@ -13,8 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, exclude
+from meshwright.checkpoint.exclude import left_out
+from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.staging import StagedPlanner, Staging
+from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
@@ -115,7 +118,8 @@ class CheckpointManager:
         return gathered
 
     def load(self, state: HasTensors, manifest: Mapping[str, Any]) -> None:
-        """Restore `state` in place from the checkpoint that `find` found.
+        """Restore `state` in place from the checkpoint that `find` found, without what
+        `exclude_from_loading` leaves out: `state` is then not given it.
 
         Later ones, damaged or not wanted, are set aside.
 
@@ -123,20 +127,26 @@ class CheckpointManager:
             manifest: what `find` gave.
 
         Raises:
-            ConfigError: if a tensor is missing or its shape differs; `state` is as it was.
+            ConfigError: if its index names anything but data, or a tensor is missing or has another
+                shape; `state` is as it was.
         """
         folder = commit.step_folder(self._folder, manifest["step"])
         start = time.perf_counter()
         with commit.being_read(folder):
             wanted = state.state_dict()
-            reader = dcp.FileSystemReader(folder)
+            reader = _open(folder)
             saved = reader.read_metadata().state_dict_metadata
+            excluded = left_out(self._config, manifest)
+            if exclude.OPTIMIZER in excluded:
+                wanted = {k: v for k, v in wanted.items() if not k.startswith(OPTIMIZER)}
             # a rank that was not there when the checkpoint was written keeps the RNG it has
             wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
             for name, tensor in wanted.items():
-                theirs = tuple(getattr(saved.get(name), "size", ()))
-                if name not in saved or theirs != tuple(tensor.shape):
-                    found = f"has shape {theirs} there" if name in saved else "is not in it"
+                theirs = getattr(saved.get(name), "size", None)  # an object's has none
+                if theirs != tensor.shape:
+                    found = "is no tensor there" if name in saved else "is not in it"
+                    if theirs is not None:
+                        found = f"has shape {tuple(theirs)} there"
                     raise ConfigError(
                         "checkpoint.folder",
                         f"checkpoint {folder} is of another model: {name} has shape "
@@ -148,6 +158,10 @@ class CheckpointManager:
         if self._is_first_rank:
             for path in commit.set_aside_later(self._folder, manifest["step"]):
                 logger.info("set aside a later checkpoint as %s", path)
+            for part in excluded:
+                logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
+            for part in {*self._config.exclude_from_loading} - excluded:
+                logger.info("%s was left out once, and is loaded now", part)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def reserve(self, state: HasTensors) -> None:
@@ -269,6 +283,17 @@ class CheckpointManager:
         for step in spared:
             checkpoint = commit.step_folder(self._folder, step)
             logger.info("%s is being read: it is deleted another time", checkpoint)
+
+
+def _open(checkpoint: Path) -> PlainReader:
+    try:
+        return PlainReader(checkpoint)
+    except Exception as error:  # a pickle that is damaged raises what it likes
+        raise ConfigError(
+            "checkpoint.load_step",
+            f"checkpoint {checkpoint} cannot be read: {error}"
+            "\n  fix: name another step in checkpoint.load_step",
+        ) from None
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:

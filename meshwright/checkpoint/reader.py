@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from meshwright.checkpoint.saved_tensors import INDEX, PLAIN_DATA
 
@@ -34,7 +36,14 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Reads the index once, and as data: torch's own unpickles it anew for every load."""
+    """Reads tensors and nothing else, by an index that it reads once, and as data.
+
+    torch's own unpickles the index anew for every load; and what that calls an object, torch's
+    planner unpickles, though a tensor is asked for.
+
+    Raises:
+        Exception: of any kind, if there is no index or it is not plain data.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -46,3 +55,9 @@ class PlainReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise pickle.UnpicklingError(f"{item.dest_index.fqn} is an object there, no tensor")
+        return super().read_data(plan, planner)

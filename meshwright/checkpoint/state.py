@@ -39,10 +39,14 @@ class TrainingTensors:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, or another mesh's tensors resharded to ours."""
+        """Take over what `state_dict` gave, or another mesh's tensors resharded to ours; without
+        any of the optimizer, that begins anew."""
         set_model_state_dict(self._model, _below(MODEL, state))
-        optimizer_state = self._optimizer_state() | _below(OPTIMIZER, state)
-        set_optimizer_state_dict(self._model, self._optimizer, optimizer_state, options=FLAT)
+        if saved := _below(OPTIMIZER, state):
+            whole = self._optimizer_state() | saved
+            set_optimizer_state_dict(self._model, self._optimizer, whole, options=FLAT)
+        else:  # to ask for its state is to take a step with gradients of 0, which Adam counts
+            self._optimizer.state.clear()
         rng = _below(RNG, state)
         if (cpu := rng.get(f"cpu.rank_{self._rank}")) is not None:
             torch.set_rng_state(cpu)

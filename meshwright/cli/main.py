@@ -7,7 +7,11 @@ from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
 
 CONFIG = "--job.config_file CONFIG [--section.key value ...]"
 COMMANDS = {
-    "check": ("meshwright.cli.check_job:main", f"RANKS {CONFIG}", "silent if the job can run"),
+    "check": (
+        "meshwright.cli.check_job:main",
+        f"RANKS {CONFIG}",
+        "silent if the job can run; where it resumes with other settings, it names them",
+    ),
     "config": (
         "meshwright.cli.show_config:main",
         f"[--help] {CONFIG}",

@@ -104,6 +104,13 @@ def check_sections(config: JobConfig) -> None:
         "set checkpoint.enable = true",
     )
     check(
+        config.checkpoint.enable or not config.checkpoint.exclude_from_loading,
+        "checkpoint.exclude_from_loading",
+        config.checkpoint.exclude_from_loading,
+        "nothing is loaded while checkpoint.enable is false",
+        "set checkpoint.enable = true",
+    )
+    check(
         bool(config.checkpoint.initial_load_path) or not config.checkpoint.initial_load_in_hf,
         "checkpoint.initial_load_in_hf",
         True,

@@ -408,6 +408,12 @@ class Checkpoint(Section):
     """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
     it warns and goes on, or stops with exit code 4. That of the last step always stops it."""
 
+    exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
+    """What a resume does not load: "optimizer", to begin with a fresh one; "dataloader", to begin
+    with the first sample, of other data if need be. The step goes on, and the learning rate and the
+    schedule follow from it and the config. Left out once: not of the checkpoints that a job with
+    the same exclusion saves, unless `load_step` names them."""
+
     initial_load_path: InputPath = ""
     """Folder of the weights that the job starts from, where the dump folder holds no checkpoint to
     resume from: a step's folder, or a dump folder (its newest), of meshwright's or torchtitan's, of

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.datasets.cached_samples import CachedSamples
@@ -22,6 +22,8 @@ class Cursor:
     """Of those, how many came from each source."""
     places: Mapping[str, Mapping[int, ShardPlace]] = field(default_factory=dict)
     """By name of a streamed source: where its shards are, of those that have been read."""
+    weighted_from: tuple[int, ...] = ()
+    """What the counts were when the present weights began; (): at the first sample."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
@@ -30,7 +32,12 @@ class Cursor:
             name: {int(number): ShardPlace(**place) for number, place in shards.items()}
             for name, shards in value["places"].items()
         }
-        return cls(value["sample"], tuple(value["counts"]), places)
+        weighted_from = tuple(value.get("weighted_from", ()))
+        return cls(value["sample"], tuple(value["counts"]), places, weighted_from)
+
+    def reweighted(self) -> "Cursor":
+        """The same place, from which on other weights hold: none makes up for what was drawn."""
+        return replace(self, weighted_from=self.counts)
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
@@ -40,7 +47,7 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
         name: {number: place for cursor in cursors for number, place in cursor.places[name].items()}
         for name in first.places
     }
-    return Cursor(first.sample, first.counts, places)
+    return replace(first, places=places)
 
 
 class GlobalOrder:
@@ -67,7 +74,11 @@ class GlobalOrder:
         slots: Collection[int],
     ) -> None:
         self.length = length
-        self._sample, self._mixture = cursor.sample, Mixture(weights, cursor.counts)
+        self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
+        before = cursor.weighted_from or (0,) * len(sources)
+        counts = cursor.counts or before
+        drawn = [count - start for count, start in zip(counts, before, strict=True)]
+        self._before, self._mixture = before, Mixture(weights, drawn)
         self._max_epochs, self._batch, self._slots = max_epochs, batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]
@@ -103,7 +114,7 @@ class GlobalOrder:
             for name, samples in zip(self._names, self._samples, strict=True)
             if isinstance(samples, StreamedSamples)
         }
-        return Cursor(self._sample, tuple(self._mixture.counts), places)
+        return Cursor(self._sample, tuple(self._counts), places, self._weighted_from)
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -113,10 +124,13 @@ class GlobalOrder:
             name: count / samples.samples_per_epoch
             if isinstance(samples, CachedSamples)
             else samples.epochs
-            for name, samples, count in zip(
-                self._names, self._samples, self._mixture.counts, strict=True
-            )
+            for name, samples, count in zip(self._names, self._samples, self._counts, strict=True)
         }
+
+    @property
+    def _counts(self) -> list[int]:
+        """How many samples came from each source."""
+        return [a + b for a, b in zip(self._before, self._mixture.counts, strict=True)]
 
     def next_sample(self) -> Sample | None:
         """The next sample; None if it is not one of the slots.
@@ -126,7 +140,7 @@ class GlobalOrder:
         """
         is_asked_for = self._sample % self._batch in self._slots
         source = self._mixture.draw()
-        samples, index = self._samples[source], self._mixture.counts[source] - 1
+        samples, index = self._samples[source], self._counts[source] - 1
         sample = None
         if isinstance(samples, CachedSamples):
             if self._max_epochs and index >= self._max_epochs * samples.samples_per_epoch:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import resource
 import signal
 import time
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,7 +23,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
-from tests.helpers.checkpoints import BARE
+from tests.helpers.checkpoints import BARE, Trap, republish
 from tests.helpers.files import flip_bit, tree
 
 ROWS = 131  # uneven shards
@@ -119,6 +121,31 @@ def _damage(folder: str) -> None:
 
 def test_all_ranks_pass_over_what_any_finds_damaged(on_ranks, tmp_path) -> None:
     on_ranks(2, _damage, str(tmp_path / "checkpoint"))
+
+
+def _refuse_code(folder: str) -> None:
+    path, manager = Path(folder), make(folder)
+    for step, what in ((5, "it names pathlib"), (10, "optimizer.step .* is no tensor there")):
+        save(manager, step)
+        if dist.get_rank() == 0:
+            index = commit.step_folder(path, step) / ".metadata"
+            metadata: object = Trap(path / "sprung")
+            if step == 10:
+                metadata = pickle.loads(index.read_bytes())
+                metadata.state_dict_metadata["optimizer.step"] = BytesStorageMetadata()
+            index.write_bytes(pickle.dumps(metadata))
+            republish(path, step)
+        dist.barrier()
+        found = manager.find()
+        assert found is not None
+        assert found["step"] == step  # every checksum is right
+        with pytest.raises(ConfigError, match=what):
+            manager.load(State(0), found)
+    assert not (path / "sprung").exists()
+
+
+def test_an_index_that_names_code_is_refused_and_not_run(on_ranks, tmp_path) -> None:
+    on_ranks(2, _refuse_code, str(tmp_path / "checkpoint"))
 
 
 def _one_rank_fails(folder: str) -> None:

@@ -183,6 +183,36 @@ def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tm
         assert result.returncode == 0, result.stdout + result.stderr
         assert_close(losses(folder), losses(uninterrupted))
         assert commit.saved_steps(folder / "checkpoint") == [15, 20]
+    # said by the check, before there are ranks; of the ranks' logs it is in the first
+    before, after = result.stdout.split("[rank0]:", 1)
+    logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
+    for said in (
+        "resuming step-15 with a change that training will show: "
+        "parallelism.fsdp_reduce_gradients = 'every_microbatch' (was 'last_microbatch')",
+        "resuming step-15 with changes that no result will show, rounding aside: job.dump_folder",
+        ", training.local_batch_size = 1 (was 2), training.enable_cpu_offload = True (was False), ",
+    ):
+        assert [text.count(said) for text in (before, after, *logs)] == [1, 0, 1, 0]
+
+
+def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
+    options = ("--checkpoint.exclude_from_loading", '["dataloader", "optimizer"]')
+    result = launch(folder, *options, "--checkpoint.load_step", 15, "--training.seed", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for part in ("dataloader", "optimizer"):
+        assert f"{part} is left out: checkpoint.exclude_from_loading" in result.stdout
+    manifest = commit.inspect(commit.step_folder(folder / "checkpoint", 20))
+    assert manifest["data"]["sample"] == 5 * 8
+    assert manifest["tokens_seen"] == 20 * 8 * 64
+    rows, before = records(folder), records(uninterrupted)
+    assert [row["lr"] for row in rows] == [row["lr"] for row in before]
+    assert rows[14] == before[14]
+    assert rows[15]["epochs/python_stdlib"] < before[0]["epochs/python_stdlib"] * 1.01
+    assert rows[-1]["loss"] < before[0]["loss"] - 0.5
 
 
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:

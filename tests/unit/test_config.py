@@ -189,6 +189,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
         (["--help"], "meshwright config --help"),
+        (
+            ["--checkpoint.enable", "--checkpoint.exclude_from_loading", '["lr_scheduler"]'],
+            "exclude_from_loading.0 = 'lr_scheduler': input should be 'optimizer' or 'dataloader'",
+        ),
+        (
+            ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
+            "nothing is loaded while checkpoint.enable is false",
+        ),
         (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
         (
             ASYNC_TP,
@@ -455,4 +463,4 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
     commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
-    assert "training.datasets.1 = None: checkpoint" in error
+    assert "training.datasets.1 = absent: checkpoint" in error

@@ -15,6 +15,7 @@ import meshwright.checkpoint.hf_write
 from meshwright.cli.export import main as export
 from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.errors import ConfigError
+from tests.helpers.checkpoints import Trap
 from tests.helpers.files import tree
 from tests.helpers.hf import (
     CASES,
@@ -113,14 +114,6 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     shard.unlink()
     assert "cannot be read" in message(checkpoint, out)
     assert not list(tmp_path.glob("out*"))
-
-
-class Trap:
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (self._file,))
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> None:

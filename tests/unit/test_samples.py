@@ -327,6 +327,28 @@ def test_three_resumes_on_other_numbers_of_ranks(kind, tmp_path) -> None:
     assert len(got) == 23
 
 
+def test_other_weights_hold_from_a_resume_on(tmp_path) -> None:
+    """Nothing makes up for what was drawn before, and no source repeats or skips a sample."""
+    sources, weights = sources_of("mixture", tmp_path)
+    cursor = read_steps(sources, weights, (2, 2, 3), 4)[-1][1]
+    other, steps = [0.1, 0.1, 0.8], 6
+    runs = [
+        read_steps(sources, other, split, steps, cursor.reweighted())
+        for split in ((1, 4, 3), (4, 3, 1))
+    ]
+    assert runs[0] == runs[1]
+    for n, (_, after) in enumerate(runs[0], 1):
+        for share, before, count in zip(other, cursor.counts, after.counts, strict=True):
+            assert abs(count - before - share * 12 * n) < 1
+    rows = [row for step, _ in runs[0] for row in step]
+    samples = CachedSamples(sources[0].cache, LENGTH, seed=0)
+    for index in range(cursor.counts[0], after.counts[0]):
+        assert samples.read(index).tokens.tolist() in rows
+    # and they hold after the next resume, too
+    noted = Cursor.from_json(json.loads(json.dumps(dataclasses.asdict(runs[0][1][1]))))
+    assert read_steps(sources, other, (2, 2, 3), steps - 2, noted) == runs[0][2:]
+
+
 @pytest.mark.parametrize("kind", ["cached", "streamed", "mixture"])
 def test_an_epoch_limit_ends_all_ranks_at_the_same_step(kind, tmp_path) -> None:
     sources, weights = sources_of(kind, tmp_path)

@@ -1,0 +1,167 @@
+"""What differs between the job that saved a checkpoint and the one that resumes. Free of torch."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.exclude import DATALOADER, OPTIMIZER, left_out
+from meshwright.config.changes import (
+    ABSENT,
+    Difference,
+    changes,
+    config_defaults,
+    effect_of,
+    shown,
+    to_json,
+)
+from meshwright.config.job_config import JobConfig
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+from meshwright.models.llama import LlamaArgs
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How a job differs from the one that saved `checkpoint`, by what that means."""
+
+    checkpoint: Path
+    config: JobConfig
+    model: list[Difference]
+    """The weights are of another model."""
+    data: list[Difference]
+    """The place in the data is one in other data, or in another order."""
+    trained_now: list[str]
+    """Parameters that are frozen no longer, and have no optimizer state there."""
+    is_reweighted: bool
+    """The parts of a mixture have other weights."""
+    on_training: list[Difference]
+    """It goes on, but not as it would have."""
+    harmless: list[Difference]
+    """It goes on as it would have, rounding aside."""
+
+    def check(self) -> None:
+        """Raise unless the job can go on from the checkpoint.
+
+        Raises:
+            ConfigError: naming every key that keeps it from that.
+        """
+        wrong = [
+            (
+                key,
+                f"{key} = {shown(new)}",
+                f"was saved with{'out' if old is ABSENT else ' ' + shown(old)}",
+            )
+            for key, old, new in (*self.model, *self.data)
+        ]
+        if self.trained_now:
+            key, names = "model.frozen", ", ".join(self.trained_now[:3])
+            how = f"has no optimizer state for what was frozen: {names}"
+            wrong.append((key, f"{key} = {self.config.model.frozen!r}", how))
+        if not wrong:
+            return
+        (key, what, how), *others = wrong
+        lines = [f"{what}: checkpoint {self.checkpoint} {how}"]
+        lines += [f"  {what}: it {how}" for _, what, how in others]
+        if self.data:
+            lines.append(
+                "  its place in the data means something only for the same samples in the same "
+                "order: going on would repeat some, and skip others"
+            )
+        lines.append(f"  fix: use another job.dump_folder, or what it was saved with{self._except}")
+        raise ConfigError(key, "\n".join(lines))
+
+    @property
+    def _except(self) -> str:
+        """The other way out, if leaving out a part of the checkpoint is one."""
+        begins = {}
+        if self.data:
+            begins[DATALOADER] = "the first sample"
+        if self.trained_now:
+            begins[OPTIMIZER] = "a fresh optimizer"
+        if self.model or not begins:
+            return ""
+        names = sorted({*begins, *self.config.checkpoint.exclude_from_loading})
+        way = f"checkpoint.exclude_from_loading = {json.dumps(names)}"
+        if names == sorted(self.config.checkpoint.exclude_from_loading):
+            way = "checkpoint.load_step to its step"  # for it has been left out once
+        return f"; or set {way}, to begin with {' and '.join(begins.values())}"
+
+    def log(self, is_said: bool = False) -> None:
+        """Say what differs and keeps nothing from going on: a line for each key that matters.
+
+        Args:
+            is_said: on the console, so that it is to go to the log's file alone.
+        """
+        extra, resuming = {"is_said": is_said}, f"resuming {self.checkpoint.name} with"
+        for difference in self.on_training:
+            what = "a change that training will show"
+            if effect_of(difference.key) is None:
+                what = "a key less"
+            logger.warning("%s %s: %s", resuming, what, _change(difference), extra=extra)
+        if self.harmless:
+            each = ", ".join(map(_change, self.harmless))
+            what = "changes that no result will show, rounding aside"
+            logger.info("%s %s: %s", resuming, what, each, extra=extra)
+
+
+def _change(difference: Difference) -> str:
+    return f"{difference.key} = {shown(difference.new)} (was {shown(difference.old)})"
+
+
+def find_drift(
+    manifest: Mapping[str, Any],
+    checkpoint: Path,
+    config: JobConfig,
+    args: LlamaArgs,
+    data_identity: Mapping[str, object],
+    frozen: Collection[str],
+) -> Drift:
+    """Compare a job with the one that saved the checkpoint that `manifest` is of.
+
+    Args:
+        config: with every -1 filled in, as in the manifest.
+        data_identity: on what, with the documents, the stream of samples depends.
+        frozen: names of parameters.
+    """
+    excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
+    model = [*_model_changes(manifest, config, args)]
+    identity = [*changes(manifest["data_identity"], data_identity, defaults)]
+    weights = [difference for difference in identity if effect_of(difference.key) == "training"]
+    trained_now = sorted({*manifest["frozen"]} - {*frozen})
+    # of what the model and the data are, the keys say less than what is compared above
+    harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
+    on_training, harmless = list[Difference](), list[Difference]()
+    for difference in changes(manifest["config"], to_json(config), defaults):
+        is_harmless = effect_of(difference.key) in harmless_effects
+        (harmless if is_harmless else on_training).append(difference)
+    said = {difference.key for difference in on_training}
+    of_data = identity if DATALOADER in excluded else weights
+    on_training += [difference for difference in of_data if difference.key not in said]
+    return Drift(
+        checkpoint=checkpoint,
+        config=config,
+        model=model,
+        data=[difference for difference in identity if difference not in of_data],
+        trained_now=[] if OPTIMIZER in excluded else trained_now,
+        is_reweighted=bool(weights),
+        on_training=on_training,
+        harmless=harmless,
+    )
+
+
+def _model_changes(
+    manifest: Mapping[str, Any], config: JobConfig, args: LlamaArgs
+) -> list[Difference]:
+    prefix = "model.args."
+    fields = dataclasses.fields(args)
+    defaults = {prefix + f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    saved = {prefix + name: value for name, value in manifest["model_args"].items()}
+    here = {prefix + name: value for name, value in dataclasses.asdict(args).items()}
+    found = [*changes(saved, here, defaults)]
+    name = manifest.get("model_name", ABSENT)
+    if name not in (ABSENT, config.model.name):
+        found.insert(0, Difference("model.name", name, config.model.name))
+    return found

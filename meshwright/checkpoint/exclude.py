@@ -1,0 +1,23 @@
+"""What of a checkpoint a resume leaves out. Free of torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.config.job_config import Checkpoint
+
+OPTIMIZER, DATALOADER = "optimizer", "dataloader"
+
+
+def left_out(config: Checkpoint, manifest: Mapping[str, Any]) -> frozenset[str]:
+    """What `exclude_from_loading` keeps from being loaded of the checkpoint that `manifest` is of.
+
+    It is left out once: a checkpoint saved by a job with the same exclusion has begun anew already,
+    and a job that is started again and again would otherwise begin anew each time. Where
+    `load_step` names the checkpoint, it is left out all the same.
+    """
+    wanted = frozenset(config.exclude_from_loading)
+    if config.load_step != -1:
+        return wanted
+    section = manifest["config"].get("checkpoint")
+    before = section.get("exclude_from_loading") if isinstance(section, dict) else None
+    return wanted.difference(before if isinstance(before, list) else ())

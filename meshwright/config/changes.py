@@ -1,0 +1,157 @@
+"""What differs between two configs, and what a difference means to a run that resumes. No torch."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+from meshwright.config.job_config import JobConfig
+
+LONGEST_SHOWN = 100
+PARTS = "training.datasets"
+
+
+class Missing(Enum):
+    """Stands for a value where a key is on one side alone."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Missing.ABSENT
+
+
+class Difference(NamedTuple):
+    """A key that has two values."""
+
+    key: str
+    """Dotted; a number stands for a table in a list."""
+    old: Any
+    new: Any
+
+
+Effect = Literal["none", "training", "model", "data"]
+
+
+def _keys(effect: Effect, **sections: str) -> dict[str, Effect]:
+    return {f"{name}.{key}": effect for name, keys in sections.items() for key in keys.split()}
+
+
+EFFECTS: dict[str, Effect] = {
+    # rounding at most; or when something ends, is saved or is reported, and where to
+    **_keys(
+        "none",
+        job="config_file dump_folder description max_run_seconds",
+        bad_steps="budget",
+        training="max_epochs token_cache_folder local_batch_size enable_cpu_offload gc_freq "
+        "deterministic",
+        validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
+        "dataset_split dataset_column dataset_format dataset_mode",
+        optimizer="early_step_in_backward",
+        parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
+        "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
+        "context_parallel_degree pipeline_parallel_degree pipeline_parallel_schedule "
+        "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "
+        "fsdp_prefetch_layers",
+        activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
+        compile="enable backend",
+        checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
+        "on_save_failure initial_load_path initial_load_in_hf",
+        metrics="log_freq enable_tensorboard save_tb_folder enable_wandb",
+        profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
+        "profiler_active",
+        comm="init_timeout_seconds train_timeout_seconds",
+    ),
+    # the run goes on, but not as it would have; the learning rate is a function of training.steps,
+    # too, and training.dtype is also what fsdp_reduce_gradients adds up in
+    **_keys(
+        "training",
+        model="frozen",
+        bad_steps="policy spike_std spike_window",
+        training="mask_documents global_batch_size max_norm steps dtype mixed_precision_param "
+        "fp32_modules mixed_precision_reduce",
+        optimizer="name lr beta1 beta2 eps weight_decay",
+        lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
+        parallelism="fsdp_reduce_gradients",
+        checkpoint="exclude_from_loading",
+    ),
+    f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is
+    # what counts are the dimensions that they come to, which a checkpoint has beside its config
+    **_keys("model", model="name flavor args"),
+    # likewise the identity and the content of the data: a place in it means something in the same
+    # samples in the same order
+    **_keys(
+        "data",
+        model="tokenizer_path chat_template_path",
+        training="datasets dataset dataset_path dataset_subset dataset_split dataset_column "
+        "dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
+    ),
+}
+"""What a change of each key does to a run that resumes."""
+
+
+def effect_of(key: str) -> Effect | None:
+    """Of a key, or of one inside it; None: no such key."""
+    in_lists = re.sub(r"\.\d+(?=\.|$)", ".*", key)
+    return EFFECTS.get(in_lists) or EFFECTS.get(".".join(key.split(".")[:2]))
+
+
+def to_json(config: JobConfig) -> dict[str, Any]:
+    """The config as a checkpoint keeps it: JSON has no word for infinity, so that is a string."""
+    text = json.dumps(config.model_dump(mode="json"))
+    return dict(json.loads(text, parse_constant=str))
+
+
+def shown(value: object) -> str:
+    """A value as a person would write it, cut where it is long."""
+    if value is ABSENT or value is None:
+        return "absent"
+    text = "inf" if value == "Infinity" else repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Difference]:
+    """Every key whose values differ, in the order of `new`; goes into tables, and into lists of
+    tables."""
+    for name in [*new, *(name for name in old if name not in new)]:
+        key, left, right = f"{prefix}{name}", old.get(name, ABSENT), new.get(name, ABSENT)
+        left_table, right_table = _as_table(left), _as_table(right)
+        if left_table is not None and right_table is not None:
+            yield from differences(left_table, right_table, f"{key}.")
+        elif left != right:
+            yield Difference(key, left, right)
+
+
+def _as_table(value: object) -> Mapping[str, Any] | None:
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return {str(index): item for index, item in enumerate(value)}
+    return value if isinstance(value, Mapping) else None
+
+
+def changes(
+    saved: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """The same, where `saved` may be of an older version: a key that it lacks counts as changed
+    only if it has not its default.
+
+    Args:
+        defaults: by dotted key.
+    """
+    for difference in differences(saved, here):
+        key, old, new = difference
+        if old is not ABSENT:
+            yield difference
+            continue
+        for inner in differences({key: defaults.get(key, ABSENT)}, {key: new}):
+            yield inner._replace(old=ABSENT)
+
+
+def config_defaults() -> dict[str, Any]:
+    """Of every section and every key, by dotted key."""
+    sections = to_json(JobConfig())
+    keys = {
+        f"{name}.{key}": value for name, table in sections.items() for key, value in table.items()
+    }
+    return sections | keys

@@ -1,0 +1,132 @@
+"""Resumes of a real model and optimizer: to the same bits, or not, where that was asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.config.job_config import Checkpoint
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.distributed.test_checkpoints import contents
+from tests.distributed.test_resharding import held
+from tests.distributed.test_state_dict import Job, assert_equal
+from tests.distributed.test_step import SCHEDULES, adamw
+from tests.helpers.checkpoints import BARE
+
+FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
+LAST = 8
+
+
+def manager_of(folder: Path, **options: object) -> CheckpointManager:
+    return CheckpointManager(folder, Checkpoint(enable=True, **options))
+
+
+def save(manager: CheckpointManager, job: Job, step: int, **manifest: object) -> None:
+    manager.save(step, job.tensors, BARE | {"step": step} | manifest, is_last=False)
+
+
+def load(manager: CheckpointManager, job: Job, step: int) -> None:
+    found = manager.find()
+    assert found is not None
+    assert found["step"] == step
+    manager.load(job.tensors, found)
+
+
+def _run(folder: str, ends: list[int], dims: ParallelDims, options: dict) -> None:
+    """Train, each part as if by a process of its own, which begins in another state."""
+    manager, begin = manager_of(Path(folder)), 0
+    for end in ends:
+        torch._dynamo.reset()
+        torch.manual_seed(10 * begin + dist.get_rank())
+        job = Job(dims, seed=begin, num_microbatches=2, **options)
+        if begin:
+            load(manager, job, begin)
+        for step in range(begin + 1, end + 1):
+            job.take_step(step)
+            torch.rand(1 + dist.get_rank())  # the model draws no numbers
+        save(manager, job, end)
+        dist.barrier()
+        begin = end
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (FSDP, {}),
+        (FSDP, {"compile_backend": "inductor"}),
+        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
+    ],
+    ids=["fsdp", "fsdp-compiled", "pp"],
+)
+def test_resumed_three_times_it_is_the_same_to_the_bit(on_ranks, dims, options, tmp_path) -> None:
+    """Every byte of the last checkpoint: weights, optimizer and generators of all ranks."""
+    for name, ends in {"whole": [LAST], "resumed": [2, 4, 6, LAST]}.items():
+        on_ranks(2, _run, str(tmp_path / name), ends, dims, options)
+    want = contents(tmp_path / "whole" / f"step-{LAST}")
+    got = contents(tmp_path / "resumed" / f"step-{LAST}")
+    assert len(want) == 2 + 2
+    assert [name for name in want | got if got.get(name) != want.get(name)] == []
+
+
+def _change_dtype(folder: str) -> None:
+    for number, (before, after) in enumerate(
+        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ):
+        jobs = [
+            Job(FSDP, seed, param_dtype=torch.bfloat16, master_dtype=dtype)
+            for seed, dtype in enumerate((before, after))
+        ]
+        manager = manager_of(Path(folder, str(number)))
+        for step in (1, 2):
+            jobs[0].take_step(step)
+        save(manager, jobs[0], 2)
+        dist.barrier()
+        saved = held(jobs[0])
+        load(manager, jobs[1], 2)
+        found = held(jobs[1])
+        for name, tensor in saved.items():
+            is_count = name.endswith(".step")
+            assert tensor.dtype == (torch.float32 if is_count else before), name
+            assert torch.equal(found[name], tensor if is_count else tensor.to(after)), name
+            assert found[name].dtype == (torch.float32 if is_count else after), name
+        jobs[1].take_step(3)
+        now = held(jobs[1])
+        assert all(now[name].dtype == tensor.dtype for name, tensor in found.items())
+        assert all(tensor.isfinite().all() for tensor in now.values())
+        assert now["optimizer.state.norm.weight.step"] == 3
+
+
+def test_a_resume_in_another_dtype_rounds_weights_and_optimizer(on_ranks, tmp_path) -> None:
+    """Once, to the nearest; into fp32 nothing is lost."""
+    on_ranks(2, _change_dtype, str(tmp_path))
+
+
+def _leave_out_optimizer(folder: str) -> None:
+    manager, job = manager_of(Path(folder)), Job(FSDP)
+    for step in (1, 2):
+        job.take_step(step)
+    save(manager, job, 2)
+    dist.barrier()
+    want, got = Job(FSDP, seed=1), Job(FSDP, seed=1)
+    load(manager, want, 2)
+    want.optimizer = adamw(want.model)
+    excluding = manager_of(Path(folder), exclude_from_loading=["optimizer"])
+    load(excluding, got, 2)
+    assert_equal(got.weights(), want.weights())
+    for job in (want, got):
+        job.take_step(3)
+    assert_equal(got.weights(), want.weights())
+    assert held(got)["optimizer.state.norm.weight.step"] == 1
+    # a checkpoint of that job: it is started again, with the same config
+    config = {"checkpoint": {"exclude_from_loading": ["optimizer"]}}
+    save(excluding, got, 3, config=config)
+    dist.barrier()
+    again = Job(FSDP, seed=1)
+    load(excluding, again, 3)
+    assert_equal(held(again), held(got))
+
+
+def test_an_optimizer_that_is_not_loaded_begins_anew_once(on_ranks, tmp_path) -> None:
+    on_ranks(2, _leave_out_optimizer, str(tmp_path))

@@ -1,0 +1,259 @@
+"""What differs between a job and the one that saved its checkpoint, and what is said of it."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.drift import Drift
+from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.preflight import drift_of, preflight
+from meshwright.train import _place_in_data
+from tests.helpers.checkpoints import BARE
+
+STEP = 5
+BASE = (
+    "--checkpoint.enable",
+    *("--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"),
+    *("--training.local_batch_size", "2", "--training.seq_len", "64"),
+)
+
+
+def test_every_key_has_an_effect() -> None:
+    keys = {
+        f"{section}.{key}"
+        for section, field in JobConfig.model_fields.items()
+        for key in field.annotation.model_fields
+    }
+    assert keys | {"training.datasets.*.weight"} == EFFECTS.keys()
+
+
+def test_differences_go_into_tables_and_lists_of_tables() -> None:
+    old = {"a": {"b": 1, "c": [1, 2], "gone": 0}, "parts": [{"w": 1}, {"w": 2}], "same": [{"x": 1}]}
+    new = {"a": {"b": 2, "c": [1], "new": None}, "parts": [{"w": 3}], "same": [{"x": 1}], "d": {}}
+    assert [*differences(old, new)] == [
+        Difference("a.b", 1, 2),
+        Difference("a.c", [1, 2], [1]),
+        Difference("a.new", ABSENT, None),
+        Difference("a.gone", 0, ABSENT),
+        Difference("parts.0.w", 1, 3),
+        Difference("parts.1", {"w": 2}, ABSENT),
+        Difference("d", ABSENT, {}),
+    ]
+    assert [*differences(new, new)] == []
+
+
+@pytest.fixture
+def resume(tmp_path: Path):
+    """Save with some settings, then look at a resume with others."""
+
+    def save(words: tuple[str, ...], manifest: dict) -> None:
+        plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words])[0], 1)
+        commit.unfinished_folder(plan.checkpoint_folder, STEP).mkdir(parents=True)
+        of_job = {
+            "step": STEP,
+            "model_name": plan.config.model.name,
+            "model_args": dataclasses.asdict(plan.model_args),
+            "data_identity": plan.data_identity,
+            "frozen": sorted(plan.frozen),
+            "config": to_json(plan.config),
+        }
+        commit.publish(plan.checkpoint_folder, STEP, BARE | of_job | manifest, {})
+
+    def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> Drift:
+        if not commit.saved_steps(tmp_path / "checkpoint"):
+            save(saved_with, manifest)
+        words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
+        return drift_of(preflight(load_config(words)[0], 1))
+
+    return look
+
+
+def said(drift: Drift, caplog) -> list[tuple[int, str]]:
+    caplog.set_level(logging.INFO, "meshwright")
+    drift.log()
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+def test_the_same_job_says_nothing(resume, caplog) -> None:
+    infinite = ("--training.max_norm", "inf")
+    drift = resume(*infinite, saved_with=infinite)
+    assert said(drift, caplog) == []
+    json.dumps(to_json(drift.config), allow_nan=False)
+
+
+def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) -> None:
+    drift = resume(
+        *("--training.max_norm", "inf", "--optimizer.lr", "1e-3", "--training.steps", "2000"),
+        *("--training.dtype", "bfloat16", "--lr_scheduler.decay_ratio", "0.1"),
+        *("--training.global_batch_size", "4", "--model.frozen", '["norm.weight"]'),
+        *("--metrics.log_freq", "5", "--activation_checkpoint.saved_ops", '["aten.mm"]'),
+        *("--compile.enable", "--validation.datasets", "[{dataset='python_stdlib'}]"),
+    )
+    *warnings, (level, harmless) = said(drift, caplog)
+    assert sorted(warnings) == [
+        (logging.WARNING, f"resuming step-5 with a change that training will show: {text}")
+        for text in (
+            "lr_scheduler.decay_ratio = 0.1 (was absent)",
+            "model.frozen = ['norm.weight'] (was [])",
+            "optimizer.lr = 0.001 (was 0.0008)",
+            "training.dtype = 'bfloat16' (was 'float32')",
+            "training.global_batch_size = 4 (was 2)",
+            "training.max_norm = inf (was 1.0)",
+            "training.steps = 2000 (was 10000)",
+        )
+    ]
+    assert harmless.startswith(
+        "resuming step-5 with changes that no result will show, rounding aside: "
+        "activation_checkpoint.saved_ops = ['aten.mm'] (was ['aten.mm', 'aten._scaled"
+    )
+    assert "compile.enable = True (was False), " in harmless
+    assert "validation.datasets.0 = {" in harmless
+    assert harmless.endswith("metrics.log_freq = 5 (was 10)")
+    assert level == logging.INFO
+
+
+def error_of(resume, *words: str, **saved: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        resume(*words, **saved)
+    return str(error.value)
+
+
+DATA = "  its place in the data means something only for the same samples in the same order: "
+
+
+def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
+    checkpoint = tmp_path / "checkpoint" / "step-5"
+    error = error_of(
+        resume,
+        *(
+            "--model.args.dim",
+            "64",
+            "--training.seed",
+            "1",
+            "--training.dataset_split",
+            "validation",
+        ),
+        saved_with=("--model.frozen", '["norm.weight"]'),
+    )
+    assert error.splitlines() == [
+        f"model.args.dim = 64: checkpoint {checkpoint} was saved with 256",
+        "  training.dataset_split = 'validation': it was saved with 'train'",
+        "  training.seed = 1: it was saved with 0",
+        "  model.frozen = []: it has no optimizer state for what was frozen: norm.weight",
+        f"{DATA}going on would repeat some, and skip others",
+        "  fix: use another job.dump_folder, or what it was saved with",
+    ]
+    error = error_of(resume, "--training.seed", "1")
+    assert error.endswith(
+        'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to begin with the '
+        "first sample and a fresh optimizer"
+    )
+
+
+def parts(*of_each: str) -> tuple[str, str]:
+    tables = [f"{{dataset='python_stdlib', name='{n}', {text}}}" for n, text in enumerate(of_each)]
+    return "--training.datasets", f"[{', '.join(tables)}]"
+
+
+def test_a_part_of_a_mixture_that_differs_is_named(resume) -> None:
+    saved = parts("weight=1", "weight=3")
+    other = parts("weight=1", "weight=2, dataset_split='validation'")
+    error = error_of(resume, *other, saved_with=saved)
+    assert error.startswith("training.datasets.1.dataset_split = 'validation': checkpoint ")
+    assert "was saved with 'train'\n" in error
+    assert "weight" not in error
+    budgets = parts("tokens=1_000_000_000_000", "tokens=1_000_000_000_000")
+    assert error_of(resume, *budgets).startswith("training.datasets.0.tokens = 1000000000000: ")
+
+
+def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
+    saved = parts("weight=1", "weight=3")
+    drift = resume(*parts("weight=1", "weight=2"), saved_with=saved)
+    assert drift.is_reweighted
+    assert [text for _, text in said(drift, caplog)] == [
+        "resuming step-5 with a change that training will show: "
+        "training.datasets.1.weight = 2.0 (was 3.0)"
+    ]
+    assert not resume(*saved).is_reweighted
+    manifest = commit.read_manifest(drift.checkpoint)
+    manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
+    plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
+    for is_reweighted, begin in ((True, (2, 6)), (False, ())):
+        with patch("meshwright.train.drift_of", return_value=Mock(is_reweighted=is_reweighted)):
+            assert _place_in_data(plan, manifest, []).weighted_from == begin
+
+
+def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
+    exclude = ("--checkpoint.exclude_from_loading", '["dataloader"]')
+    drift = resume(*exclude, "--training.seed", "1", "--training.seq_len", "32")
+    assert [text.partition(": ")[2] for level, text in said(drift, caplog) if level > 20] == [
+        "training.seq_len = 32 (was 64)",
+        "training.seed = 1 (was 0)",
+        "checkpoint.exclude_from_loading = ['dataloader'] (was [])",
+    ]
+    assert "model.args.dim = 64: " in error_of(resume, *exclude, "--model.args.dim", "64")
+
+
+def test_what_is_left_out_is_left_out_once(resume, tmp_path) -> None:
+    """A job that is started again goes on where it was, though its config still says so."""
+    exclude = ("--checkpoint.exclude_from_loading", '["dataloader"]')
+    error = error_of(resume, *exclude, "--training.seed", "1", saved_with=exclude)
+    assert error.endswith("or set checkpoint.load_step to its step, to begin with the first sample")
+    named = ("--checkpoint.load_step", str(STEP))
+    assert resume(*exclude, *named, "--training.seed", "1").data == []
+
+
+def test_what_was_frozen_may_be_trained_with_a_fresh_optimizer(resume) -> None:
+    frozen = ("--model.frozen", '["norm.weight"]')
+    assert "no optimizer state for what was frozen" in error_of(resume, saved_with=frozen)
+    assert resume("--checkpoint.exclude_from_loading", '["optimizer"]').trained_now == []
+
+
+def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
+    """It lacks keys and a section, has some that are gone, and values of other types."""
+    config = to_json(JobConfig())
+    del config["validation"], config["optimizer"]["eps"], config["checkpoint"]["enable"]
+    config["optimizer"]["momentum"] = 0.9
+    config["fp8"] = {"enable": True}
+    config["comm"], config["checkpoint"]["exclude_from_loading"] = 3, "optimizer"
+    config["training"] = {"steps": "many"}
+    identity = {"training.seq_len": 64, "model.tokenizer_path": "bytes"}  # the rest as by default
+    drift = resume(
+        "--optimizer.beta1", "0.8", "--validation.enable", config=config, data_identity=identity
+    )
+    texts = [text for _, text in said(drift, caplog)]
+    for text in (
+        "a change that training will show: optimizer.beta1 = 0.8 (was 0.9)",
+        "a change that training will show: training.steps = 10000 (was 'many')",
+        "a key less: optimizer.momentum = absent (was 0.9)",
+        "a key less: fp8 = absent (was {'enable': True})",
+    ):
+        assert f"resuming step-5 with {text}" in texts
+    assert "validation.enable = True (was absent)" in texts[-1]
+    assert "optimizer.eps" not in json.dumps(texts)
+
+
+def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tmp_path) -> None:
+    from meshwright.log import log_to_console, log_to_file, logger
+
+    drift = resume("--training.steps", "20", "--metrics.log_freq", "5")
+    try:
+        log_to_console()
+        log_to_file(tmp_path, 0)
+        drift.log(is_said=True)
+        assert capsys.readouterr().out == ""
+        drift.log()
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers, logger.propagate = [], True
+    assert capsys.readouterr().out.count("resuming step-5 with") == 2
+    assert (tmp_path / "rank_0.log").read_text().count("resuming step-5 with") == 4
