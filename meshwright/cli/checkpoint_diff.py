@@ -8,12 +8,12 @@ from meshwright.checkpoint.find import being_read, read_manifest
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.cli.plain_text import align, flatten
+from meshwright.cli.plain_text import align
+from meshwright.config.changes import ABSENT, differences
 
 OF_FILES = ("files", "crc32")
 """Keys of the manifest that say how it is stored: on other meshes in other files."""
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
-ABSENT = "(absent)"
 
 
 def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
@@ -30,23 +30,22 @@ def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
 
 
 def _diff_manifests(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    configs = [flatten(manifest.pop("config")) for manifest in (a, b)]
-    others = [flatten({k: v for k, v in m.items() if k not in OF_FILES}) for m in (a, b)]
+    configs = [manifest.pop("config") for manifest in (a, b)]
+    others = [{k: v for k, v in m.items() if k not in OF_FILES} for m in (a, b)]
     are_equal = _diff_tables("manifest", *others)
     return _diff_tables("config", *configs) and are_equal
 
 
 def _diff_tables(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    keys = [*a, *(key for key in b if key not in a)]
-    rows = [
-        (f"  {key}", repr(a[key]) if key in a else ABSENT, repr(b[key]) if key in b else ABSENT)
-        for key in keys
-        if key not in a or key not in b or a[key] != b[key]
-    ]
-    print(f"\n{what}: {len(rows)} of {len(keys)} keys differ")
+    rows = [(f"  {d.key}", _value(d.old), _value(d.new)) for d in differences(a, b)]
+    print(f"\n{what}, keys that differ: {len(rows)}")
     if rows:
         print(align([("  KEY", "A", "B"), *rows]))
     return not rows
+
+
+def _value(value: object) -> str:
+    return "(absent)" if value is ABSENT else repr(value)
 
 
 def _diff_tensors(a: Place, b: Place) -> bool:
