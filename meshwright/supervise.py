@@ -11,15 +11,20 @@ FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
 """Environment variable of the ranks that names a file on their machine: the launcher writes the
 name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to
 the ranks of a job that has failed, and a rank could not tell which it is."""
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""Environment variable of the ranks: process number of the launcher that started them."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, SIGKILL included (Linux only)."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, SIGKILL included (Linux only).
+
+    Args:
+        parent: process number of who started it: it may have died by now.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

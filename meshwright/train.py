@@ -56,13 +56,14 @@ from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import train_step
-from meshwright.supervise import die_with_parent
+from meshwright.supervise import LAUNCHER, die_with_parent
 
 
 def main() -> None:
     """Run the job that the command line describes; leave with its exit code."""
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
-        die_with_parent()  # nothing else would; without torchrun it may outlive its shell
+        # nothing else would end it; without torchrun it may outlive its shell
+        die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     log_to_console()
     code = 0
     try:

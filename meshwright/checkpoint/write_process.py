@@ -1,6 +1,6 @@
 """A process that writes what a rank has staged, so that the rank's interpreter does not.
 
-    python -m meshwright.checkpoint.write_process CONNECTION MEMORY     (descriptors; started by us)
+    python -m meshwright.checkpoint.write_process CONNECTION MEMORY PARENT     (started by us)
 
 It knows nothing of other ranks, and publishes nothing: if the rank dies, so does it, and what it
 wrote is ignored.
@@ -40,8 +40,9 @@ class WriteProcess:
         self.close()
         ours, theirs = Pipe()
         descriptors = theirs.fileno(), self._staging.descriptor
+        numbers = *descriptors, os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright.checkpoint.write_process", *map(str, descriptors)],
+            [sys.executable, "-m", "meshwright.checkpoint.write_process", *map(str, numbers)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             # it finds what we find, and takes no memory on a GPU
@@ -116,7 +117,7 @@ def _serve(connection: "Connection[Any, Any]", descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent(int(sys.argv[3]))
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING
-from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
+from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, STOP_SIGNALS
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)
 """What the ranks have said themselves."""
@@ -32,7 +32,7 @@ def launch() -> None:
     # torchrun copies what ranks print to files, and leaves them behind
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / "stop"
-        os.environ[FROM_LAUNCHER] = str(request)
+        os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: _ask_to_stop(request, number))
         others = "SIGINT,SIGHUP,SIGQUIT"  # for torchrun to handle

@@ -172,7 +172,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
             return sum(counts)
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(num_workers - 1, context, initializer=die_with_parent)
+        pool = ProcessPoolExecutor(num_workers - 1, context, die_with_parent, (os.getpid(),))
         num_tokens, waiting, running = 0, deque(parts), set[Future[int]]()
         try:
             with pool:
