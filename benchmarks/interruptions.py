@@ -61,6 +61,7 @@ class Start:
     def __init__(self, folder: Path, is_compiled: bool, mode: str) -> None:
         self.folder, self.console = folder, folder.with_suffix(".log")
         self.newest = _saved(folder)
+        self._begun = time.time()
         self._start_s = COMPILED_START_S if is_compiled else START_S
         self._records_before = _records(folder)
         keys = JOB | {"checkpoint.async_mode": mode, "job.dump_folder": folder}
@@ -85,7 +86,13 @@ class Start:
 
     @property
     def is_saving(self) -> bool:
-        return any((self.folder / "checkpoint").glob(f"*{commit.UNFINISHED}"))
+        for unfinished in (self.folder / "checkpoint").glob(f"*{commit.UNFINISHED}"):
+            try:
+                if unfinished.stat().st_ctime > self._begun:  # else a killed save left it
+                    return True
+            except FileNotFoundError:  # it has just been finished
+                pass
+        return False
 
     def ranks(self) -> list[int]:
         """Their process numbers, in no order."""
