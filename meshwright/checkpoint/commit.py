@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypedDict
+
+from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError, check
 
@@ -191,11 +192,11 @@ def verify(checkpoint: Path, manifest: Mapping[str, Any], names: Sequence[str]) 
     wrong = []
     for name in names:
         try:
-            crc32 = _read_crc32(checkpoint / name)
+            found = _read_crc32(checkpoint / name)
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
             continue
-        if crc32 != manifest["files"][name]["crc32"]:
+        if found != manifest["files"][name]["crc32"]:
             wrong.append(f"the content of {name} has changed since it was written")
     return wrong
 
@@ -204,7 +205,7 @@ def _read_crc32(path: Path) -> str:
     crc, chunk = 0, memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):
-            crc = zlib.crc32(chunk[:count], crc)
+            crc = crc32(chunk[:count], crc)
     return f"{crc:08x}"
 
 
@@ -231,7 +232,7 @@ def publish(
 def _encode(manifest: Mapping[str, Any]) -> bytes:
     """As JSON that holds its own checksum: of itself with that of nothing in its place."""
     blank = json.dumps({**manifest, "crc32": "00000000"}, indent=2).encode()
-    return json.dumps({**manifest, "crc32": f"{zlib.crc32(blank):08x}"}, indent=2).encode()
+    return json.dumps({**manifest, "crc32": f"{crc32(blank):08x}"}, indent=2).encode()
 
 
 @contextmanager

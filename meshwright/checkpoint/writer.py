@@ -6,7 +6,6 @@ gathered by `dcp.save` and raised on all.
 
 import io
 import os
-import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
+from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint import commit
 
@@ -127,7 +127,7 @@ class _ChecksummingStream(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
+        self.crc32 = crc32(view, self.crc32)
         try:
             self._file.write(view)
         except OSError as error:
