@@ -114,6 +114,27 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
     return process.returncode, output
 
 
+# as if it came just then, while files are looked for and what was found is noted
+IN_A_LOOK = """
+    def look():
+        stop._look, before = lambda: None, stop._asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        stop._asked = max(before, 0)
+    stop._look = look
+    stop.agreed()
+"""
+FAILING = """
+    def fail(*_, **__): raise OSError(116, "Stale file handle")
+    os.stat = fail
+"""
+
+
+def test_a_signal_is_not_lost_and_a_failing_file_system_ends_nothing(tmp_path: Path) -> None:
+    assert signalled(tmp_path, IN_A_LOOK) == (0, "asked\n")
+    assert signalled(tmp_path, FAILING) == (0, "not asked\n")
+
+
 def test_a_second_signal_ends_a_rank_at_once_whatever_it_does(tmp_path: Path) -> None:
     assert signalled(tmp_path, IN_C, signal.SIGTERM) == (0, "asked\n")
     assert signalled(tmp_path, IN_C, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
