@@ -9,8 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.saved_tensors import INDEX
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import Trap
 
 
@@ -74,3 +77,12 @@ def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
     state = {"a": torch.zeros(3, dtype=torch.long)}
     dcp.load(state, storage_reader=PlainReader(tmp_path), no_dist=True)
     assert state["a"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_larger_than_any_memory_is_one_error(tmp_path: Path) -> None:
+    index = save(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    metadata.state_dict_metadata["a"].size = torch.Size([2**58])
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        CheckpointWeights(Place("A", tmp_path), saved_name=str).read("a")
