@@ -76,8 +76,9 @@ class Health:
         # while spikes are not looked for, statistics would grow old
         known = (statistics or {}) if config.spike_std else {}
         self._num_good = torch.full((), known.get("num_good", 0), device=device)
+        # doubles: the square of a norm may be beyond the floats, and would stay in the variance
         self._mean, self._variance = (
-            torch.tensor(known.get(name, [0.0, 0.0]), dtype=torch.float32, device=device)
+            torch.tensor(known.get(name, [0.0, 0.0]), dtype=torch.float64, device=device)
             for name in ("mean", "variance")
         )
 
@@ -131,7 +132,7 @@ class Health:
     def _take_in(self, values: Tensor, is_good: Tensor) -> None:
         """Move mean and variance towards `values`, if they are good."""
         self._num_good += is_good
-        weight = self._num_good.clamp(1, self._window).reciprocal()
+        weight = self._num_good.clamp(1, self._window).double().reciprocal()
         distance = values - self._mean
         mean = self._mean + weight * distance
         variance = (1 - weight) * (self._variance + weight * distance.square())

@@ -46,8 +46,8 @@ class StopRequest:
             f"{self._stop_file} is there",
             *(number.name for number in STOP_SIGNALS),
         )
-        self._asked = self._agreed = 0
-        self._is_signalled = False
+        # votes; the thread that reads signals writes its own, so that none is lost to a look
+        self._asked = self._signalled = self._agreed = 0
         self._begun = time.monotonic()
         self._look_at = self._begun
         self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
@@ -106,7 +106,7 @@ class StopRequest:
 
     def _cast_vote(self) -> None:
         self._look()
-        self._vote[0] = self._asked
+        self._vote[0] = max(self._asked, self._signalled)
         self._voting = dist.all_reduce(
             self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
@@ -120,7 +120,7 @@ class StopRequest:
         asked = 0
         if self._max_run_s and now - self._begun >= self._max_run_s:
             asked = 1
-        if self._stop_file.exists():
+        if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
             asked = 2
         if name := self._launcher_says():
             asked = self._reasons.index(name)
@@ -137,10 +137,9 @@ class StopRequest:
             number = byte[0]
             if number not in STOP_SIGNALS:
                 continue
-            if self._is_signalled:
+            if self._signalled:
                 os._exit(128 + number)
-            self._is_signalled = True
-            self._asked = self._reasons.index(signal.Signals(number).name)
+            self._signalled = self._reasons.index(signal.Signals(number).name)
             if number == signal.SIGTERM and dist.is_torchelastic_launched():
                 end = threading.Timer(PATIENCE_S, self._end_if_alone)
                 end.daemon = True

@@ -114,6 +114,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
 
     Returns:
         Whether the last step is done.
+
+    Raises:
+        TrainingError: if a step was bad beyond what is allowed; or if it was asked to stop, and
+            could not save what it had trained.
     """
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     steps = config.training.steps
@@ -253,8 +257,14 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if stop.reason:
         stop.heeded()
     if not is_last:
-        kept = "start it again to go on" if config.checkpoint.enable else "nothing was saved"
-        logger.info("stopped after step %d of %d: %s; %s", step, steps, stop.reason, kept)
+        if step > saved["step"] and not config.checkpoint.enable:
+            # what starts it again by itself would do so for ever
+            raise TrainingError(
+                f"after step {step} of {steps}: {stop.reason}; what was trained is lost: "
+                "checkpoint.enable = false"
+            )
+        words = "stopped after step %d of %d: %s; start it again to go on"
+        logger.info(words, step, steps, stop.reason)
     else:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)

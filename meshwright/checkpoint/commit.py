@@ -166,7 +166,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise DamagedError(
             checkpoint, f"the content of {MANIFEST} has changed since it was written"
         )
+    for name, record in manifest["files"].items():
+        is_record = isinstance(record, dict) and {*record} >= FileRecord.__required_keys__
+        if not (is_record and is_file_name(name)):
+            raise DamagedError(checkpoint, f"{MANIFEST}: {name!r} is no file of its folder")
     return manifest
+
+
+def is_file_name(name: str) -> bool:
+    """Whether it stays in the folder that it is joined to: what names files may be forged."""
+    return Path(name).name == name and name not in ("", "..")
 
 
 def inspect(checkpoint: Path) -> dict[str, Any]:

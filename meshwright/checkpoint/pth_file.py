@@ -33,8 +33,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with zipfile.ZipFile(file) as archive:
             folder = archive.namelist()[0].partition("/")[0]
-            content = archive.read(f"{folder}/data.pkl")
-    except (zipfile.BadZipFile, KeyError, IndexError) as error:
+            pickled = archive.getinfo(f"{folder}/data.pkl")
+            if pickled.compress_type != zipfile.ZIP_STORED:  # it may be any size, read
+                raise ValueError("is compressed, which torch.save does not do")
+            content = archive.read(pickled)
+    except (zipfile.BadZipFile, KeyError, IndexError, RuntimeError, EOFError) as error:
         raise ValueError(f"is cut off, or damaged: {error}") from None
     try:
         tensors = read_pickle(content, _is_allowed)

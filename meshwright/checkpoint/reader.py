@@ -1,57 +1,48 @@
 """Reads a checkpoint of tensors, and runs nothing that it names."""
 
-import enum
-import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what the index holds
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from meshwright.checkpoint.saved_tensors import INDEX, PLAIN_DATA
-
-
-def _member(cls: object, name: str) -> enum.Enum:
-    """A member of an enumeration: some versions of Python (3.11.2) pickle it as a `getattr`."""
-    if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise pickle.UnpicklingError(f"it takes {name} of {cls!r}, which is no enumeration")
-    return cls[name]
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses all but data: a pickle otherwise runs whatever code it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) not in PLAIN_DATA:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data")
-        return super().find_class(module, name)
+from meshwright.checkpoint.commit import is_file_name
+from meshwright.checkpoint.inert_pickle import Record
+from meshwright.checkpoint.saved_tensors import is_tensor, read_index, read_tensor
 
 
 class PlainReader(dcp.FileSystemReader):
     """Reads tensors and nothing else, by an index that it reads once, and as data.
 
     torch's own unpickles the index anew for every load; and what that calls an object, torch's
-    planner unpickles, though a tensor is asked for.
+    planner unpickles, though a tensor is asked for. It also opens whatever path the index names.
 
     Raises:
-        Exception: of any kind, if there is no index or it is not plain data.
+        OSError: if there is no index.
+        ValueError: if it is damaged, names anything but data, or a file outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        content = (folder / INDEX).read_bytes()
-        self._metadata: Metadata = _PlainUnpickler(io.BytesIO(content)).load()
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
+        index = read_index(folder)
+        try:
+            self._metadata = _metadata(index)
+        except (AttributeError, KeyError, TypeError, IndexError, RuntimeError):
+            raise ValueError("it is no index of a checkpoint") from None
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -61,3 +52,45 @@ class PlainReader(dcp.FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 raise pickle.UnpicklingError(f"{item.dest_index.fqn} is an object there, no tensor")
         return super().read_data(plan, planner)
+
+
+def _metadata(index: Record) -> Metadata:
+    """torch's own objects, made here: a pickle that made them could change their classes, too."""
+    return Metadata(
+        {name: _entry(record) for name, record in index.state["state_dict_metadata"].items()},
+        storage_data={
+            _key(key.state): _place(place.state)
+            for key, place in index.state["storage_data"].items()
+        },
+        version=index.state.get("version"),
+    )
+
+
+def _entry(record: Record) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not is_tensor(record):
+        return BytesStorageMetadata()
+    saved = read_tensor(record)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, saved.dtype)),
+        torch.Size(saved.shape),
+        [
+            ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
+            for chunk in record.state["chunks"]
+        ],
+    )
+
+
+def _key(state: dict[str, Any]) -> MetadataIndex:
+    offset = state.get("offset")
+    return MetadataIndex(state["fqn"], None if offset is None else _size(offset), state["index"])
+
+
+def _place(state: dict[str, Any]) -> _StorageInfo:
+    name = state["relative_path"]
+    if not is_file_name(name):
+        raise ValueError(f"it names {name!r}, which is no file of its folder")
+    return _StorageInfo(name, state["offset"], state["length"], state.get("transform_descriptors"))
+
+
+def _size(record: Record) -> torch.Size:
+    return torch.Size(record.arguments[0])

@@ -5,6 +5,7 @@ The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Met
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from meshwright.checkpoint.inert_pickle import Record, read_pickle
 
 INDEX = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
+PATHLIB = ("pathlib", "pathlib._local")
+"""Where Python's paths are; the second in 3.13 alone."""
 PLAIN_DATA = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
+    *((module, name) for module in PATHLIB for name in ("PosixPath", "WindowsPath")),
     ("collections", "OrderedDict"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(
@@ -64,16 +66,25 @@ def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
         OSError: if the index is not there.
         ValueError: if it is damaged, or names anything but data.
     """
-    index = read_pickle((checkpoint / INDEX).read_bytes(), _is_allowed)
+    index = read_index(checkpoint)
     try:
         entries: dict[str, Any] = index.state["state_dict_metadata"]
-        return {
-            name: _tensor(entry.state)
-            for name, entry in entries.items()
-            if entry.called == f"{METADATA}.TensorStorageMetadata"
-        }
+        return {name: read_tensor(entry) for name, entry in entries.items() if is_tensor(entry)}
     except (AttributeError, KeyError, TypeError, IndexError):
         raise ValueError("it is no index of a checkpoint") from None
+
+
+def read_index(checkpoint: Path) -> Record:
+    """The index, of which nothing has been made but `Record`s.
+
+    Raises:
+        OSError: if it is not there.
+        ValueError: if it is damaged, or names anything but data.
+    """
+    index = read_pickle((checkpoint / INDEX).read_bytes(), _is_allowed)
+    if not isinstance(index, Record):
+        raise ValueError("it is no index of a checkpoint")
+    return index
 
 
 def _is_allowed(module: str, name: str) -> bool:
@@ -81,6 +92,17 @@ def _is_allowed(module: str, name: str) -> bool:
     return (module, name) in PLAIN_DATA or is_member or (module == "torch" and name in ITEM_BYTES)
 
 
-def _tensor(state: dict[str, Any]) -> SavedTensor:
-    dtype: type[Record] = state["properties"].state[0]
-    return SavedTensor(dtype.called.removeprefix("torch."), tuple(state["size"].arguments[0]))
+def is_tensor(entry: Record) -> bool:
+    """Whether an entry of the index's `state_dict_metadata` is a tensor's, not an object's."""
+    return entry.called == f"{METADATA}.TensorStorageMetadata"
+
+
+def read_tensor(entry: Record) -> SavedTensor:
+    """What the entry of a tensor says.
+
+    Raises:
+        AttributeError, KeyError, TypeError, IndexError: if it is none.
+    """
+    dtype: type[Record] = entry.state["properties"].state[0]
+    shape = tuple(map(operator.index, entry.state["size"].arguments[0]))
+    return SavedTensor(dtype.called.removeprefix("torch."), shape)

@@ -59,7 +59,8 @@ def look_at(path: Path) -> Entry:
     Raises:
         FileNotFoundError: if a job deletes it meanwhile.
     """
-    num_bytes = sum(file.stat().st_size for file in path.iterdir())
+    # a link may lead nowhere
+    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
     match = NAME.fullmatch(path.name)
     suffix = match[2] if match else None
     state = STATES.get(suffix, "set aside")

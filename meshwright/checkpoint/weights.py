@@ -66,7 +66,10 @@ class CheckpointWeights:
         saved = self._reader.read_metadata().state_dict_metadata.get(saved_name)
         self._place.check(saved is not None, f"the checkpoint has no {saved_name}")
         assert isinstance(saved, TensorStorageMetadata)
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        try:
+            tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        except RuntimeError as error:  # of what is larger than any memory
+            raise self._unreadable(error) from None
         self.load({name: tensor})
         return tensor
 

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> None:
                 _exit_unless(diff(_find("A", given.a), _find("B", given.b), given.tensors))
     except BrokenPipeError:  # of head, which has seen enough
         sys.stderr.close()
+    except OSError as error:  # what may not be read, or is no longer there
+        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
 
 
 def _exit_unless(is_good: bool) -> None:
@@ -76,16 +78,16 @@ def _find(key: str, path: Path) -> Place:
 
 
 def _list(place: Place) -> None:
-    entries = []
+    rows = []
     for path in find_entries(place):
         with suppress(FileNotFoundError):  # a job that runs deletes its old ones
-            entries.append(look_at(path))
-    complete = [entry.path for entry in entries if entry.state == "complete"]
-    rows: list[Sequence[object]] = [COLUMNS]
-    for entry in entries:
-        mark = ", newest good" if complete and entry.path == complete[-1] else ""
-        rows.append((*_row(entry), entry.state + mark))
-    print(align(rows))
+            entry = look_at(path)
+            rows.append((*_row(entry), entry.state))
+    complete = [number for number, row in enumerate(rows) if row[-1] == "complete"]
+    if complete:
+        *facts, state = rows[complete[-1]]
+        rows[complete[-1]] = (*facts, f"{state}, newest good")
+    print(align([COLUMNS, *rows]))
 
 
 def _row(entry: Entry) -> tuple[object, ...]:

@@ -47,6 +47,8 @@ def launch() -> None:
 def _ask_to_stop(request: Path, number: int) -> None:
     if request.exists():
         raise SignalException("a second signal", signal.SIGKILL)  # torchrun sends it on
+    if not any(request.parent.iterdir()):  # where torchrun makes a folder before it starts ranks
+        sys.exit(EXIT_STOPPED)  # it waits for other machines, for minutes
     name = signal.Signals(number).name
     unfinished = request.with_suffix(".new")
     unfinished.write_text(name, "ascii")

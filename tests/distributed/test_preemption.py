@@ -114,6 +114,27 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
     return process.returncode, output
 
 
+# as if it came just then, while files are looked for and what was found is noted
+IN_A_LOOK = """
+    def look():
+        stop._look, before = lambda: None, stop._asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        stop._asked = max(before, 0)
+    stop._look = look
+    stop.agreed()
+"""
+FAILING = """
+    def fail(*_, **__): raise OSError(116, "Stale file handle")
+    os.stat = fail
+"""
+
+
+def test_a_signal_is_not_lost_and_a_failing_file_system_ends_nothing(tmp_path: Path) -> None:
+    assert signalled(tmp_path, IN_A_LOOK) == (0, "asked\n")
+    assert signalled(tmp_path, FAILING) == (0, "not asked\n")
+
+
 def test_a_second_signal_ends_a_rank_at_once_whatever_it_does(tmp_path: Path) -> None:
     assert signalled(tmp_path, IN_C, signal.SIGTERM) == (0, "asked\n")
     assert signalled(tmp_path, IN_C, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
@@ -125,3 +146,38 @@ def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (128 + signal.SIGTERM, "")
     (tmp_path / "stop").write_text("SIGTERM")
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (0, "asked\n")
+
+
+STOPPED_SOON = """
+import os, sys
+from pathlib import Path
+from meshwright import preemption
+from meshwright.config.loader import load_config
+from meshwright.errors import TrainingError
+from meshwright.preflight import preflight
+from meshwright.train import run
+
+class Stopper:
+    def write(self, record): Path(sys.argv[1], "STOP").touch()
+    def close(self): pass
+
+preemption.LOOK_EVERY_S = 0
+toml = "tests/integration/tiny.toml"
+words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
+try:
+    print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
+except TrainingError as error:
+    print("result", error)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_what_is_lost_is_not_said_to_go_on(tmp_path: Path) -> None:
+    """Who starts a job again that exits with 75 would start this one again for ever."""
+    words = [sys.executable, "-c", STOPPED_SOON, str(tmp_path), "--checkpoint.enable", "false"]
+    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    result = output.splitlines()[-1]
+    assert result.startswith("result after step ")
+    assert result.endswith("STOP is there; what was trained is lost: checkpoint.enable = false")
+    assert not (tmp_path / STOP_FILE).exists()

@@ -1,6 +1,7 @@
 """`meshwright checkpoint`, on checkpoints without a job."""
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, survey
 from meshwright.cli.checkpoint import main
 from meshwright.errors import ConfigError
 from meshwright.models.llama.model import Llama
@@ -122,6 +123,35 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
         shutil.rmtree(made)
         copy.rename(made)
     assert kept == [5]
+
+
+def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
+    """A link that leads nowhere; a checkpoint that is deleted meanwhile; what may not be read."""
+    folder = Path(shutil.copytree(made, tmp_path / "copy"))
+    (folder / "step-10" / "__0_0.distcp").unlink()
+    (folder / "step-10" / "__0_0.distcp").symlink_to("nowhere")
+    code, lines = run(capsys, "ls", folder)
+    assert code == 0
+    assert "damaged: __0_0.distcp: No such file" in lines[3]
+
+    def look_and_delete(path: Path) -> survey.Entry:
+        entry = survey.look_at(path)
+        if path.name == "step-5":
+            shutil.rmtree(path)
+        return entry
+
+    monkeypatch.setattr("meshwright.cli.checkpoint.look_at", look_and_delete)
+    assert [line.split()[0] for line in run(capsys, "ls", folder)[1]][:2] == [
+        "NAME",
+        "step-8.aside0",
+    ]
+
+    def forbid(path: Path) -> survey.Entry:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("meshwright.cli.checkpoint.look_at", forbid)
+    with pytest.raises(ConfigError, match="step-8.aside0: Permission denied"):
+        run(capsys, "ls", folder)
 
 
 def changed(model: Llama) -> Llama:

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.errors import ConfigError
-from tests.helpers.checkpoints import BARE
+from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import flip_bit
 
 
@@ -203,3 +203,14 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path: Path, monkeypa
     monkeypatch.setattr(commit, "_lock", delete_first)
     with pytest.raises(ConfigError, match="another job has just deleted it"):
         commit.being_read(checkpoint).__enter__()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"../outside": {"bytes": 3, "crc32": "00000000"}}, {"..": {}}, {"a": 3}, {"a": {"bytes": 3}}],
+)
+def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> None:
+    """Its checksum is no secret: anybody can make one."""
+    set_manifest(save(tmp_path, 5), files=files)
+    with pytest.raises(commit.DamagedError, match="no file of its folder"):
+        commit.read_manifest(tmp_path / "step-5")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,21 @@ def cut_off(folder: Path) -> None:
     first(folder).write_bytes(first(folder).read_bytes()[:-100])
 
 
+def compressed(folder: Path) -> None:
+    """Of some KiB, it may become gigabytes in memory."""
+    with zipfile.ZipFile(first(folder), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(2**20))
+
+
+def encrypted(folder: Path) -> None:
+    with zipfile.ZipFile(first(folder), "w") as archive:
+        archive.writestr("a/data.pkl", b"")
+    content = bytearray(first(folder).read_bytes())
+    content[6] |= 1
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    first(folder).write_bytes(content)
+
+
 def one_of_two(folder: Path) -> None:
     (folder / "consolidated.01.pth").unlink()
 
@@ -154,6 +171,8 @@ def code_in_params(folder: Path) -> None:
         (edit(x=Trap()), ("holds more than tensors: it names", "getattr, which is no data")),
         (edit(x=[1]), ("holds more than tensors: [1] is no tensor",)),
         (cut_off, ("consolidated.00.pth is cut off, or damaged",)),
+        (compressed, ("consolidated.00.pth is compressed",)),
+        (encrypted, ("consolidated.00.pth is cut off, or damaged", "encrypted")),
         (one_of_two, ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor")),
         (edit(norm__weight=None), ("norm.weight is not in consolidated.00.pth",)),
         (edit(norm__weight=torch.ones(31)), ("norm.weight has shape (31,), (32,) in its 2",)),
@@ -166,6 +185,7 @@ def code_in_params(folder: Path) -> None:
         (code_in_params, ("params.json cannot be read",)),
         (params(dim="32"), ("dim is '32', not a positive integer",)),
         (params(quantization_args={"group_size": 32}), ("quantization_args", "another kind")),
+        (params(ffn_dim_multiplier=math.inf), ("ffn_dim_multiplier is inf, not a positive",)),
         (params(norm_eps="a"), ("norm_eps is 'a', not a number",)),
     ],
 )

@@ -175,3 +175,10 @@ def test_nothing_of_it_leaves_the_device() -> None:
                 assert held.dtype == health.is_stopped.dtype == torch.bool
         with pytest.raises(DataDependentOutputException):
             health.num_bad()
+
+
+def test_a_huge_norm_at_the_start_spoils_no_statistics() -> None:
+    """Its square is beyond fp32."""
+    health, norms = Health(CPU, spikes(window=4)), [3e19, *noise(9)]
+    assert judge(health, noise(10, 1), norms) == [False] * 10
+    assert all(map(math.isfinite, health.statistics()["variance"]))

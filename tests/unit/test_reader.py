@@ -1,5 +1,7 @@
 """Of a checkpoint, nothing but data is read."""
 
+import pickle
+import struct
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.saved_tensors import INDEX
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import Trap
 
 
@@ -23,3 +29,60 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tmp_path: Path) -> 
     assert not sprung.exists()
     dcp.load({"b": torch.tensor(0)}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     assert sprung.exists()  # so the trap works
+
+
+def save(folder: Path) -> Path:
+    dcp.save({"a": torch.arange(3)}, checkpoint_id=folder, no_dist=True)
+    return folder / INDEX
+
+
+def test_an_index_does_not_change_classes(tmp_path: Path) -> None:
+    """A pickle may set attributes of a class that it names: of Path, say, what it is as text."""
+    index = save(tmp_path)
+    path_is_victim = b"cpathlib\nPosixPath\n(N}S'_str'\nS'/victim'\nstb0"
+    index.write_bytes(b"\x80\x04" + path_is_victim + index.read_bytes()[2:])
+    before = Path.__subclasses__()[0].__dict__.copy()
+    try:
+        with pytest.raises(ValueError, match="setstate"):
+            PlainReader(tmp_path)
+        assert str(tmp_path) != "/victim"
+    finally:
+        for name in Path.__subclasses__()[0].__dict__.keys() - before.keys():
+            delattr(Path.__subclasses__()[0], name)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "sub/file"])
+def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
+    index = save(tmp_path / "saved")
+    metadata = pickle.loads(index.read_bytes())
+    for place in metadata.storage_data.values():
+        (tmp_path / "outside").write_bytes((tmp_path / "saved" / place.relative_path).read_bytes())
+        place.relative_path = name
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="no file of its folder"):
+        PlainReader(tmp_path / "saved")
+
+
+def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
+    """There alone, pathlib's classes are in pathlib._local."""
+    index = save(tmp_path)
+    content = index.read_bytes()
+    was, now = b"\x8c\x07pathlib", b"\x8c\x0epathlib._local"
+    assert was in content
+    # frames, which hold their length, are left out
+    (size,) = struct.unpack("<Q", content[3:11])
+    assert content[2:3] == b"\x95"
+    assert len(content) == 11 + size
+    index.write_bytes(content[:2] + content[11:].replace(was, now))
+    state = {"a": torch.zeros(3, dtype=torch.long)}
+    dcp.load(state, storage_reader=PlainReader(tmp_path), no_dist=True)
+    assert state["a"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_larger_than_any_memory_is_one_error(tmp_path: Path) -> None:
+    index = save(tmp_path)
+    metadata = pickle.loads(index.read_bytes())
+    metadata.state_dict_metadata["a"].size = torch.Size([2**58])
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        CheckpointWeights(Place("A", tmp_path), saved_name=str).read("a")

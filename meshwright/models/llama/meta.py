@@ -4,6 +4,7 @@ Names of tensors are ours, and so is the order of a head's rows. Source: meta-ll
 models/llama3/{args,model}.py, and meta-llama/llama, llama/model.py, for Llama 2.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
     multiplier = params.get("ffn_dim_multiplier")
     if multiplier is None:
         multiplier = 1
-    if type(multiplier) not in (int, float) or multiplier <= 0:
+    if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
         raise ValueError(f"ffn_dim_multiplier is {multiplier!r}, not a positive number")
     hidden = int(multiplier * int(2 * 4 * params["dim"] / 3))
     return -(-hidden // multiple_of) * multiple_of
