@@ -351,15 +351,12 @@ def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
     process = tokenize(tmp_path, "--workers", "3")
 
     def workers() -> list[int]:
-        path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        children = [int(pid) for pid in path.read_text().split()]
-        return [
-            child
-            for child in children
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        """Once both are at work."""
+        files = tmp_path.glob("*/*/*.unfinished")
+        pids = {int(file.name.split(".")[-2]) for file in files} - {process.pid}
+        return [*pids] if len(pids) == 2 else []
 
-    os.kill(wait_for(workers, "a worker", 60)[0], signal.SIGKILL)
+    os.kill(wait_for(workers, "two workers", 60)[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     assert "a process that tokenised was killed" in output
