@@ -13,7 +13,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.llama import FLAVORS
 from meshwright.preflight import preflight
-from meshwright.proof.cases import KEYS, default_cases, every_mesh, reference_case
+from meshwright.proof.cases import KEYS, default_cases, every_mesh
 from meshwright.proof.compare import Reference, Verdict, compare
 from meshwright.proof.measure import Measurement, measure, record_reference
 from meshwright.proof.prove import Row, prove, read_reference
