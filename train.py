@@ -1,6 +1,7 @@
 """The door for `torchrun train.py --job.config_file CONFIG [--section.key value ...]`."""
 
-from meshwright.train import main
-
 if __name__ == "__main__":
+    # not above: processes that tokenise read this file too, and need no torch
+    from meshwright.train import main
+
     main()

@@ -223,7 +223,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def _overlap(folder: str, mode: str) -> None:
     """A save, then steps at once, as often as there are checkpoints."""
     state = State(0)
-    slow = patch("os.fsync", side_effect=lambda _: time.sleep(0.2))
+    slow = patch("os.fsync", side_effect=lambda _: time.sleep(0.1))
     with slow, make(f"{folder}/{mode}", async_mode=mode, keep_latest_k=2) as manager:
         manager.reserve(state)
         for step in range(1, 5):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,10 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.llama import FLAVORS
 from meshwright.preflight import preflight
-from meshwright.proof import report
-from meshwright.proof.cases import KEYS, default_cases, every_mesh, reference_case
+from meshwright.proof.cases import KEYS, default_cases, every_mesh
 from meshwright.proof.compare import Reference, Verdict, compare
 from meshwright.proof.measure import Measurement, measure, record_reference
-from meshwright.proof.prove import prove, read_reference
+from meshwright.proof.prove import Row, prove, read_reference
 from meshwright.proof.shrink import largest_tp, shrink
 from tests.helpers.faults import FAULTS
 
@@ -121,19 +121,36 @@ def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:
     return measure(config, world_size, file)
 
 
-def test_a_case_that_stops_fails_alone(tmp_path) -> None:
+def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, capsys) -> None:
+    rows: list[Row] = []
+
+    def prove_with_a_break(*given: object) -> Iterator[Row]:
+        for row in prove(*given, break_off):
+            rows.append(row)
+            yield row
+
+    arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
+    monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
     cases = [case_on(tp=2), case_on(dp_shard=2)]
-    rows = list(prove(reference_case(SMALL), cases, break_off))
-    stopped, equal = (row.verdict.failures for row in rows)
-    assert "no such luck" in stopped[0]
-    assert equal == []
-    report.write(tmp_path, SMALL, rows)
+    monkeypatch.setattr("meshwright.cli.prove.default_cases", lambda *_: cases)
+    monkeypatch.setattr("meshwright.cli.prove.prove", prove_with_a_break)
+    with pytest.raises(SystemExit) as exit_code:
+        main()
+    assert exit_code.value.code == 1
+    out = capsys.readouterr().out
+    assert "no such luck" in out
+    assert "1 of 2 cases equal one process" in out
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]
     page = (tmp_path / "proof.html").read_text()
     assert "1 of 2 cases equal one process" in page
     assert "no such luck" in page
+
+    monkeypatch.setattr("meshwright.cli.prove.prove", lambda *_: iter(rows[1:]))
+    main()
+    assert "1 of 1 cases equal one process" in capsys.readouterr().out
+    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
@@ -176,19 +193,3 @@ def test_a_config_that_cannot_run_is_not_proved(monkeypatch, capsys) -> None:
         main()
     assert exit_code.value.code == 2
     assert "does not divide n_heads = 8" in capsys.readouterr().err
-
-
-def test_the_command(tmp_path, monkeypatch, capsys) -> None:
-    arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
-    monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
-    only = [case_on(tp=2)]
-    monkeypatch.setattr("meshwright.cli.prove.default_cases", lambda *_: only)
-    main()
-    out = capsys.readouterr().out
-    assert "1 of 1 cases equal one process" in out
-    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
-    monkeypatch.setattr("meshwright.cli.prove.prove", lambda *_: prove(*_, break_off))
-    with pytest.raises(SystemExit) as exit_code:
-        main()
-    assert exit_code.value.code == 1
-    assert "no such luck" in capsys.readouterr().out

@@ -4,12 +4,13 @@ python tests/helpers/compare_checkpoints.py A B
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 
-def tensors(folder: str) -> dict[str, torch.Tensor]:
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     state = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in saved.items()}
@@ -17,8 +18,14 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     return state
 
 
-a, b = map(tensors, sys.argv[1:])
-if differ := [k for k in a.keys() | b.keys() if k not in a or k not in b or not a[k].equal(b[k])]:
-    sys.exit(f"differ: {sorted(differ)}")
-assert any(key.startswith("model.") for key in a)
-assert any(key.startswith("optimizer.") for key in a)
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    """Those of model and optimizer, and whatever else there is."""
+    a, b = tensors(ours), tensors(theirs)
+    assert any(key.startswith("model.") for key in a)
+    assert any(key.startswith("optimizer.") for key in a)
+    differ = [k for k in a.keys() | b.keys() if k not in a or k not in b or not a[k].equal(b[k])]
+    assert not differ, f"differ: {sorted(differ)}"
+
+
+if __name__ == "__main__":
+    assert_same_tensors(*map(Path, sys.argv[1:]))

@@ -53,6 +53,21 @@ def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.
     )
 
 
+def train_alone(
+    folder: Path, *overrides: object, config: Path = CONFIG, **variables: object
+) -> subprocess.CompletedProcess:
+    """train.py as one process, for what neither the launcher nor a second rank has a part in."""
+    words = ["--job.config_file", config, "--job.dump_folder", folder, *overrides]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *map(str, words)],
+        env=environment(OMP_NUM_THREADS=1, **variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+    )
+
+
 def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -135,25 +150,23 @@ def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
 
 def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_text()
-    result = launch(uninterrupted)
-    assert result.returncode == 0
+    result = train_alone(uninterrupted)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing to do" in result.stdout
     assert "raise training.steps" in result.stdout
     assert (uninterrupted / "metrics.jsonl").read_text() == before
 
 
 def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_path: Path) -> None:
-    """fp32, 1 rank x 2 microbatches and 4 ranks against 2 ranks: the same 20 global batches."""
-    want = losses(uninterrupted)
-    for ranks, local in ((1, 4), (4, 2)):
-        folder = tmp_path / str(ranks)
-        result = launch(folder, "--training.local_batch_size", local, NGPU=ranks)
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert_close(losses(folder), want)
+    """fp32, 1 rank x 2 microbatches against 2 ranks: the same 20 global batches."""
+    result = train_alone(tmp_path / "out", "--training.local_batch_size", 4)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_close(losses(tmp_path / "out"), losses(uninterrupted))
 
 
-def test_a_pipeline_on_four_ranks_trains_and_resumes_the_same(uninterrupted, tmp_path) -> None:
-    """The same global batches as on 2 ranks of FSDP2; rank 0 has no output, and shows the loss."""
+def test_an_earlier_checkpoint_can_be_gone_on_from_in_a_pipeline(uninterrupted, tmp_path) -> None:
+    """On four ranks the same global batches as on 2 ranks of FSDP2; rank 0 has no output, and
+    shows the loss."""
     folder = tmp_path / "out"
     shutil.copytree(uninterrupted, folder)
     options = (
@@ -164,25 +177,26 @@ def test_a_pipeline_on_four_ranks_trains_and_resumes_the_same(uninterrupted, tmp
     )
     result = launch(folder, *options, NGPU=4)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resumed from {folder}/checkpoint/step-15 " in result.stdout
     assert_close(losses(folder), losses(uninterrupted))
+    names = {path.name for path in (folder / "checkpoint").iterdir()}
+    assert names == {"step-15", "step-20", "step-20.aside0"}
 
 
 def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
-    """Nor does it matter whether they were on when a checkpoint was saved."""
+    """Nor does it matter that they were off when the checkpoint was saved."""
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
     options = (
         "--training.enable_cpu_offload",
         *("--parallelism.fsdp_prefetch_layers", 2),
         *("--parallelism.fsdp_reduce_gradients", "every_microbatch"),
+        *("--training.local_batch_size", 1, "--checkpoint.load_step", 15),
     )
-    for start, name in ((0, "new"), (15, "resumed")):
-        folder = tmp_path / name
-        if start:
-            shutil.copytree(uninterrupted, folder)
-        load = ["--checkpoint.load_step", start] if start else []
-        result = launch(folder, *options, "--training.local_batch_size", 1, *load)
-        assert result.returncode == 0, result.stdout + result.stderr
-        assert_close(losses(folder), losses(uninterrupted))
-        assert commit.saved_steps(folder / "checkpoint") == [15, 20]
+    result = launch(folder, *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_close(losses(folder), losses(uninterrupted))
+    assert commit.saved_steps(folder / "checkpoint") == [15, 20]
     # said by the check, before there are ranks; of the ranks' logs it is in the first
     before, after = result.stdout.split("[rank0]:", 1)
     logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
@@ -245,7 +259,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, moment: str) -> None
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    result = launch(folder, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    result = train_alone(folder, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
     assert result.returncode == 3
     assert "non-finite gradient norm (every loss was finite) at step 2" in result.stdout
     assert "the weights are as they were after step 1" in result.stdout
@@ -254,18 +268,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert not (folder / "checkpoint").exists()
 
 
-def test_an_early_step_trains_and_says_what_a_bad_step_leaves(tmp_path: Path) -> None:
+def test_an_early_step_says_what_a_bad_step_leaves(tmp_path: Path) -> None:
+    """That it trains to the same weights is in tests/distributed/test_step.py."""
+    folder = tmp_path / "out"
     early = ("--optimizer.early_step_in_backward", "--training.max_norm", "inf")
-    result = launch(tmp_path / "late", "--training.max_norm", "inf")
-    assert result.returncode == 0, result.stdout + result.stderr
-    result = launch(tmp_path / "early", *early)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert_close(losses(tmp_path / "early"), losses(tmp_path / "late"))
-
-    folder = tmp_path / "bad"
-    result = launch(folder, *early, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    result = train_alone(folder, *early, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
     assert result.returncode == 3
     assert "at step 2; that step may have updated a part of the weights" in result.stdout
+    assert list(losses(folder)) == [1]
     assert not (folder / "checkpoint").exists()
 
 
@@ -279,19 +289,8 @@ def test_less_data_than_a_sample_is_a_config_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_column_that_is_not_there_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"content": "a"}\n')
-    dataset = ("--training.dataset", "json", "--training.dataset_path", data)
-    result = launch(tmp_path / "out", *dataset, HF_DATASETS_CACHE=tmp_path / "cache")
-    assert result.returncode == 2
-    assert result.stderr.count("meshwright:") == 1
-    assert "training.dataset_column = 'text': no such column" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_op_that_torch_lacks_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    """Only torch knows."""
+    """Only torch knows; though both ranks find it, it is said once."""
     result = launch(tmp_path / "out", "--activation_checkpoint.saved_ops", '["aten.mmm"]')
     assert result.returncode == 2
     assert result.stderr.count("meshwright:") == 1
@@ -314,36 +313,27 @@ def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
 
 
 def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """By train.py itself, which other launchers than ours start too."""
     folder = tmp_path / "out"
     options = ("--parallelism.tensor_parallel_degree", 2, "--compile.enable")
-    result = launch(folder, "--parallelism.enable_async_tensor_parallel", *options)
+    one_of_two = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
+    result = train_alone(
+        folder, "--parallelism.enable_async_tensor_parallel", *options, **one_of_two
+    )
     assert result.returncode == 2, result.stdout + result.stderr
+    key = "parallelism.enable_async_tensor_parallel"
+    assert result.stderr.startswith(f"meshwright: --{key}: {key} = True: ")
     assert result.stderr.count("needs GPUs, and this machine trains on its cpu") == 1
     assert not folder.exists()
 
 
-def test_torchrun_alone_reports_a_bad_config_too(tmp_path: Path) -> None:
-    overrides = ["--job.dump_folder", str(tmp_path / "out"), "--training.seq_len", "-1"]
-    result = subprocess.run(
-        [sys.executable, "train.py", "--job.config_file", str(CONFIG), *overrides],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert result.returncode == 2
-    assert result.stderr.startswith("meshwright: --training.seq_len: training.seq_len = -1: ")
-    assert not (tmp_path / "out").exists()
-
-
 def test_bf16_recomputation_and_traces_in_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    result = launch(
+    result = train_alone(
         folder,
         *("--training.mixed_precision_param", "bfloat16", "--training.steps", 12),
         *("--activation_checkpoint.mode", "selective", "--training.deterministic"),
         *("--profiling.enable_profiling", "--metrics.log_freq", 5),
-        NGPU=1,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [row["step"] for row in records(folder)] == [1, 5, 10, 12]
@@ -404,16 +394,6 @@ def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_pat
     )
     assert result.returncode == code
     assert ("rank 1 failed (exit 1)" in result.stderr) == (code == 1)
-
-
-def test_an_earlier_checkpoint_can_be_gone_on_from(uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(uninterrupted, folder)
-    result = launch(folder, "--checkpoint.load_step", 15)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert losses(folder) == losses(uninterrupted)
-    names = {path.name for path in (folder / "checkpoint").iterdir()}
-    assert names == {"step-15", "step-20", "step-20.aside0"}
 
 
 @contextmanager
