@@ -208,7 +208,12 @@ def interrupt(
             plan.pop()
             last_record = (_records(current) or [{"step": 1}])[-1]
             is_due = last_record["step"] % VALIDATION_FREQ == 0
-            if code == EXIT_STOPPED and is_due and FIGURES[-1] not in last_record:
+            if (
+                start.has_begun
+                and is_due
+                and code == EXIT_STOPPED
+                and FIGURES[-1] not in last_record
+            ):
                 how += ", which gave up a validation"
             done[how] += 1
             print(f"{how}; exit code {code}, newest checkpoint {_saved(current)}", flush=True)
