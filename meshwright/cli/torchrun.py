@@ -79,7 +79,7 @@ def _report(error: ChildFailedError, is_asked: bool) -> NoReturn:
     sys.exit(EXIT_STOPPED if is_asked else code)
 
 
-def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
+def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
     """Sorts the failed rank that is the cause before those that fell because of it."""
     if failure.exitcode in OWN_CODES:
         kind = 0
@@ -91,4 +91,8 @@ def _suspicion(failure: ProcessFailure) -> tuple[int, int]:
         kind = 1
     else:
         kind = 2
-    return kind, failure.timestamp
+    try:  # torchrun counts whole seconds; a rank writes this file when it fails
+        when = Path(failure.error_file).stat().st_mtime
+    except OSError:
+        when = failure.timestamp
+    return kind, when

@@ -1,12 +1,15 @@
-"""What the launcher does about signals."""
+"""What the launcher does about signals, and whom it blames."""
 
+import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from meshwright.cli.torchrun import _ask_to_stop
+from meshwright.cli.torchrun import _ask_to_stop, _report
 from meshwright.errors import EXIT_STOPPED
 
 
@@ -20,3 +23,16 @@ def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
     assert request.read_text() == "SIGUSR1"
     with pytest.raises(SignalException):
         _ask_to_stop(request, signal.SIGTERM)
+
+
+def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, capsys) -> None:
+    failures = {}
+    for rank, when in ((0, 1000.6), (1, 1000.2), (2, 1000.9)):
+        file = tmp_path / f"{rank}.json"
+        extra = {"timestamp": "1000", "py_callstack": f"callstack of {rank}"}
+        file.write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
+        os.utime(file, (when, when))
+        failures[rank] = ProcessFailure(rank, 7, 1, str(file))
+    with pytest.raises(SystemExit, match="1"):
+        _report(ChildFailedError("job", failures), is_asked=False)
+    assert capsys.readouterr().err == "meshwright: rank 1 failed (exit 1)\ncallstack of 1"
