@@ -31,13 +31,12 @@ from meshwright.checkpoint import commit
 from meshwright.errors import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
-STEPS, VALIDATION_FREQ = 120, 10
+VALIDATION_FREQ = 10
 JOB = {
     "model.args": "{dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, hidden_dim = 64}",
     "training.seq_len": 64,
     "training.local_batch_size": 2,
     "training.global_batch_size": 8,
-    "training.steps": STEPS,
     "training.mixed_precision_param": "float32",
     "optimizer.lr": "4e-3",
     "lr_scheduler.warmup_steps": 5,
@@ -58,14 +57,14 @@ START_S, COMPILED_START_S = 8, 20
 class Start:
     """The job, started into `folder`; up to its end."""
 
-    def __init__(self, folder: Path, is_compiled: bool, mode: str) -> None:
+    def __init__(self, folder: Path, steps: int, is_compiled: bool, mode: str) -> None:
         self.folder, self.console = folder, folder.with_suffix(".log")
         self.newest = _saved(folder)
         self._begun = time.time()
         self._start_s = COMPILED_START_S if is_compiled else START_S
         self._records_before = _records(folder)
         keys = JOB | {"checkpoint.async_mode": mode, "job.dump_folder": folder}
-        keys |= {"compile.enable": str(is_compiled).lower()}
+        keys |= {"training.steps": steps, "compile.enable": str(is_compiled).lower()}
         with self.console.open("wb") as console:
             self.process = subprocess.Popen(
                 [ROOT / "run_llama_train.sh", *(f"--{key}={value}" for key, value in keys.items())],
@@ -166,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -174,25 +174,25 @@ def main() -> None:
     chance.shuffle(plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interruptions_") as folder:
-        done = interrupt(Path(folder), plan, options.compile, chance)
+        done = interrupt(Path(folder), plan, options.steps, options.compile, chance)
     for what, count in sorted(done.items()):
         print(f"{count:5}  {what}")
     print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
 
 
 def interrupt(
-    folder: Path, plan: list[str], is_compiled: bool, chance: random.Random
+    folder: Path, plan: list[str], steps: int, is_compiled: bool, chance: random.Random
 ) -> Counter[str]:
     """Go through `plan`, and on to the last step; how often what was done."""
     reference = folder / "uninterrupted"
-    start = Start(reference, is_compiled, "disabled")
+    start = Start(reference, steps, is_compiled, "disabled")
     if start.end():
         sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
     want = {record["step"]: record for record in _records(reference)}
     done, rounds = Counter[str](), 0
     while True:
         current = folder / f"round_{rounds}"
-        start = Start(current, is_compiled, chance.choice(("disabled", "thread", "process")))
+        start = Start(current, steps, is_compiled, chance.choice(("disabled", "thread", "process")))
         how = ""
         try:
             if plan:
@@ -221,7 +221,7 @@ def interrupt(
         (current / "STOP").unlink(missing_ok=True)  # it came too late
         rounds += 1
         compare = [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
-        last = [run / "checkpoint" / f"step-{STEPS}" for run in (current, reference)]
+        last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
         subprocess.run([*compare, *last], check=True)
         print("at the last step, all tensors equal", flush=True)
         if not plan:
