@@ -31,6 +31,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
+from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import whole_cursor
@@ -117,7 +118,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
 
     Raises:
         TrainingError: if a step was bad beyond what is allowed; or if it was asked to stop, and
-            could not save what it had trained.
+            would not go on from there when started again.
     """
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     steps = config.training.steps
@@ -257,12 +258,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if stop.reason:
         stop.heeded()
     if not is_last:
-        if step > saved["step"] and not config.checkpoint.enable:
-            # what starts it again by itself would do so for ever
-            raise TrainingError(
-                f"after step {step} of {steps}: {stop.reason}; what was trained is lost: "
-                "checkpoint.enable = false"
-            )
+        if step > saved["step"]:
+            _check_goes_on(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
         words = "stopped after step %d of %d: %s; start it again to go on"
         logger.info(words, step, steps, stop.reason)
     else:
@@ -272,6 +269,19 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     dist.barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_last
+
+
+def _check_goes_on(config: Checkpoint, stopped: str) -> None:
+    """Raise if a job that was stopped and is started again with the same words does not go on from
+    there: what starts it again by itself would do so for ever.
+    """
+    if not config.enable:
+        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.enable = false")
+    if config.load_step != -1:
+        raise TrainingError(
+            f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
+            "from there again: leave it out to go on"
+        )
 
 
 def _announce(plan: Plan, device: torch.device) -> None:

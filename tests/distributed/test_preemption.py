@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright import preemption
+from meshwright.checkpoint import commit
 from meshwright.preemption import STOP_FILE, StopRequest
 from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
 
@@ -173,11 +174,19 @@ os._exit(0)
 """
 
 
-def test_what_is_lost_is_not_said_to_go_on(tmp_path: Path) -> None:
-    """Who starts a job again that exits with 75 would start this one again for ever."""
-    words = [sys.executable, "-c", STOPPED_SOON, str(tmp_path), "--checkpoint.enable", "false"]
+def result_of_stopping(folder: Path, *overrides: str) -> str:
+    words = [sys.executable, "-c", STOPPED_SOON, str(folder), *overrides]
     output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
-    result = output.splitlines()[-1]
-    assert result.startswith("result after step ")
-    assert result.endswith("STOP is there; what was trained is lost: checkpoint.enable = false")
-    assert not (tmp_path / STOP_FILE).exists()
+    assert not (folder / STOP_FILE).exists()
+    return output.splitlines()[-1]
+
+
+def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
+    """Who starts a job again that exits with 75 would start these again for ever."""
+    lost = result_of_stopping(tmp_path, "--checkpoint.enable", "false")
+    assert lost.startswith("result after step ")
+    assert lost.endswith("STOP is there; what was trained is lost: checkpoint.enable = false")
+    assert result_of_stopping(tmp_path) == "result False"
+    (step,) = commit.saved_steps(tmp_path / "checkpoint")
+    back = result_of_stopping(tmp_path, "--checkpoint.load_step", str(step))
+    assert f"it is saved, but checkpoint.load_step = {step} would begin from there again" in back
