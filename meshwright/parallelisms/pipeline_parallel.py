@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -24,6 +25,19 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
     for name, _ in list(model.named_children()):
         if name != "layers" and name not in names:
             setattr(model, name, None)
+
+
+class Stage(PipelineStage):
+    """A stage of torch's, which greets no stage on its own rank.
+
+    Schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
+    them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
+    not call this.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        messages = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.group_peer != self.group_rank]
 
 
 class Pipeline:
@@ -65,7 +79,7 @@ class Pipeline:
             for index in range(num_stages)
         ]
         wrapped = [
-            PipelineStage(
+            Stage(
                 module,
                 index,
                 num_stages,
