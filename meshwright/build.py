@@ -50,6 +50,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         enable_cpu_offload=training.enable_cpu_offload,
         enable_loss_parallel=not config.parallelism.disable_loss_parallel,
         enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
+        context_parallel_attention=config.parallelism.context_parallel_attention,
         ac_mode=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         saved_ops=config.activation_checkpoint.saved_ops,

@@ -125,7 +125,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    check_device(config, device.type)
+    check_device(config, device.type, plan.model_args.head_dim)
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     found, is_said = checkpoints.find(), CHECKED in os.environ

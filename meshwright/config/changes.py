@@ -50,7 +50,8 @@ EFFECTS: dict[str, Effect] = {
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
         "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
-        "context_parallel_degree pipeline_parallel_degree pipeline_parallel_schedule "
+        "context_parallel_degree context_parallel_attention "
+        "pipeline_parallel_degree pipeline_parallel_schedule "
         "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "
         "fsdp_prefetch_layers",
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",

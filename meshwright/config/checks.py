@@ -11,6 +11,9 @@ from meshwright.config.job_config import JobConfig
 from meshwright.errors import check, did_you_mean
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
+CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
+RING_HEAD_DIMS = range(8, 257, 8)
+"""Widths of heads that flash attention takes on GPUs."""
 
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
@@ -173,6 +176,26 @@ def check_sections(config: JobConfig) -> None:
     )
     _check_fsdp(config)
     _check_async_tensor_parallel(config)
+    _check_context_parallel_attention(config)
+
+
+def _check_context_parallel_attention(config: JobConfig) -> None:
+    """What a config asks for by name must be what it gets."""
+    key, attention = CONTEXT_PARALLEL_ATTENTION, config.parallelism.context_parallel_attention
+    check(
+        attention == "auto" or config.parallelism.context_parallel_degree > 1,
+        key,
+        attention,
+        "there is no context parallelism",
+        "set parallelism.context_parallel_degree above 1, or leave it out",
+    )
+    check(
+        attention != "ring" or not config.training.mask_documents,
+        key,
+        attention,
+        "a ring knows no documents, and training.mask_documents = true",
+        'use "gather"',
+    )
 
 
 def _check_async_tensor_parallel(config: JobConfig) -> None:
@@ -194,8 +217,11 @@ def _check_async_tensor_parallel(config: JobConfig) -> None:
     )
 
 
-def check_device(config: JobConfig, device_type: str) -> None:
+def check_device(config: JobConfig, device_type: str, head_dim: int) -> None:
     """Rules that only a rank can check, which knows its device.
+
+    Args:
+        head_dim: width of a head of the model.
 
     Raises:
         ConfigError: naming the first that is broken.
@@ -219,6 +245,17 @@ def check_device(config: JobConfig, device_type: str) -> None:
         "flex attention, which does it on GPUs, is not known to work with a schedule that goes "
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
+    )
+    check(
+        device_type != "cuda"
+        or parallelism.context_parallel_attention != "ring"
+        or (config.training.mixed_precision_param != "float32" and head_dim in RING_HEAD_DIMS),
+        CONTEXT_PARALLEL_ATTENTION,
+        "ring",
+        "its kernel on GPUs, flash attention, takes 16-bit numbers in heads whose width is a "
+        f"multiple of 8 up to 256; here mixed_precision_param is "
+        f"{config.training.mixed_precision_param!r} and heads are {head_dim} wide",
+        'use "gather", or change what does not fit',
     )
     # torch takes attention for random; on CPU it saves a random state for it, and that in the place
     # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,

@@ -311,6 +311,11 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
+    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
+    """How a rank's queries meet all keys. gather: it gathers keys and values, a layer at a time.
+    ring: they go around from rank to rank, and none holds more than two parts of them. auto: ring
+    on GPUs, with 16-bit activations and whole sequences; gather elsewhere."""
+
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""
 
@@ -347,6 +352,7 @@ SAVED_OPS = [
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
+    "meshwright.ring_attention",
 ]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
+from meshwright.parallelisms.ring_attention import is_taken, ring_attention
 
 # torch 2.13 deprecates the only name that 2.11 has
 _all_gather: Callable[..., Tensor] = (
@@ -23,6 +25,9 @@ _all_gather: Callable[..., Tensor] = (
     if hasattr(_functional_collectives, "all_gather_single_autograd")
     else _functional_collectives.all_gather_tensor_autograd
 )
+
+
+Attention = Literal["auto", "gather", "ring"]
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
@@ -45,26 +50,37 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh) -> None:
+def apply_cp(model: Decoder, mesh: DeviceMesh, attention: Attention = "auto") -> None:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Keys and values are gathered, queries stay. With grouped heads those are the smaller part, and
-    unlike a ring it needs no kernel of its own. Collective in forward and backward.
+    Queries stay; keys and values are gathered, or go around in a ring. Collective in forward and
+    backward.
     """
-    attend = functools.partial(_attend, mesh=mesh)  # one for all: else each block is compiled anew
+    is_ring = attention == "ring" or (attention == "auto" and mesh.device_type == "cuda")
+    ring = mesh.get_group().group_name if is_ring else None
+    attend = functools.partial(_attend, mesh=mesh, ring=ring)  # one for all: blocks share a graph
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = attend
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, mesh: DeviceMesh
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    mesh: DeviceMesh,
+    ring: str | None,
 ) -> Tensor:
     """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H).
 
     Args:
         mask: of this rank's queries and all keys; None: only causal.
+        ring: name of the group of `mesh` if keys and values are to go around, where they can.
     """
+    if ring is not None and mask is None and is_taken(q):
+        return ring_attention(q, k, v, ring)[0]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # leaves out by itself what comes later
         return masked_attention(q, k, v, mask)

@@ -27,6 +27,7 @@ def parallelize_llama(
     enable_cpu_offload: bool = False,
     enable_loss_parallel: bool = True,
     enable_async_tensor_parallel: bool = False,
+    context_parallel_attention: context_parallel.Attention = "auto",
     ac_mode: activation_checkpoint.Mode = "none",
     selective_ac_option: str = "op",
     saved_ops: Sequence[str] = SAVED_OPS,
@@ -47,7 +48,7 @@ def parallelize_llama(
     if enable_async_tensor_parallel:
         tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
-        context_parallel.apply_cp(model, meshes.cp)
+        context_parallel.apply_cp(model, meshes.cp, context_parallel_attention)
     activation_checkpoint.apply_ac(
         model.layers,
         ac_mode,

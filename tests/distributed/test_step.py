@@ -168,24 +168,29 @@ def test_reducing_every_microbatch_does_not_change_the_numbers(
     on_ranks(replicate * shard * tp, steps_on_mesh, dims, 2, {}, TINY, True)
 
 
+@pytest.mark.parametrize("attention", ["gather", "ring"])
 @pytest.mark.parametrize(
     ("replicate", "shard", "cp", "tp"),
     [(1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)],
 )
-def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
+def test_context_parallelism(on_ranks, replicate, shard, cp, tp, attention) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-    on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
+    options = {"context_parallel_attention": attention}
+    on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, options)
 
 
 @pytest.mark.parametrize(
-    ("backend", "ac_mode"),
+    ("attention", "backend", "ac_mode"),
     [
-        ("inductor", "selective"),
-        *(("aot_eager", ac_mode) for ac_mode in ("none", "full", "memory_budget")),
+        ("gather", "inductor", "selective"),
+        *(("gather", "aot_eager", ac_mode) for ac_mode in ("none", "full", "memory_budget")),
+        ("ring", "inductor", "none"),
+        *(("ring", "aot_eager", ac_mode) for ac_mode in ("full", "selective", "memory_budget")),
     ],
 )
-def test_context_parallelism_compiled(on_ranks, backend, ac_mode) -> None:
+def test_context_parallelism_compiled(on_ranks, attention, backend, ac_mode) -> None:
     options = {"compile_backend": backend, "ac_mode": ac_mode}
+    options["context_parallel_attention"] = attention
     on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=1, cp=2), 2, options)
 
 
@@ -232,6 +237,12 @@ def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
 def test_options_in_a_pipeline(on_ranks, schedule, options) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2, tp=2)
     on_ranks(4, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_ring_attention_in_a_pipeline(on_ranks, schedule) -> None:
+    dims, options = ParallelDims(dp_replicate=1, dp_shard=1, pp=2, cp=2), SCHEDULES[schedule]
+    on_ranks(4, steps_on_mesh, dims, 4, options | {"context_parallel_attention": "ring"}, DEEP)
 
 
 def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:

@@ -130,6 +130,10 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+RING = (
+    *("--parallelism.context_parallel_degree", "2"),
+    *("--parallelism.context_parallel_attention", "ring"),
+)
 ASYNC_TP = (
     "--parallelism.enable_async_tensor_parallel",
     *("--parallelism.tensor_parallel_degree", "2"),
@@ -198,6 +202,8 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             "nothing is loaded while checkpoint.enable is false",
         ),
         (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
+        (["--parallelism.context_parallel_attention", "ring"], "there is no context parallelism"),
+        ([*RING, "--training.mask_documents"], "a ring knows no documents"),
         (
             ASYNC_TP,
             "nothing is compiled by inductor",
@@ -298,17 +304,34 @@ def test_what_torch_cannot_compile_on_a_cpu(words) -> None:
     compiled = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
     config, _ = load_config([*words, *compiled])
     with pytest.raises(ConfigError, match="cannot compile recomputed attention under tensor"):
-        check_device(config, "cpu")
-    check_device(config, "cuda")
-    check_device(load_config(compiled)[0], "cpu")
-    check_device(load_config([*words, compiled[1]])[0], "cpu")
+        check_device(config, "cpu", 64)
+    check_device(config, "cuda", 64)
+    check_device(load_config(compiled)[0], "cpu", 64)
+    check_device(load_config([*words, compiled[1]])[0], "cpu", 64)
 
 
 def test_async_tensor_parallelism_needs_a_gpu() -> None:
     config, _ = load_config([*ASYNC_TP, "--compile.enable"])
-    check_device(config, "cuda")
+    check_device(config, "cuda", 64)
     with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
-        check_device(config, "cpu")
+        check_device(config, "cpu", 64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "is_taken"),
+    [
+        *[("bfloat16", 64, True), ("bfloat16", 20, False), ("bfloat16", 264, False)],
+        ("float32", 64, False),
+    ],
+)
+def test_a_ring_on_gpus_needs_flash_attention(dtype, head_dim, is_taken) -> None:
+    config, _ = load_config([*RING, f"--training.mixed_precision_param={dtype}"])
+    check_device(config, "cpu", head_dim)
+    if is_taken:
+        check_device(config, "cuda", head_dim)
+        return
+    with pytest.raises(ConfigError, match=f"'{dtype}' and heads are {head_dim} wide"):
+        check_device(config, "cuda", head_dim)
 
 
 def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
@@ -363,10 +386,10 @@ def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
     words = ["--training.mask_documents", "--parallelism.pipeline_parallel_degree=2"]
     key = "--parallelism.pipeline_parallel_schedule"
     config, _ = load_config([*words, f"{key}=ZBVZeroBubble"])
-    check_device(config, "cpu")
+    check_device(config, "cpu", 64)
     with pytest.raises(ConfigError, match="not known to work with a schedule that goes backward"):
-        check_device(config, "cuda")
-    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda")
+        check_device(config, "cuda", 64)
+    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda", 64)
 
 
 PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'

@@ -1,0 +1,137 @@
+"""Ring attention: keys and values travel around the cp axis, and no rank ever holds all of them.
+
+Source: Liu et al. 2023, arXiv:2310.01889; of chunks that are dealt out evenly: Brandon et al. 2023,
+arXiv:2311.09431.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# As torch's functional collectives find it: an operator cannot be given a group, only its name.
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+# torch's ring without its public face, context_parallel(), which makes DTensors of q, k and v, for
+# whose dispatch the kernel of CPUs has no rule (2.13). It has chunks where `local_positions` has
+# them. Should it move, `context_parallel_attention = "gather"` does not need it.
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+
+from meshwright.config.checks import RING_HEAD_DIMS
+
+SEQUENCE = 2
+"""Of (B, N, S, H), the dimension that is cut."""
+
+aten = torch.ops.aten
+
+Kernel = Callable[..., tuple[Tensor, ...]]
+
+
+def is_taken(q: Tensor) -> bool:
+    """Whether the kernel of the device of `q`, (B, N, S, H), takes its type and size of head."""
+    if not q.is_cuda:
+        return True
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] in RING_HEAD_DIMS
+
+
+def kernels(q: Tensor, k: Tensor) -> tuple[Kernel, Kernel]:
+    """Attention and its gradients on the device of `q` and `k`, (B, N or K, S, H), as torch's ring
+    calls them: the first gives outputs and the logarithms of the sums of exponential scores."""
+    if not q.is_cuda:
+        return (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0),
+        )
+    # what sequences of several lengths and dropout would need; it is not looked at
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    backward = partial(
+        aten._scaled_dot_product_flash_attention_backward,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[SEQUENCE],
+        max_k=k.shape[SEQUENCE],
+        dropout_p=0.0,
+        philox_seed=unused,
+        philox_offset=unused,
+    )
+    return aten._scaled_dot_product_flash_attention, backward
+
+
+# An operator, so that the compiler leaves its insides alone, and so that activation checkpointing
+# by op can keep what it gives: to compute it again would send keys and values around once more.
+@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries to the keys of all ranks of a group. Collective.
+
+    Args:
+        q: (B, N, S/cp, H), at `local_positions`.
+        k: (B, K, S/cp, H), at the same; K divides N.
+        v: as `k`.
+        group_name: of the cp axis.
+
+    Returns:
+        (B, N, S/cp, H), and the logarithm of the sum of the exponential scores, (B, N, S/cp) fp32.
+    """
+    out, logsumexp, *_ = torch_ring._templated_ring_attention(
+        _group(group_name), SEQUENCE, kernels(q, k)[0], q, k, v, is_causal=True
+    )
+    return out.contiguous(), logsumexp.contiguous()
+
+
+@ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `q`, `k` and `v`, in their shapes; arguments as `ring_attention`'s."""
+    gradients = torch_ring._templated_ring_attention_backward(
+        _group(group_name),
+        SEQUENCE,
+        kernels(q, k)[1],
+        grad,
+        "grad_out",
+        q,
+        k,
+        v,
+        out,
+        logsumexp,
+        is_causal=True,
+    )
+    grad_q, grad_k, grad_v = gradients[:3]
+    return grad_q.contiguous(), grad_k.clone(), grad_v.clone()  # those two share memory
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]
+) -> None:
+    q, k, v, ctx.group_name = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    q, k, v, out, logsumexp = ctx.saved_tensors
+    gradients = ring_attention_backward(grad, q, k, v, out, logsumexp, ctx.group_name)
+    return *gradients, None
+
+
+ring_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _group(name: str) -> ProcessGroup:
+    """The group of this name, with torch's ring set to pass on one part after the other."""
+    torch_ring._cp_options.rotate_method = torch_ring._RotateMethod.ALL_TO_ALL  # not all at once
+    return _resolve_process_group(GroupName(name))

@@ -1,0 +1,141 @@
+"""Ring attention against torch's attention to the whole sequence, and what it costs."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.parallelisms import ring_attention
+from meshwright.parallelisms.context_parallel import local_positions
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.helpers.tiny import SEQ_LEN, TINY, meshes_of, parallel_llama
+
+
+def _ring(cp: int):
+    """The cp axis over all ranks, and attention around it."""
+    mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
+    name = mesh.get_group().group_name
+    return mesh, functools.partial(ring_attention.ring_attention, group_name=name)
+
+
+def _inputs(dtype: torch.dtype, seq_len: int = 32) -> list[torch.Tensor]:
+    """Queries, keys and values of grouped heads, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, seq_len, 8) for heads in (4, 2, 2, 4)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
+    mesh, attend = _ring(cp)
+    *inputs, grad = _inputs(dtype)
+    positions = local_positions(grad.shape[2], mesh, grad.device)
+
+    whole = [part.float().requires_grad_() for part in inputs]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wants = [expected, *torch.autograd.grad(expected, whole, grad.float())]
+
+    own = [part[:, :, positions].requires_grad_() for part in inputs]
+    output, logsumexp = attend(*own)
+    assert logsumexp.dtype == torch.float32
+    gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
+    for name, got, want in zip("oqkv", gets, wants, strict=True):
+        assert got.dtype == dtype
+        want = want[:, :, positions]
+        error = ((got.float() - want).norm() / want.norm()).item()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
+)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_it_is_attention_to_the_whole_sequence(on_ranks, cp, dtype, tolerance) -> None:
+    on_ranks(cp, _attend_to_the_whole, cp, dtype, tolerance)
+
+
+def _check_as_an_operator() -> None:
+    _, attend = _ring(2)
+    q, k, v, _ = (part.requires_grad_() for part in _inputs(torch.float32))
+    name = attend.keywords["group_name"]
+    torch.library.opcheck(ring_attention.ring_attention, (q, k, v, name))
+    # as attention has them: heads in front of positions by a transposition
+    q, k, v = (part.transpose(1, 2).contiguous().transpose(1, 2).detach() for part in (q, k, v))
+    torch.library.opcheck(ring_attention.ring_attention, (q, k, v, name))
+    saved = (*attend(q, k, v), name)
+    torch.library.opcheck(ring_attention.ring_attention_backward, (q, q, k, v, *saved))
+
+
+def test_what_it_tells_the_compiler_is_so(on_ranks) -> None:
+    """Shapes, strides, types, aliases and gradients, by torch's own check of operators."""
+    on_ranks(2, _check_as_an_operator)
+
+
+class CountCalls(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _rounds(options: dict[str, object]) -> tuple[int, int]:
+    """Rounds of the ring, forward and backward, in one forward and backward of a model."""
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
+    model, meshes = parallel_llama(dims, context_parallel_attention="ring", **options)
+    tokens = torch.arange(SEQ_LEN // 2).unsqueeze(0)
+    positions = local_positions(SEQ_LEN, meshes.cp, tokens.device)
+    with CountCalls() as count:
+        model.stages[0](tokens, positions=positions).sum().backward()
+    names = ("meshwright::ring_attention", "meshwright::ring_attention_backward")
+    return count.calls[names[0]], count.calls[names[1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({}, 1),
+        ({"ac_mode": "full"}, 2),
+        ({"ac_mode": "selective"}, 1),  # by op
+        ({"ac_mode": "selective", "saved_ops": ["aten.mm"]}, 2),
+    ],
+    ids=["none", "full", "op", "op-mm"],
+)
+def test_by_op_keys_do_not_go_around_again(on_ranks, options, times) -> None:
+    for forward, backward in on_ranks(2, _rounds, options):
+        assert forward == times * TINY.n_layers
+        assert backward == TINY.n_layers
+
+
+def test_kernels_of_gpus_take_what_a_ring_gives_them() -> None:
+    """Without a GPU: names, types and shapes."""
+    of_gpu = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+    with FakeTensorMode():
+        q, k = of_gpu(2, 4, 32, 64), of_gpu(2, 2, 32, 64)
+        assert ring_attention.is_taken(q)
+        assert not ring_attention.is_taken(of_gpu(2, 4, 32, 60))
+        assert not ring_attention.is_taken(of_gpu(2, 4, 32, 64, dtype=torch.float32))
+        forward, backward = ring_attention.kernels(q, k)
+        first_keys, last_queries = of_gpu(2, 2, 16, 64), of_gpu(2, 4, 16, 64)
+        rounds = [(q, k, True), (q, first_keys, False), (last_queries, k, False)]
+        for queries, keys, is_causal in rounds:
+            output, logsumexp, *_ = forward(queries, keys, keys, is_causal=is_causal)
+            assert output.shape == queries.shape
+            assert (logsumexp.shape, logsumexp.dtype) == (queries.shape[:-1], torch.float32)
+            gradients = backward(
+                query=queries,
+                key=keys,
+                value=keys,
+                out=output,
+                logsumexp=logsumexp,
+                is_causal=is_causal,
+                grad_out=output,
+            )
+            assert [grad.shape for grad in gradients] == [queries.shape, keys.shape, keys.shape]
