@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.batch import Batch
@@ -22,6 +22,7 @@ from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
+from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama, whole
 
 STEPS, GLOBAL_BATCH = 3, 8
@@ -144,7 +145,7 @@ def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
         assert isinstance(stage, FSDPModule)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
-                for group in fully_shard.state(module)._fsdp_param_groups:
+                for group in parameter_groups(module):
                     assert group.offload_policy == CPUOffloadPolicy(pin_memory=False), group
     steps_on_mesh(dims, num_microbatches, {"enable_cpu_offload": True})
 

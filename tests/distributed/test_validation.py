@@ -17,6 +17,7 @@ from meshwright.validation import Evaluation, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_state_dict import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
+from tests.helpers.fsdp import parameter_groups
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.tiny import TIED, TINY, plain_llama
 
@@ -214,7 +215,7 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
             assert not fully_shard.state(stage)._comm_ctx.post_forward_order
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
-                    for group in fully_shard.state(module)._fsdp_param_groups:
+                    for group in parameter_groups(module):
                         assert group.is_sharded
     return counts
 
