@@ -1,12 +1,11 @@
 """FSDP2: parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -55,19 +54,18 @@ def apply_fsdp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     high = MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=reduce_dtype, output_dtype=param_dtype
+        param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    for module in kept:  # the loss takes fp32 logits as they are
+        _compute_in_fp32(module, torch.float32 if module is model.output else param_dtype)
     # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def group(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
-        policy = high if modules[0] in kept else low
-        if modules[0] is model.output:  # the loss takes fp32 logits as they are
-            policy = dataclasses.replace(policy, output_dtype=None)
         return fully_shard(
             [*modules],
             mesh=mesh,
-            mp_policy=policy,
+            mp_policy=high if modules[0] in kept else low,
             offload_policy=offload if enable_cpu_offload else OffloadPolicy(),
             reshard_after_forward=reshard_after_forward,
         )[0]
@@ -98,6 +96,24 @@ def apply_fsdp(
         _prefetch(root, layers, prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
+
+
+def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
+    """Cast what goes into `module` to fp32, and what it gives to `output_dtype`.
+
+    FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
+    """
+
+    def raise_inputs(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(
+            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+        )
+
+    def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
+        return output.to(output_dtype)
+
+    module.register_forward_pre_hook(raise_inputs)
+    module.register_forward_hook(lower_output)
 
 
 def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:

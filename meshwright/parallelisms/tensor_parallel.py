@@ -74,6 +74,8 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
     parallelize_module(model, mesh, present)
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_own_storage)
+    if model.output is not None and not enable_loss_parallel:
+        model.output.register_forward_hook(_contiguous)
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:
@@ -98,3 +100,9 @@ def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) 
     """Wait for the reduce-scatter and copy: compiled blocks fail in backward ('Tensor' object has
     no attribute '_local_tensor', torch 2.13) when their input is the collective's own result."""
     return output.clone()
+
+
+def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Logits of a vocabulary that does not divide come with gaps; pipelines of torch 2.11 insist on
+    the strides that they were told."""
+    return output.contiguous()

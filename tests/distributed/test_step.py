@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch import config as partitioner
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +21,14 @@ from meshwright.health import Health
 from meshwright.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
+from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama, whole
 
 STEPS, GLOBAL_BATCH = 3, 8
+HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +138,8 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
+    if options.get("ac_mode") == "memory_budget" and tp > 1 and not HAS_BUDGET_OF_MESHES:
+        pytest.skip("torch cannot, and says so")
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
 
@@ -748,6 +753,7 @@ def _gradients_sent(options: dict) -> int:
     return counter.counts["send"] if meshes.pp.get_local_rank() == 1 else 0
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch sends gradients to every stage")
 def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
     assert on_ranks(2, _gradients_sent, {}) == [0, 4]
     assert on_ranks(2, _gradients_sent, frozen("tok_embeddings.*", "layers.[01].*")) == [0, 0]
