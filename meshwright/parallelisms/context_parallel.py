@@ -58,13 +58,13 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, attention: Attention = "auto") ->
     """
     is_ring = attention == "ring" or (attention == "auto" and mesh.device_type == "cuda")
     ring = mesh.get_group().group_name if is_ring else None
-    attend = functools.partial(_attend, mesh=mesh, ring=ring)  # one for all: blocks share a graph
+    shared = functools.partial(attend, mesh=mesh, ring=ring)  # so that blocks share a graph
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
-        core.forward = attend
+        core.forward = shared
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -24,6 +24,7 @@ KEYS = {
 }
 """Config key of each axis of the mesh."""
 
+RING = {"context_parallel_attention": "ring"}
 Degrees = Mapping[str, int]
 
 
@@ -45,8 +46,8 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     """The config's own shape, each of its axes alone, and what users switch on and off."""
     cases = []
     shapes = _own_shapes(config, args)
-    own_options = _own_options(config)
     for shape in shapes:
+        own_options = _own_options(config, shape)
         if config.compile.enable and "tp" in shape and recomputes_attention(config):  # not on CPUs
             own_options["compile"] = {"enable": False}
             cases.append(_case("as configured, but eager", small, shape, **own_options))
@@ -55,6 +56,8 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     used = sorted({axis for shape in shapes for axis in shape}, key=list(KEYS).index)
     for axis in used:
         cases.append(_case(f"{axis} alone", small, {axis: 2}))
+    if "cp" in used and not config.training.mask_documents:
+        cases.append(_case("ring attention", small, {"cp": 2}, parallelism=RING))  # GPUs' default
     shape = shapes[0]
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
@@ -85,6 +88,10 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
         for name in SCHEDULES:
             mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
             cases.append(_case(name, small, mesh, parallelism=schedule))
+    if not small.training.mask_documents:
+        for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
+            if not ("pp" in mesh and args.tie_embeddings):
+                cases.append(_case("ring attention", small, mesh, parallelism=RING))
     return distinct(cases)
 
 
@@ -100,10 +107,12 @@ def _own_shapes(config: JobConfig, args: LlamaArgs) -> list[Degrees]:
     return [dict.fromkeys(group, 2) for group in groups]
 
 
-def _own_options(config: JobConfig) -> dict[str, Any]:
+def _own_options(config: JobConfig, shape: Degrees) -> dict[str, Any]:
     """How the config computes, without its degrees and what depends on the size of the model."""
     left_out = {*KEYS.values(), "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
+    if "cp" not in shape:
+        left_out.add("context_parallel_attention")
     parallelism = config.parallelism.model_dump(exclude=left_out)
     return {
         "parallelism": parallelism,

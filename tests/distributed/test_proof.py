@@ -171,6 +171,20 @@ def test_every_case_of_every_preset_can_run(preset) -> None:
         assert (getattr(own.config.parallelism, key) > 1) == is_used, text
 
 
+def test_a_ring_is_proved_as_configured_and_where_gpus_have_it_by_default() -> None:
+    axes = [f"--parallelism.{KEYS[axis]}=2" for axis in ("pp", "dp_shard", "cp", "tp")]
+    for attention in ("ring", "auto"):
+        config, _ = load_config([*axes, f"--parallelism.context_parallel_attention={attention}"])
+        args = FLAVORS[config.model.flavor]
+        cases = default_cases(config, shrink(config, args), args)
+        assert any(case.name == "ring attention: cp 2" for case in cases)
+        for case in cases:
+            plan = preflight(case.config, case.world_size)
+            if case.name.startswith("as configured"):
+                want = attention if plan.dims.cp > 1 else "auto"
+                assert case.config.parallelism.context_parallel_attention == want
+
+
 def test_what_is_kept_and_what_is_not() -> None:
     tied = FLAVORS["llama3_1b"]
     config, _ = load_config(

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,18 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.build import build_model
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.models.layers.document_mask import dense_mask
 from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.context_parallel import local_positions
+from meshwright.parallelisms.context_parallel import attend, local_positions
 from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.preflight import preflight
+from meshwright.proof.cases import KEYS
 from tests.helpers.tiny import SEQ_LEN, TINY, meshes_of, parallel_llama
+
+DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 
 
 def _ring(cp: int):
@@ -30,7 +39,7 @@ def _inputs(dtype: torch.dtype, seq_len: int = 32) -> list[torch.Tensor]:
 
 
 def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
-    mesh, attend = _ring(cp)
+    mesh, around = _ring(cp)
     *inputs, grad = _inputs(dtype)
     positions = local_positions(grad.shape[2], mesh, grad.device)
 
@@ -39,7 +48,7 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
     wants = [expected, *torch.autograd.grad(expected, whole, grad.float())]
 
     own = [part[:, :, positions].requires_grad_() for part in inputs]
-    output, logsumexp = attend(*own)
+    output, logsumexp = around(*own)
     assert logsumexp.dtype == torch.float32
     gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
     for name, got, want in zip("oqkv", gets, wants, strict=True):
@@ -58,20 +67,69 @@ def test_it_is_attention_to_the_whole_sequence(on_ranks, cp, dtype, tolerance) -
 
 
 def _check_as_an_operator() -> None:
-    _, attend = _ring(2)
+    _, around = _ring(2)
     q, k, v, _ = (part.requires_grad_() for part in _inputs(torch.float32))
-    name = attend.keywords["group_name"]
+    name = around.keywords["group_name"]
     torch.library.opcheck(ring_attention.ring_attention, (q, k, v, name))
     # as attention has them: heads in front of positions by a transposition
     q, k, v = (part.transpose(1, 2).contiguous().transpose(1, 2).detach() for part in (q, k, v))
     torch.library.opcheck(ring_attention.ring_attention, (q, k, v, name))
-    saved = (*attend(q, k, v), name)
+    saved = (*around(q, k, v), name)
     torch.library.opcheck(ring_attention.ring_attention_backward, (q, q, k, v, *saved))
 
 
 def test_what_it_tells_the_compiler_is_so(on_ranks) -> None:
     """Shapes, strides, types, aliases and gradients, by torch's own check of operators."""
     on_ranks(2, _check_as_an_operator)
+
+
+def _built_to_go_around(config: JobConfig) -> list[bool]:
+    plan = preflight(config, 2)
+    model = build_model(plan, meshes_of(plan.dims, "cpu"), torch.device("cpu"))
+    cores = [block.attention.core for block in model.stages[0].layers.values()]
+    return [core.forward.keywords["ring"] is not None for core in cores]
+
+
+def test_the_config_decides(on_ranks) -> None:
+    axes = [f"--parallelism.{KEYS[axis]}={n}" for axis, n in (("dp_shard", 1), ("cp", 2))]
+    for attention, is_ring in (("ring", True), ("gather", False), ("auto", False)):  # on CPUs
+        words = [*axes, f"--parallelism.context_parallel_attention={attention}"]
+        config, _ = load_config(["--job.config_file", str(DEBUG), *words])
+        for built in on_ranks(2, _built_to_go_around, config):
+            assert built == [is_ring] * 6, attention
+
+
+def _attend_to_documents() -> None:
+    mesh, ring = _ring(2)
+    *inputs, _ = _inputs(torch.float32)
+    positions = local_positions(32, mesh, inputs[0].device)
+    own = [part[:, :, positions] for part in inputs]
+    documents = (torch.arange(32) >= 11).long().expand(2, -1)
+    mask = dense_mask(documents, positions)
+    name = ring.keywords["group_name"]
+    assert torch.equal(
+        attend(*own, mask, mesh=mesh, ring=name), attend(*own, mask, mesh=mesh, ring=None)
+    )
+
+
+def test_documents_are_gathered(on_ranks) -> None:
+    """On GPUs a ring is the default, and not for these."""
+    on_ranks(2, _attend_to_documents)
+
+
+def _messages() -> Counter[str]:
+    _, around = _ring(4)
+    q, k, v, grad = _inputs(torch.float32)
+    with torch.profiler.profile() as profile:
+        output, _ = around(*(part.requires_grad_() for part in (q, k, v)))
+        output.backward(grad)
+    return Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
+
+
+def test_no_rank_holds_all_keys(on_ranks) -> None:
+    """They move on 3 times in forward and again in backward, where gradients do 4 times."""
+    for messages in on_ranks(4, _messages):
+        assert messages == {"gloo:all_to_all": 3 + 3 + 4}
 
 
 class CountCalls(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """train.py, which also notes what it reads: a line `step slot hash` for each sequence of this rank.
 
-Run by torchrun; the notes go to the folder that $NOTES names.
+Run by torchrun; notes go to RANK.PID.txt in the folder that $NOTES names. After step $HOLD_AFTER,
+if given, the first rank waits to be killed, and all others for it.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import torch
 from meshwright.datasets.loader import Loader, StepData
 from meshwright.train import main
 
+HOLD_AFTER = float(os.environ.get("HOLD_AFTER", "inf"))
 next_of_loader = Loader.__next__
 
 
@@ -25,12 +27,14 @@ def noting_next(self: Loader) -> StepData:
         for batch in data.batches
         for tokens, labels in zip(batch.tokens, batch.labels, strict=True)
     ]
-    path = os.path.join(os.environ["NOTES"], f"{os.getpid()}.txt")
+    rank = os.environ.get("RANK", "0")
+    path = os.path.join(os.environ["NOTES"], f"{rank}.{os.getpid()}.txt")
     with open(path, "a") as file:
         for slot, pair in zip(shape.slots, sequences, strict=True):
             digest = hashlib.sha256(torch.cat(pair).numpy().tobytes()).hexdigest()
             file.write(f"{step} {slot} {digest}\n")
-    time.sleep(0.05)  # so that a kill finds it at work
+    while rank == "0" and step > HOLD_AFTER:
+        time.sleep(1)
     return data
 
 

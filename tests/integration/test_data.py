@@ -72,7 +72,7 @@ interval = 2
 
 
 def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = None) -> None:
-    """Train and note what is read; kill one rank once `kill_at` steps are reported."""
+    """Train and note what is read; kill the first rank once `kill_at` steps are reported."""
     notes = folder / "notes"
     notes.mkdir(parents=True, exist_ok=True)
     launcher = ("-m", "meshwright.cli.launch", "--standalone", "--nproc-per-node", str(ranks))
@@ -87,6 +87,7 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
             OMP_NUM_THREADS=1,
             PYTHONPATH=ROOT,
             HF_DATASETS_CACHE=config.parent / "hf_cache",
+            **({} if kill_at is None else {"HOLD_AFTER": kill_at}),
         ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -103,10 +104,10 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return bool(lines) and json.loads(lines[-1])["step"] >= kill_at
 
-    before = {path.stem for path in notes.iterdir()}
-    wait_for(is_there, f"step {kill_at}")
-    victim = next(int(p.stem) for p in sorted(notes.iterdir()) if p.stem not in before)
-    os.kill(victim, signal.SIGKILL)
+    before = set(notes.iterdir())
+    wait_for(is_there, f"step {kill_at}", 120)
+    (first,) = (path for path in notes.glob("0.*.txt") if path not in before)
+    os.kill(int(first.name.split(".")[1]), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == EXIT_SIGKILL, output
 
@@ -348,11 +349,18 @@ def test_a_bad_row_that_a_worker_meets_is_one_error(tmp_path) -> None:
 
 
 def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
-    process = tokenize(tmp_path, "--workers", "3")
+    rng = random.Random(0)
+    texts = (" ".join(rng.choices(WORDS, k=200)) * 20 for _ in range(3000))  # seconds of work
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    process = tokenize(
+        tmp_path / "cache",
+        *("--workers", "3", "--training.dataset", "json", "--training.dataset_path", str(data)),
+    )
 
     def workers() -> list[int]:
         """Once both are at work."""
-        files = tmp_path.glob("*/*/*.unfinished")
+        files = (tmp_path / "cache").glob("*/*/*.unfinished")
         pids = {int(file.name.split(".")[-2]) for file in files} - {process.pid}
         return [*pids] if len(pids) == 2 else []
 
