@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.checks import recomputes_attention
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, Parallelism
 from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.pipeline_split import SCHEDULES
+from meshwright.parallelisms.pipeline_split import SCHEDULES, takes_microbatches
 from meshwright.proof.shrink import GLOBAL_BATCH, largest_tp
 
 MAX_RANKS = 8
@@ -96,15 +96,29 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
 
 
 def _own_shapes(config: JobConfig, args: LlamaArgs) -> list[Degrees]:
-    """The config's axes at degree 2 (FSDP2 alone: 4); three at a time if it has more."""
+    """The config's axes at degree 2 (FSDP2 alone: 4); three at a time if it has more, or two where
+    three leave its schedule too few microbatches."""
     parallelism = config.parallelism
     used = [axis for axis, key in KEYS.items() if getattr(parallelism, key) not in (0, 1)]
     if "tp" in used and largest_tp(args) == 1:
         used.remove("tp")
     if used == ["dp_shard"]:
         return [{"dp_shard": 4}]
-    groups = itertools.combinations(used, 3) if len(used) > 3 else [used]
+    groups = [*itertools.combinations(used, min(len(used), 3))]
+    if not all(_has_microbatches(parallelism, group) for group in groups):
+        groups = [*itertools.combinations(used, 2)]
     return [dict.fromkeys(group, 2) for group in groups]
+
+
+def _has_microbatches(parallelism: Parallelism, axes: Collection[str]) -> bool:
+    """Whether the most microbatches that there can be, with these axes at degree 2, are enough."""
+    if "pp" not in axes:
+        return True
+    name, most = parallelism.pipeline_parallel_schedule, GLOBAL_BATCH
+    for axis in ("dp_replicate", "dp_shard"):
+        most //= 2 if axis in axes else 1
+    stages = 2 * SCHEDULES[name].stages_per_rank[0]
+    return takes_microbatches(name, most, 2, stages)
 
 
 def _own_options(config: JobConfig, shape: Degrees) -> dict[str, Any]:

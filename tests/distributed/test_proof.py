@@ -12,6 +12,7 @@ from meshwright.cli.main import main
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.llama import FLAVORS
+from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight
 from meshwright.proof.cases import KEYS, default_cases, every_mesh
 from meshwright.proof.compare import Reference, Verdict, compare
@@ -183,6 +184,20 @@ def test_a_ring_is_proved_as_configured_and_where_gpus_have_it_by_default() -> N
             if case.name.startswith("as configured"):
                 want = attention if plan.dims.cp > 1 else "auto"
                 assert case.config.parallelism.context_parallel_attention == want
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_microbatches_enough(schedule) -> None:
+    axes = [f"--parallelism.{key}=2" for key in KEYS.values()]
+    words = [*axes, f"--parallelism.pipeline_parallel_schedule={schedule}"]
+    config, _ = load_config([*words, "--compile.enable=false"])
+    args = FLAVORS[config.model.flavor]
+    cases = default_cases(config, shrink(config, args), args)
+    for case in cases:
+        preflight(case.config, case.world_size)
+    own = [case.config.parallelism for case in cases if case.name.startswith("as configured")]
+    for key in KEYS.values():
+        assert any(getattr(parallelism, key) == 2 for parallelism in own)
 
 
 def test_what_is_kept_and_what_is_not() -> None:
