@@ -6,11 +6,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Private, without a public name up to torch 2.13; without it one timeout would have to do for
-# compilation and for training.
-from torch.distributed.distributed_c10d import _set_pg_timeout
-
 from meshwright.parallelisms.meshes import Meshes
+
+# The public name is there in torch 2.15 and not in 2.13, the private one deprecated there. Without
+# either, one timeout would have to do for compilation and for training.
+_set_timeout = (
+    dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+)
 
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
@@ -35,4 +37,4 @@ def set_timeout(meshes: Meshes, timeout_s: int) -> None:
         for group in mesh.get_all_groups()
     ]
     for group in (*groups, None):
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        _set_timeout(timedelta(seconds=timeout_s), group)
