@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.utils import clip_grads_with_norm_
 
 from meshwright.batch import Batch
 from meshwright.health import Health
@@ -17,7 +16,7 @@ from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.gradients import local_square_sum
+from meshwright.parallelisms.gradients import clip_gradients, local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 
@@ -94,7 +93,7 @@ def train_step(
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     loss, grad_norm = sums[0], sums[1].sqrt()
     if max_norm != float("inf"):
-        clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
+        clip_gradients(model.parameters(), max_norm, grad_norm)
 
     is_held_back = health.judge(step, loss, grad_norm, is_finite_here)
     if early is None:

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.batch import Batch
+from meshwright.config.checks import CONTEXT_PARALLEL_ATTENTION
+from meshwright.errors import check
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
-from meshwright.parallelisms.ring_attention import is_taken, ring_attention
+from meshwright.parallelisms.ring_attention import is_available, is_taken, ring_attention
 
 # torch 2.13 deprecates the only name that 2.11 has
 _all_gather: Callable[..., Tensor] = (
@@ -55,8 +57,21 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, attention: Attention = "auto") ->
 
     Queries stay; keys and values are gathered, or go around in a ring. Collective in forward and
     backward.
+
+    Raises:
+        ConfigError: if a ring is asked for and these GPUs have no kernel for it.
     """
-    is_ring = attention == "ring" or (attention == "auto" and mesh.device_type == "cuda")
+    can_ring = is_available(mesh.device_type)
+    check(
+        attention != "ring" or can_ring,
+        CONTEXT_PARALLEL_ATTENTION,
+        attention,
+        "needs flash attention, which torch has for GPUs from Ampere on (A100, RTX 30)",
+        'use "gather"',
+    )
+    is_ring = attention == "ring" or (
+        attention == "auto" and can_ring and mesh.device_type == "cuda"
+    )
     ring = mesh.get_group().group_name if is_ring else None
     shared = functools.partial(attend, mesh=mesh, ring=ring)  # so that blocks share a graph
     for block in model.layers.values():

@@ -1,4 +1,4 @@
-"""The global gradient norm, over every axis of the mesh with a single collective."""
+"""The global gradient norm, over every axis of the mesh with a single collective, and clipping."""
 
 import math
 from collections import defaultdict
@@ -35,6 +35,22 @@ def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -
     for replicas, grads in by_replicas.items():
         total += _square_sum(grads).to(device) / replicas
     return total
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Multiply all gradients by `max_norm` / `norm`, in place, if that is less than 1.
+
+    As `torch.nn.utils.clip_grads_with_norm_`, but of this rank's shards: on DTensors torch first
+    works out how the whole list of them may be sharded, for seconds on a mesh of several axes.
+
+    Args:
+        norm: () fp32, of the gradients of all ranks.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    if shards:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(shards, scale.to(shards[0].device))
 
 
 def _square_sum(grads: Sequence[Tensor]) -> Tensor:

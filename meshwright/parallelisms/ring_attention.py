@@ -30,6 +30,14 @@ aten = torch.ops.aten
 Kernel = Callable[..., tuple[Tensor, ...]]
 
 
+def is_available(device_type: str) -> bool:
+    """Whether this process has a kernel for its device: on GPUs flash attention, from Ampere on."""
+    if device_type != "cuda":
+        return True
+    has_kernel = torch.backends.cuda.is_flash_attention_available()
+    return has_kernel and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def is_taken(q: Tensor) -> bool:
     """Whether the kernel of the device of `q`, (B, N, S, H), takes its type and size of head."""
     if not q.is_cuda:
@@ -45,8 +53,8 @@ def kernels(q: Tensor, k: Tensor) -> tuple[Kernel, Kernel]:
             aten._scaled_dot_product_flash_attention_for_cpu,
             partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0),
         )
-    # what sequences of several lengths and dropout would need; it is not looked at
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    # what dropout would need; without it nothing looks (flash_api.cpp, mha_bwd)
+    unused = torch.zeros(2, dtype=torch.int64, device=q.device)
     backward = partial(
         aten._scaled_dot_product_flash_attention_backward,
         cum_seq_q=None,

@@ -172,6 +172,16 @@ def test_by_op_keys_do_not_go_around_again(on_ranks, options, times) -> None:
         assert backward == TINY.n_layers
 
 
+def test_gpus_before_ampere_have_no_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for capability, is_available in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert ring_attention.is_available("cuda") == is_available
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert not ring_attention.is_available("cuda")
+    assert ring_attention.is_available("cpu")
+
+
 def test_kernels_of_gpus_take_what_a_ring_gives_them() -> None:
     """Without a GPU: names, types and shapes."""
     of_gpu = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
