@@ -50,6 +50,7 @@ from meshwright.metrics import sinks
 from meshwright.models.counting import num_params
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
+from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import set_timeout, start_process_group
@@ -125,7 +126,16 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    check_device(config, device.type, plan.model_args.head_dim)
+    dtype, head_dim = (
+        getattr(torch, config.training.mixed_precision_param),
+        plan.model_args.head_dim,
+    )
+    check_device(
+        config,
+        device.type,
+        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
+        fp32_modules=plan.fp32_modules,
+    )
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     found, is_said = checkpoints.find(), CHECKED in os.environ

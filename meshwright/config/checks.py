@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
@@ -12,8 +13,8 @@ from meshwright.errors import check, did_you_mean
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
-RING_HEAD_DIMS = range(8, 257, 8)
-"""Widths of heads that flash attention takes on GPUs."""
+HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
+"""Names of the modules whose precision is that of attention."""
 
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
@@ -217,11 +218,18 @@ def _check_async_tensor_parallel(config: JobConfig) -> None:
     )
 
 
-def check_device(config: JobConfig, device_type: str, head_dim: int) -> None:
+def check_device(
+    config: JobConfig,
+    device_type: str,
+    *,
+    has_ring_kernel: bool = True,
+    fp32_modules: Sequence[str] = (),
+) -> None:
     """Rules that only a rank can check, which knows its device.
 
     Args:
-        head_dim: width of a head of the model.
+        has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
+        fp32_modules: what `find_fp32_modules` found.
 
     Raises:
         ConfigError: naming the first that is broken.
@@ -246,17 +254,23 @@ def check_device(config: JobConfig, device_type: str, head_dim: int) -> None:
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
-    check(
-        device_type != "cuda"
-        or parallelism.context_parallel_attention != "ring"
-        or (config.training.mixed_precision_param != "float32" and head_dim in RING_HEAD_DIMS),
-        CONTEXT_PARALLEL_ATTENTION,
-        "ring",
-        "its kernel on GPUs, flash attention, takes 16-bit numbers in heads whose width is a "
-        f"multiple of 8 up to 256; here mixed_precision_param is "
-        f"{config.training.mixed_precision_param!r} and heads are {head_dim} wide",
-        'use "gather", or change what does not fit',
-    )
+    if parallelism.context_parallel_attention == "ring":
+        check(
+            has_ring_kernel,
+            CONTEXT_PARALLEL_ATTENTION,
+            "ring",
+            "torch has no flash attention for this GPU with mixed_precision_param = "
+            f"{config.training.mixed_precision_param!r} and the model's width of heads",
+            'use "gather", or training.mixed_precision_param = "bfloat16"',
+        )
+        in_fp32 = [name for name in fp32_modules if HAS_ATTENTION.fullmatch(name)]
+        check(
+            device_type != "cuda" or not in_fp32,
+            "training.fp32_modules",
+            config.training.fp32_modules,
+            f"includes {', '.join(in_fp32)}, and ring attention takes no fp32 on GPUs",
+            f'leave attention out, or set {CONTEXT_PARALLEL_ATTENTION} = "auto"',
+        )
     # torch takes attention for random; on CPU it saves a random state for it, and that in the place
     # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
@@ -394,7 +408,7 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
         not (has_inside and config.compile.enable),
         key,
         patterns,
-        "names modules inside a block, where torch.compile cannot trace FSDP's casts",
+        "names modules inside a block, where torch.compile cannot trace FSDP's hooks",
         f"{whole_blocks}set compile.enable = false",
     )
     checkpoint = config.activation_checkpoint

@@ -312,9 +312,9 @@ class Parallelism(Section):
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
-    """How a rank's queries meet all keys. gather: it gathers keys and values, a layer at a time.
-    ring: they go around from rank to rank, and none holds more than two parts of them. auto: ring
-    on GPUs, with 16-bit activations and whole sequences; gather elsewhere."""
+    """How a rank's queries meet all keys. gather: it gathers keys and values, a layer at a time,
+    and keeps them for backward. ring: they go around from rank to rank, and it keeps its own. auto:
+    ring on GPUs where flash attention takes them, without documents; gather elsewhere."""
 
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""

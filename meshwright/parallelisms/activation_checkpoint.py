@@ -67,7 +67,11 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
         f"torch {torch.__version__} cannot with tensor parallelism",
         "use torch 2.13, or another mode",
     )
-    options: dict[str, object] = {"activation_memory_budget": memory_budget}
+    # with operators of others, as ring attention, which were else free to compute again
+    options: dict[str, object] = {
+        "activation_memory_budget": memory_budget,
+        "is_non_builtin_to_include": True,
+    }
     if has_meshes:
         options[MESHES_HAVE_NO_SIZE] = True
     compile_graph = lookup_backend(backend)

@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.batch import Batch
-from meshwright.config.checks import CONTEXT_PARALLEL_ATTENTION
-from meshwright.errors import check
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
-from meshwright.parallelisms.ring_attention import is_available, is_taken, ring_attention
+from meshwright.parallelisms.ring_attention import ring_attention
 
 # torch 2.13 deprecates the only name that 2.11 has
 _all_gather: Callable[..., Tensor] = (
@@ -52,27 +50,22 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh, attention: Attention = "auto") -> None:
+def is_ring(attention: Attention, device_type: str, *, is_available: bool) -> bool:
+    """Whether keys and values go around.
+
+    Args:
+        is_available: there is a kernel for it; with "ring" there must be.
+    """
+    return attention == "ring" or (attention == "auto" and device_type == "cuda" and is_available)
+
+
+def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool) -> None:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Queries stay; keys and values are gathered, or go around in a ring. Collective in forward and
-    backward.
-
-    Raises:
-        ConfigError: if a ring is asked for and these GPUs have no kernel for it.
+    Queries stay; keys and values are gathered or, if `goes_around`, sent on from rank to rank.
+    Collective in forward and backward.
     """
-    can_ring = is_available(mesh.device_type)
-    check(
-        attention != "ring" or can_ring,
-        CONTEXT_PARALLEL_ATTENTION,
-        attention,
-        "needs flash attention, which torch has for GPUs from Ampere on (A100, RTX 30)",
-        'use "gather"',
-    )
-    is_ring = attention == "ring" or (
-        attention == "auto" and can_ring and mesh.device_type == "cuda"
-    )
-    ring = mesh.get_group().group_name if is_ring else None
+    ring = mesh.get_group().group_name if goes_around else None
     shared = functools.partial(attend, mesh=mesh, ring=ring)  # so that blocks share a graph
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
@@ -94,7 +87,8 @@ def attend(
         mask: of this rank's queries and all keys; None: only causal.
         ring: name of the group of `mesh` if keys and values are to go around, where they can.
     """
-    if ring is not None and mask is None and is_taken(q):
+    # on GPUs the ring's kernel takes no fp32, which `fp32_modules` may have made of this layer
+    if ring is not None and mask is None and not (q.is_cuda and q.dtype == torch.float32):
         return ring_attention(q, k, v, ring)[0]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # leaves out by itself what comes later

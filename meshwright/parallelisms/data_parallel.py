@@ -112,8 +112,10 @@ def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
     def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
         return output.to(output_dtype)
 
-    module.register_forward_pre_hook(raise_inputs)
-    module.register_forward_hook(lower_output)
+    # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
+    # else a compiled block would have a graph for each
+    module.register_forward_pre_hook(torch.compiler.disable(raise_inputs), prepend=True)
+    module.register_forward_hook(torch.compiler.disable(lower_output))
 
 
 def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:

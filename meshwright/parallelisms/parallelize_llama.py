@@ -6,10 +6,12 @@ import torch
 
 from meshwright.config.job_config import SAVED_OPS
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.attention import Attention
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
+    ring_attention,
     tensor_parallel,
 )
 from meshwright.parallelisms.meshes import Meshes
@@ -48,7 +50,14 @@ def parallelize_llama(
     if enable_async_tensor_parallel:
         tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
-        context_parallel.apply_cp(model, meshes.cp, context_parallel_attention)
+        attention = next(iter(model.layers.values())).get_submodule("attention")
+        assert isinstance(attention, Attention)
+        device_type = meshes.cp.device_type
+        has_kernel = ring_attention.is_available(device_type, param_dtype, attention.head_dim)
+        goes_around = context_parallel.is_ring(
+            context_parallel_attention, device_type, is_available=has_kernel
+        )
+        context_parallel.apply_cp(model, meshes.cp, goes_around=goes_around)
     activation_checkpoint.apply_ac(
         model.layers,
         ac_mode,

@@ -19,8 +19,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 # whose dispatch the kernel of CPUs has no rule (2.13). It has chunks where `local_positions` has
 # them. Should it move, `context_parallel_attention = "gather"` does not need it.
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
-
-from meshwright.config.checks import RING_HEAD_DIMS
+from torch.utils.flop_counter import register_flop_formula
 
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
@@ -30,19 +29,13 @@ aten = torch.ops.aten
 Kernel = Callable[..., tuple[Tensor, ...]]
 
 
-def is_available(device_type: str) -> bool:
-    """Whether this process has a kernel for its device: on GPUs flash attention, from Ampere on."""
+def is_available(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether this process has a kernel for it: on GPUs flash attention, which not all have."""
     if device_type != "cuda":
         return True
-    has_kernel = torch.backends.cuda.is_flash_attention_available()
-    return has_kernel and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def is_taken(q: Tensor) -> bool:
-    """Whether the kernel of the device of `q`, (B, N, S, H), takes its type and size of head."""
-    if not q.is_cuda:
-        return True
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] in RING_HEAD_DIMS
+    like_q = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=device_type, requires_grad=True)
+    params = torch.backends.cuda.SDPAParams(like_q, like_q, like_q, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 def kernels(q: Tensor, k: Tensor) -> tuple[Kernel, Kernel]:
@@ -136,10 +129,34 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor,
     return *gradients, None
 
 
+# Without these the compiler takes the operators for free, and computes them again to save memory.
+@register_flop_formula(torch.ops.meshwright.ring_attention)
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, **_: object) -> int:
+    """Shapes -> FLOPs, as torch counts attention: without regard to what is masked."""
+    return 2 * 2 * q.numel() * k[SEQUENCE] * _group(group_name).size()  # two products
+
+
+@register_flop_formula(torch.ops.meshwright.ring_attention_backward)
+def _backward_flops(
+    grad: torch.Size,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    out: torch.Size,
+    logsumexp: torch.Size,
+    group_name: str,
+    **_: object,
+) -> int:
+    return 5 * 2 * q.numel() * k[SEQUENCE] * _group(group_name).size()  # five products
+
+
 ring_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _group(name: str) -> ProcessGroup:
-    """The group of this name, with torch's ring set to pass on one part after the other."""
-    torch_ring._cp_options.rotate_method = torch_ring._RotateMethod.ALL_TO_ALL  # not all at once
+    """The group of this name, with torch's options, which whoever uses its ring may have set, ours:
+    one part after the other goes around, of chunks that are dealt out evenly."""
+    torch_ring._cp_options.rotate_method = torch_ring._RotateMethod.ALL_TO_ALL
+    torch_ring._cp_options.enable_load_balance = True
+    torch_ring._cp_options.convert_to_f32 = True
     return _resolve_process_group(GroupName(name))

@@ -73,6 +73,12 @@ def test_one_graph_for_all_layers_of_a_deep_model(on_ranks, tmp_path) -> None:
         assert on_ranks(2, graphs_of_steps, *arguments) == [(1, 0)] * 2
 
 
+def test_fp32_blocks_have_a_graph_and_the_others_one(on_ranks, tmp_path) -> None:
+    options = {"param_dtype": torch.bfloat16, "fp32_modules": ("layers.0", "layers.1")}
+    arguments = MESHES["fsdp"], options, 2, str(tmp_path)
+    assert on_ranks(2, graphs_of_steps, *arguments) == [(2, 0)] * 2
+
+
 def _graphs_of_evaluation(dims: ParallelDims) -> list[int]:
     graphs = Graphs()
     job = Job(dims, compile_backend="aot_eager")

@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.build import build_model
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.layers.document_mask import dense_mask
 from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.context_parallel import attend, local_positions
+from meshwright.parallelisms.context_parallel import attend, is_ring, local_positions
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.preflight import preflight
 from meshwright.proof.cases import KEYS
@@ -92,11 +94,11 @@ def _built_to_go_around(config: JobConfig) -> list[bool]:
 
 def test_the_config_decides(on_ranks) -> None:
     axes = [f"--parallelism.{KEYS[axis]}={n}" for axis, n in (("dp_shard", 1), ("cp", 2))]
-    for attention, is_ring in (("ring", True), ("gather", False), ("auto", False)):  # on CPUs
+    for attention, want in (("ring", True), ("gather", False), ("auto", False)):  # on CPUs
         words = [*axes, f"--parallelism.context_parallel_attention={attention}"]
         config, _ = load_config(["--job.config_file", str(DEBUG), *words])
         for built in on_ranks(2, _built_to_go_around, config):
-            assert built == [is_ring] * 6, attention
+            assert built == [want] * 6, attention
 
 
 def _attend_to_documents() -> None:
@@ -126,10 +128,46 @@ def _messages() -> Counter[str]:
     return Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
 
+def _attend_after_others_set_torchs_options() -> None:
+    torch_ring._cp_options.enable_load_balance = False
+    torch_ring._cp_options.convert_to_f32 = False
+    _attend_to_the_whole(2, torch.float32, 1e-6)
+
+
+def test_torchs_own_context_parallelism_may_have_been_used_before(on_ranks) -> None:
+    """Its options are the process's."""
+    on_ranks(2, _attend_after_others_set_torchs_options)
+
+
 def test_no_rank_holds_all_keys(on_ranks) -> None:
     """They move on 3 times in forward and again in backward, where gradients do 4 times."""
     for messages in on_ranks(4, _messages):
         assert messages == {"gloo:all_to_all": 3 + 3 + 4}
+
+
+def _flops() -> tuple[int, int]:
+    _, around = _ring(2)
+    q, k, v, grad = _inputs(torch.float32)
+    whole = [part.clone().repeat_interleave(4 // part.shape[1], 1) for part in (q, k, v)]
+    counts = []
+    for inputs, attention in ((whole, _products), ([q, k, v], lambda *qkv: around(*qkv)[0])):
+        for part in inputs:
+            part.requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            attention(*inputs).backward(grad)
+        counts.append(counter.get_total_flops())
+    return counts[0], counts[1]
+
+
+def _products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+def test_flops_are_those_of_its_products(on_ranks) -> None:
+    """2 ranks with S positions each: each has twice the products of S with S, and in backward one
+    more, for kernels compute scores again."""
+    for plain, around in on_ranks(2, _flops):
+        assert around == 2 * plain * 7 // 6
 
 
 class CountCalls(TorchDispatchMode):
@@ -172,14 +210,59 @@ def test_by_op_keys_do_not_go_around_again(on_ranks, options, times) -> None:
         assert backward == TINY.n_layers
 
 
-def test_gpus_before_ampere_have_no_kernel(monkeypatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    for capability, is_available in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        assert ring_attention.is_available("cuda") == is_available
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert not ring_attention.is_available("cuda")
-    assert ring_attention.is_available("cpu")
+def _messages_within_budget(memory_budget: float) -> int:
+    """Messages of the rings in a compiled forward and backward."""
+    torch._dynamo.reset()
+    options = {"ac_mode": "memory_budget", "memory_budget": memory_budget}
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
+    model, meshes = parallel_llama(
+        dims, context_parallel_attention="ring", compile_backend="aot_eager", **options
+    )
+    tokens = torch.arange(SEQ_LEN // 2).unsqueeze(0)
+    positions = local_positions(SEQ_LEN, meshes.cp, tokens.device)
+    with torch.profiler.profile() as profile:
+        model.stages[0](tokens, positions=positions).sum().backward()
+    return sum(event.name == "gloo:all_to_all" for event in profile.events())
+
+
+def test_a_budget_knows_what_a_ring_costs(on_ranks) -> None:
+    """Cheaper operations are computed again before it: one message forward, three in backward."""
+    assert on_ranks(2, _messages_within_budget, 0.4) == [(1 + 3) * TINY.n_layers] * 2
+    assert on_ranks(2, _messages_within_budget, 0.0) == [(1 + 1 + 3) * TINY.n_layers] * 2
+
+
+@pytest.mark.parametrize(
+    ("attention", "device_type", "is_available", "want"),
+    [
+        *[
+            ("auto", "cuda", True, True),
+            ("auto", "cuda", False, False),
+            ("auto", "cpu", True, False),
+        ],
+        *[("gather", "cuda", True, False), ("gather", "cpu", True, False)],
+        *[("ring", "cuda", True, True), ("ring", "cpu", True, True)],
+    ],
+)
+def test_a_ring_is_the_default_where_gpus_have_a_kernel(
+    attention, device_type, is_available, want
+) -> None:
+    assert is_ring(attention, device_type, is_available=is_available) == want
+
+
+def test_torch_is_asked_whether_there_is_a_kernel(monkeypatch) -> None:
+    asked = []
+
+    def can_use(params: torch.backends.cuda.SDPAParams) -> bool:
+        asked.append((params.query.dtype, params.query.shape[-1], params.is_causal))
+        return params.query.dtype == torch.bfloat16
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use)
+    empty = torch.empty  # of no GPU
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **(k | {"device": "cpu"})))
+    assert ring_attention.is_available("cuda", torch.bfloat16, 48)
+    assert not ring_attention.is_available("cuda", torch.float32, 48)
+    assert asked == [(torch.bfloat16, 48, True), (torch.float32, 48, True)]
+    assert ring_attention.is_available("cpu", torch.float32, 48)
 
 
 def test_kernels_of_gpus_take_what_a_ring_gives_them() -> None:
@@ -187,9 +270,6 @@ def test_kernels_of_gpus_take_what_a_ring_gives_them() -> None:
     of_gpu = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
     with FakeTensorMode():
         q, k = of_gpu(2, 4, 32, 64), of_gpu(2, 2, 32, 64)
-        assert ring_attention.is_taken(q)
-        assert not ring_attention.is_taken(of_gpu(2, 4, 32, 60))
-        assert not ring_attention.is_taken(of_gpu(2, 4, 32, 64, dtype=torch.float32))
         forward, backward = ring_attention.kernels(q, k)
         first_keys, last_queries = of_gpu(2, 2, 16, 64), of_gpu(2, 4, 16, 64)
         rounds = [(q, k, True), (q, first_keys, False), (last_queries, k, False)]

@@ -537,6 +537,38 @@ def test_fp32_modules_with_tensor_parallelism(on_ranks, loss_parallel) -> None:
     on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-4)
 
 
+class DtypesOfReduceScatter(TorchDispatchMode):
+    """What sums over tp are computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__.startswith("reduce_scatter"):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
+    model, _ = parallel_llama(
+        ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
+        param_dtype=torch.bfloat16,
+        fp32_modules=fp32_modules,
+        enable_loss_parallel=False,
+    )
+    loss = model.stages[0](global_batch(1)[0]).float().sum()
+    with DtypesOfReduceScatter() as seen:
+        loss.backward()
+    return [dtype for dtype in seen.dtypes if dtype == torch.float32]
+
+
+def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32(on_ranks) -> None:
+    for modules in ((), ("output",), ("output", "layers.1.feed_forward")):
+        for in_fp32 in on_ranks(2, _sums_over_tp, modules):
+            assert len(in_fp32) == len(modules)
+
+
 def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
     bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
     model, meshes = parallel_llama(

@@ -304,34 +304,44 @@ def test_what_torch_cannot_compile_on_a_cpu(words) -> None:
     compiled = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
     config, _ = load_config([*words, *compiled])
     with pytest.raises(ConfigError, match="cannot compile recomputed attention under tensor"):
-        check_device(config, "cpu", 64)
-    check_device(config, "cuda", 64)
-    check_device(load_config(compiled)[0], "cpu", 64)
-    check_device(load_config([*words, compiled[1]])[0], "cpu", 64)
+        check_device(config, "cpu")
+    check_device(config, "cuda")
+    check_device(load_config(compiled)[0], "cpu")
+    check_device(load_config([*words, compiled[1]])[0], "cpu")
 
 
 def test_async_tensor_parallelism_needs_a_gpu() -> None:
     config, _ = load_config([*ASYNC_TP, "--compile.enable"])
-    check_device(config, "cuda", 64)
+    check_device(config, "cuda")
     with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
-        check_device(config, "cpu", 64)
+        check_device(config, "cpu")
+
+
+def test_a_ring_on_gpus_needs_a_kernel() -> None:
+    config, _ = load_config([*RING])
+    for device_type in ("cpu", "cuda"):
+        check_device(config, device_type, has_ring_kernel=True)
+    with pytest.raises(ConfigError, match="no flash attention for this GPU with"):
+        check_device(config, "cuda", has_ring_kernel=False)
+    gathering, _ = load_config([*RING[:2], "--parallelism.context_parallel_attention=auto"])
+    check_device(gathering, "cuda", has_ring_kernel=False)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "is_taken"),
+    ("name", "is_refused"),
     [
-        *[("bfloat16", 64, True), ("bfloat16", 20, False), ("bfloat16", 264, False)],
-        ("float32", 64, False),
+        *((name, True) for name in ("layers.0", "layers.3.attention", "layers.3.attention.core")),
+        *((name, False) for name in ("output", "layers.3.attention_norm", "layers.3.feed_forward")),
     ],
 )
-def test_a_ring_on_gpus_needs_flash_attention(dtype, head_dim, is_taken) -> None:
-    config, _ = load_config([*RING, f"--training.mixed_precision_param={dtype}"])
-    check_device(config, "cpu", head_dim)
-    if is_taken:
-        check_device(config, "cuda", head_dim)
+def test_a_ring_on_gpus_takes_no_fp32(name, is_refused) -> None:
+    config, _ = load_config([*RING])
+    check_device(config, "cpu", fp32_modules=[name])
+    if not is_refused:
+        check_device(config, "cuda", fp32_modules=[name])
         return
-    with pytest.raises(ConfigError, match=f"'{dtype}' and heads are {head_dim} wide"):
-        check_device(config, "cuda", head_dim)
+    with pytest.raises(ConfigError, match=f"includes {name}, and ring attention takes no fp32"):
+        check_device(config, "cuda", fp32_modules=[name])
 
 
 def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
@@ -386,10 +396,10 @@ def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
     words = ["--training.mask_documents", "--parallelism.pipeline_parallel_degree=2"]
     key = "--parallelism.pipeline_parallel_schedule"
     config, _ = load_config([*words, f"{key}=ZBVZeroBubble"])
-    check_device(config, "cpu", 64)
+    check_device(config, "cpu")
     with pytest.raises(ConfigError, match="not known to work with a schedule that goes backward"):
-        check_device(config, "cuda", 64)
-    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda", 64)
+        check_device(config, "cuda")
+    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda")
 
 
 PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'
