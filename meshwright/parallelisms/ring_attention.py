@@ -35,7 +35,8 @@ def is_available(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
         return True
     like_q = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=device_type, requires_grad=True)
     params = torch.backends.cuda.SDPAParams(like_q, like_q, like_q, None, 0.0, True, False)
-    return torch.backends.cuda.can_use_flash_attention(params)
+    # other widths it takes only padded, as torch's public attention does before it calls it
+    return head_dim % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
 
 
 def kernels(q: Tensor, k: Tensor) -> tuple[Kernel, Kernel]:

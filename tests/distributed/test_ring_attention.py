@@ -261,6 +261,7 @@ def test_torch_is_asked_whether_there_is_a_kernel(monkeypatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **(k | {"device": "cpu"})))
     assert ring_attention.is_available("cuda", torch.bfloat16, 48)
     assert not ring_attention.is_available("cuda", torch.float32, 48)
+    assert not ring_attention.is_available("cuda", torch.bfloat16, 20)
     assert asked == [(torch.bfloat16, 48, True), (torch.float32, 48, True)]
     assert ring_attention.is_available("cpu", torch.float32, 48)
 
