@@ -126,14 +126,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dtype, head_dim = (
-        getattr(torch, config.training.mixed_precision_param),
-        plan.model_args.head_dim,
-    )
+    dtype = getattr(torch, config.training.mixed_precision_param)
     check_device(
         config,
         device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
+        has_ring_kernel=ring_attention.is_available(device.type, dtype, plan.model_args.head_dim),
         fp32_modules=plan.fp32_modules,
     )
     start_process_group(device, config.comm.init_timeout_seconds)

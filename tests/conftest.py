@@ -37,7 +37,7 @@ def _close(pools: dict[int, RankPool]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _no_idle_ranks(request: pytest.FixtureRequest, _pools: dict[int, RankPool]) -> None:
     """gloo has a thread for every process group, which wakes up a hundred times a second whether
-    there is work or not: those of all meshes make 100,000 context switches a second."""
+    there is work or not; the meshes of all tests leave hundreds on each rank."""
     if request.path.parent.name != "distributed":
         _close(_pools)
 

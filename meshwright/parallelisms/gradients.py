@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 CPU_CHUNK = 1 << 15  # elements: as many as torch does not spread over threads
 
 
+@torch.no_grad()
 def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """This rank's share of the squared 2-norm of all gradients; over all ranks it adds up to it.
 
@@ -37,6 +38,7 @@ def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -
     return total
 
 
+@torch.no_grad()  # which spares to_local() its bookkeeping
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Multiply all gradients by `max_norm` / `norm`, in place, if that is less than 1.
 
