@@ -53,7 +53,7 @@ from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.parallelisms.process_group import set_timeout, start_process_group
+from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, drift_of, preflight
 from meshwright.profiling import build_profiler
@@ -273,7 +273,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
         logger.info("finished: %s tokens", f"{reporter.tokens_seen:,}")
-    dist.barrier()  # the first rank to leave with an error has torchrun end the others
+    barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_last
 
