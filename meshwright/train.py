@@ -52,6 +52,7 @@ from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
+from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preemption import StopRequest
@@ -133,6 +134,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         has_ring_kernel=ring_attention.is_available(device.type, dtype, plan.model_args.head_dim),
         fp32_modules=plan.fp32_modules,
     )
+    if device.type == "cuda":
+        check_memory(config, plan.least_bytes, hardware.memory_gib(device))
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     found, is_said = checkpoints.find(), CHECKED in os.environ

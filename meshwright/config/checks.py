@@ -139,7 +139,7 @@ def check_sections(config: JobConfig) -> None:
     )
     check(
         not config.optimizer.early_step_in_backward
-        or config.parallelism.fsdp_reduce_gradients == "last_microbatch",
+        or config.parallelism.fsdp_reduce_gradients != "every_microbatch",
         "parallelism.fsdp_reduce_gradients",
         config.parallelism.fsdp_reduce_gradients,
         "optimizer.early_step_in_backward would update with the gradients of one microbatch",
@@ -305,7 +305,7 @@ def _check_fsdp(config: JobConfig) -> None:
         "leave it out, or set parallelism.pipeline_parallel_degree = 1",
     )
     check(
-        not has_pipeline or parallelism.fsdp_reduce_gradients == "last_microbatch",
+        not has_pipeline or parallelism.fsdp_reduce_gradients != "every_microbatch",
         "parallelism.fsdp_reduce_gradients",
         parallelism.fsdp_reduce_gradients,
         "a pipeline's schedule reduces gradients once, after its last microbatch",

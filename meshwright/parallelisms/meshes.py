@@ -49,6 +49,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         where = zip(AXES, here, strict=True)
         members = ranks[tuple(slice(None) if axis in divided else at for axis, at in where)]
         if members.numel() == ranks.numel():
+            assert dist.group.WORLD is not None
             return dist.group.WORLD
         if divided not in groups:
             # A group is made by its members alone: otherwise every rank makes those of all others,

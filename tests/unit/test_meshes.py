@@ -49,7 +49,7 @@ def meshes_of_rank(rank: int, dims: ParallelDims, monkeypatch) -> tuple[Meshes, 
 )
 @pytest.mark.usefixtures("_no_group")
 def test_no_group_is_made_twice(dims, num_groups, monkeypatch) -> None:
-    meshes, made = meshes_of_rank(0, dims, monkeypatch)
+    _, made = meshes_of_rank(0, dims, monkeypatch)
     assert len(made) == num_groups
     assert len({tuple(ranks) for ranks in made}) == num_groups
 
