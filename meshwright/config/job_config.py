@@ -285,7 +285,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the peak that the decay ends at."""
+    """Fraction of the peak that the decay ends at, one step after the last: a decay to 0 leaves the
+    last step a rate above 0."""
 
 
 class Parallelism(Section):
