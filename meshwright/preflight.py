@@ -9,7 +9,6 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -32,6 +31,7 @@ from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.counting import num_block_matmul_params
 from meshwright.models.llama import LlamaArgs
+from meshwright.optim.groups import find_names, names_by_group
 from meshwright.parallelisms import pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS, ModelSpec
@@ -95,6 +95,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_divisible(config, model_args)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
+    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     tokenizer = check_data(config)
     _check_budgets(config.training)
     check(
@@ -184,10 +185,7 @@ def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
     """Names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
-        check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
-        frozen |= found
+        frozen |= find_names(key, pattern, names)
     check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
     return frozenset(frozen)
 

@@ -17,10 +17,9 @@ def warmup_stable_decay(
 ) -> float:
     """Fraction of the peak learning rate at optimizer step `step`, counted from 1.
 
-    Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0, and
-    step `steps` + 1 would have `min_lr_factor`, so that no step is computed for a rate of 0; so do
-    torchtitan 0.2 and the schedules of transformers count. With D steps of decay, the last step is
-    (D - 1) / D of the way down.
+    Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
+    step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
+    the last step is (D - 1) / D of the way down. torchtitan 0.2 and transformers count alike.
 
     Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
     decayed), of Haegele et al. 2024, arXiv:2405.18392.

@@ -77,7 +77,9 @@ def test_every_nth_block_is_counted_from_the_models_first() -> None:
     del stage.layers["0"]
     forwards = {number: block.forward for number, block in stage.layers.items()}
     apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
-    wrapped = [number for number, block in stage.layers.items() if block.forward != forwards[number]]
+    wrapped = [
+        number for number, block in stage.layers.items() if block.forward != forwards[number]
+    ]
     assert wrapped == ["2"]
 
 
