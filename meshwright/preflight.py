@@ -9,7 +9,6 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -33,6 +32,7 @@ from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.counting import num_block_matmul_params
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms import memory, pipeline_split
+from meshwright.optim.groups import find_names, names_by_group
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS, ModelSpec
 
@@ -98,6 +98,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     fp32_modules = find_fp32_modules(config, model_args)
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen)
+    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     tokenizer = check_data(config)
     _check_budgets(config.training)
     check(
@@ -188,10 +189,7 @@ def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
     """Names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
-        check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
-        frozen |= found
+        frozen |= find_names(key, pattern, names)
     check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
     return frozenset(frozen)
 

@@ -49,7 +49,8 @@ from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.models.counting import num_params
 from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
+from meshwright.optim.groups import describe
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
@@ -165,7 +166,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
     saved, cursor = found, Cursor()
@@ -211,8 +212,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             data_time_s = time.perf_counter() - asked
             batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(optimizer, lr)
             result = train_step(
                 model,
                 batches,
@@ -311,6 +311,8 @@ def _announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
+    num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
+    logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     if dist.get_rank() == 0:
         (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
 

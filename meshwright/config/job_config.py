@@ -231,6 +231,20 @@ class Validation(Source):
     """Several datasets, each with its own loss, instead of `dataset` and what goes with it."""
 
 
+class ParameterGroup(Section):
+    """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: Annotated[list[str], Field(min_length=1)]
+    """Glob patterns of parameter names: ["tok_embeddings.*"], ["layers.[01].*", "*norm.weight"]. A
+    parameter is in the first group that matches it."""
+
+    lr_scale: PositiveFloat = 1.0
+    """Factor on the learning rate of every step."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """Instead of the parameter's usual one. Absent: the usual one."""
+
+
 class Optimizer(Section):
     """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
@@ -250,7 +264,14 @@ class Optimizer(Section):
     """Added to the denominator."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Applied to every parameter."""
+    """Of parameters with two dimensions: matrices and embeddings."""
+
+    decay_norm_and_bias: bool = False
+    """Apply weight decay to parameters with one dimension too: weights of norms, biases."""
+
+    groups: list[ParameterGroup] = []
+    """Parameters, by name, with a learning rate or a weight decay of their own. The first group
+    that matches a parameter counts."""
 
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
@@ -291,7 +312,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the peak that the decay ends at."""
+    """Fraction of the peak that the decay ends at, one step after the last: a decay to 0 leaves the
+    last step a rate above 0."""
 
 
 class Parallelism(Section):

@@ -176,6 +176,8 @@ def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
                 value = "true"
             else:
                 raise ConfigError("", f"--{name}: needs a value")
+        if key in overrides:
+            raise ConfigError("", f"--{name}: given twice\n  fix: leave out one of the two")
         overrides[key] = value
     return overrides
 

@@ -17,7 +17,7 @@ from meshwright.datasets.opening import open_training_data
 from meshwright.health import Health
 from meshwright.models.initialize import initialize, local_box
 from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
@@ -79,7 +79,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
     torch.manual_seed(training.seed)
     meshes = _meshes(plan.dims, device.type)
     model = build_model(plan, meshes, device)
-    optimizer = build_optimizer(model.parameters(), plan.config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), plan.config.optimizer)
     for stage in model.stages:
         initialize(stage, training.seed)
     weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
@@ -95,8 +95,7 @@ def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Te
             parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
             for index, sample in enumerate(zip(*parts, strict=True), first):
                 seen.samples[step, index] = _hash(*sample)
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step)
+        set_learning_rate(optimizer, lr_at(step))
         result = train_step(
             model,
             batches,

@@ -16,6 +16,7 @@ from meshwright.config.job_config import (
     Validation,
 )
 from meshwright.models.llama import LlamaArgs
+from meshwright.optim.groups import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 SEQ_LEN = 32
@@ -57,6 +58,7 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
         for pattern in config.model.frozen
         if any(fnmatchcase(name, pattern) for name in small_args.parameter_names())
     ]
+    groups = fitted_groups(config.optimizer.groups, list(small_args.parameter_names()))
     model = {
         "args": config.model.args | dimensions,
         "tokenizer_path": BYTES,
@@ -86,6 +88,7 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
         update={
             "model": config.model.model_copy(update=model),
             "training": config.training.model_copy(update=training),
+            "optimizer": config.optimizer.model_copy(update={"groups": groups}),
             "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
