@@ -40,6 +40,6 @@ def map_file(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     content = (ctypes.c_ubyte * size).from_address(address)
     # not when the interpreter ends: a thread may still be reading
     weakref.finalize(content, _C.munmap, address, size).atexit = False
-    array = np.frombuffer(content, dtype)
+    array = np.frombuffer(memoryview(content), dtype)
     array.flags.writeable = False
     return array
