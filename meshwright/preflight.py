@@ -7,9 +7,10 @@ calls it again, for those who start torchrun themselves.
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -84,8 +85,12 @@ class Plan:
         return _num_microbatches(self.config)
 
 
-def preflight(config: JobConfig, world_size: int) -> Plan:
+def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True) -> Plan:
     """Check `config` for a job of `world_size` ranks.
+
+    Args:
+        looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
+            ranks of a job leave it to the first, once they can talk.
 
     Raises:
         ConfigError: for the first thing that would keep it from running.
@@ -119,7 +124,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_writable(config.job.dump_folder)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     resume_step = None
-    if config.checkpoint.enable:
+    if config.checkpoint.enable and looks_at_files:
         resume_step = commit.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
@@ -142,9 +147,20 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     )
     if resume_step is not None:
         drift_of(plan).check()
-    elif config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, model_args, spec.hf, spec.meta, spec.torchtitan)
+    elif looks_at_files:
+        check_first_weights(plan)
     return plan
+
+
+def check_first_weights(plan: Plan) -> None:
+    """Check `checkpoint.initial_load_path`, if it is given.
+
+    Raises:
+        ConfigError: if it does not hold the weights of the model.
+    """
+    config, spec = plan.config.checkpoint, plan.spec
+    if config.initial_load_path:
+        check_initial(config, plan.model_args, spec.hf, spec.meta, spec.torchtitan)
 
 
 def check_data(config: JobConfig) -> Tokenizer:
@@ -313,9 +329,13 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def drift_of(plan: Plan) -> Drift:
-    """How the job differs from the one that saved the checkpoint to resume from."""
+def drift_of(plan: Plan, manifest: Mapping[str, Any] | None = None) -> Drift:
+    """How the job differs from the one that saved the checkpoint to resume from.
+
+    Args:
+        manifest: of that checkpoint, if it has been read.
+    """
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
-    manifest = commit.read_manifest(checkpoint)
+    manifest = commit.read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
     return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import meshwright
 from meshwright import hardware
+from meshwright.agreement import check_agreement
 from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     build_loader,
@@ -26,6 +27,7 @@ from meshwright.build import (
     learning_rate,
     set_first_values,
 )
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
@@ -57,7 +59,7 @@ from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preemption import StopRequest
-from meshwright.preflight import Plan, drift_of, preflight
+from meshwright.preflight import Plan, check_first_weights, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import train_step
 from meshwright.supervise import LAUNCHER, die_with_parent
@@ -103,7 +105,8 @@ SAID_BY_FIRST_S = 5
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
     with config_errors(provenance):
-        return run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return run(preflight(config, world_size, looks_at_files=False))
 
 
 CHECKED = "MESHWRIGHT_CHECKED"
@@ -138,11 +141,15 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     if device.type == "cuda":
         check_memory(config, plan.least_bytes, hardware.memory_gib(device))
     start_process_group(device, config.comm.init_timeout_seconds)
+    sources, held_out = open_training_data(config), open_validation_data(config)
+    check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    found, is_said = checkpoints.find(), CHECKED in os.environ
-    if found is not None and found["step"] != plan.resume_step:  # what that read was too little
-        plan, is_said = dataclasses.replace(plan, resume_step=found["step"]), False
-        drift_of(plan).check()
+    found = checkpoints.find()
+    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
+    if found is not None:
+        drift_of(plan, found).check()
+    else:
+        checkpoints.tell(lambda: check_first_weights(plan))
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -153,13 +160,12 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         )
         dist.destroy_process_group()
         return True
-    # before anything is written: what torch or the data lacks shows only now
+    # before anything is written: what torch lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
-    sources, held_out = open_training_data(config), open_validation_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan).log(is_said)
+        drift_of(plan, found).log(_is_said(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -281,6 +287,14 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     return is_last
 
 
+def _is_said(plan: Plan) -> bool:
+    """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
+    load_step = plan.config.checkpoint.load_step
+    return CHECKED in os.environ and plan.resume_step == commit.choose_step(
+        plan.checkpoint_folder, load_step
+    )
+
+
 def _check_goes_on(config: Checkpoint, stopped: str) -> None:
     """Raise if a job that was stopped and is started again with the same words does not go on from
     there: what starts it again by itself would do so for ever.
@@ -342,7 +356,7 @@ def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSour
                 "training.shuffle_window too), or use another job.dump_folder",
             )
     cursor = Cursor.from_json(saved["data"])
-    return cursor.reweighted() if drift_of(plan).is_reweighted else cursor
+    return cursor.reweighted() if drift_of(plan, saved).is_reweighted else cursor
 
 
 def _manifest(

@@ -1,11 +1,13 @@
 """When a job saves, and what it finds when it starts."""
 
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit, exclude
+from meshwright.checkpoint import commit, exclude, shared_folder
 from meshwright.checkpoint.exclude import left_out
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.staging import StagedPlanner, Staging
@@ -21,10 +23,12 @@ from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError
+from meshwright.errors import ConfigError, SaveError, in_ranges
 from meshwright.log import logger
 
 PATIENCE = timedelta(hours=1)
+
+T = TypeVar("T")
 
 
 class HasTensors(Protocol):
@@ -72,37 +76,35 @@ class CheckpointManager:
                 self._process.close()
 
     def find(self) -> dict[str, Any] | None:
-        """The manifest of the checkpoint to resume from, every byte of which was compared with its
-        checksum, a part of the files on each rank; None if there is nothing to resume from.
+        """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
 
-        Those that are damaged are named in the log, and passed over for the newest that is not.
+        The first rank chooses, and tells the others. Each verifies a part of the files. Damaged
+        checkpoints are named in the log, and passed over for the newest good one. None: there is
+        none.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
-                not see the same checkpoints.
+                not share the folder.
         """
         if not self._config.enable:
             return None
-        damaged: dict[int, str] = {}
-        while True:
-            choice = commit.choose(self._folder, self._config.load_step, damaged)
-            steps = self._gather(choice.step)
-            if any(step != choice.step for step in steps):
-                raise ConfigError(
-                    "job.dump_folder",
-                    f"{self._folder}: ranks see different checkpoints there: {steps}"
-                    "\n  fix: put job.dump_folder on a file system that all machines share",
-                )
-            if choice.step is None:
-                return None
-            checkpoint = commit.step_folder(self._folder, choice.step)
-            names = sorted(choice.manifest["files"])
-            mine = names[dist.get_rank() :: dist.get_world_size()]
-            with commit.being_read(checkpoint):
-                wrong = self._gather(commit.verify(checkpoint, choice.manifest, mine))
-            if not any(wrong):
-                break
-            damaged[choice.step] = "; ".join(what for of_rank in wrong for what in of_rank)
+        token, damaged = None, dict[int, str]()
+        if self._is_first_rank and dist.get_world_size() > 1:
+            token = shared_folder.leave_token(self._folder)
+        try:
+            while True:
+                choice, token = self.tell(partial(self._choose, damaged, token))
+                if token is not None:
+                    self._check_shared(token)
+                if choice.step is None:
+                    return None
+                wrong = self._gather(self._verify_part(choice))
+                if not any(wrong):
+                    break
+                damaged[choice.step] = "; ".join(what for of_rank in wrong for what in of_rank)
+        finally:
+            if self._is_first_rank and token is not None:
+                shared_folder.remove_token(self._folder, token)
         if self._is_first_rank:
             for step, what in choice.passed_over.items():
                 logger.warning(
@@ -111,6 +113,52 @@ class CheckpointManager:
                     what,
                 )
         return choice.manifest
+
+    def tell(self, find: Callable[[], T]) -> T:
+        """Return on every rank what `find` returns on the first, the only one to call it.
+
+        Raises:
+            ConfigError: on every rank, if `find` does.
+        """
+        told: list[Any] = [None]
+        if self._is_first_rank:
+            try:
+                told = [find()]
+            except ConfigError as error:
+                told = [error]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        if isinstance(told[0], ConfigError):
+            raise told[0]
+        return told[0]
+
+    def _choose(
+        self, damaged: Mapping[int, str], token: str | None
+    ) -> tuple[commit.Choice, str | None]:
+        return commit.choose(self._folder, self._config.load_step, damaged), token
+
+    def _check_shared(self, token: str) -> None:
+        """Raise on every rank unless all see the first rank's file."""
+        seen = self._gather((shared_folder.sees_token(self._folder, token), socket.gethostname()))
+        blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
+        hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
+        if blind:
+            raise ConfigError(
+                "job.dump_folder",
+                f"job.dump_folder: rank {in_ranges(blind)} (on {hosts}) does not see what rank 0 "
+                f"(on {seen[0][1]}) writes to {self._folder}"
+                "\n  fix: put job.dump_folder on a file system that all machines share",
+            )
+
+    def _verify_part(self, choice: commit.Choice) -> list[str]:
+        """What is wrong with this rank's part of the files."""
+        assert choice.step is not None
+        checkpoint = commit.step_folder(self._folder, choice.step)
+        names = sorted(choice.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+        try:
+            with commit.being_read(checkpoint):
+                return commit.verify(checkpoint, choice.manifest, names)
+        except commit.DamagedError as error:
+            return [error.what]
 
     def _gather(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size()

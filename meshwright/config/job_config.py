@@ -7,6 +7,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -16,8 +17,28 @@ from pydantic import (
     PositiveInt,
 )
 
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def check_is_path(value: str) -> str:
+    """Refuse an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
+    if match := ADDRESS.match(value):
+        raise ValueError(
+            f"{match[0]} begins an address, and a path of this machine's file systems is needed"
+            "\n  fix: "
+            + (
+                "leave out file://"
+                if match[1].lower() == "file"
+                else "mount it as a file system, or copy it, and name the path"
+            )
+        )
+    return value
+
+
+LocalPath = Annotated[str, AfterValidator(check_is_path)]
+
 INPUT_PATH = "input path"
-InputPath = Annotated[str, INPUT_PATH]
+InputPath = Annotated[LocalPath, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
@@ -53,7 +74,7 @@ class Job(Section):
     config_file: InputPath = ""
     """TOML to read (command line only)."""
 
-    dump_folder: Annotated[str, Field(min_length=1), OUTPUT_PATH] = "./outputs"
+    dump_folder: Annotated[LocalPath, Field(min_length=1), OUTPUT_PATH] = "./outputs"
     """Folder for checkpoints, logs, metrics and the resolved config; relative to the working
     directory. Starting again in the same folder resumes if `checkpoint.enable`; else it starts
     over, and metrics.jsonl with it."""
@@ -165,7 +186,7 @@ class Training(Source):
     are dealt out to them, so that there are no more than files. Best a multiple or a divisor of
     the global batch: a rank then reads no more than it needs."""
 
-    token_cache_folder: Annotated[str, OUTPUT_PATH] = ""
+    token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
     local_batch_size: PositiveInt = 8
@@ -423,7 +444,7 @@ class Checkpoint(Section):
     enable: bool = False
     """Save, and resume from what the dump folder holds."""
 
-    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
+    folder: Annotated[LocalPath, Field(min_length=1)] = "checkpoint"
     """Folder inside `job.dump_folder`."""
 
     interval: PositiveInt = 500
@@ -471,7 +492,7 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
-    save_tb_folder: Annotated[str, Field(min_length=1)] = "tb"
+    save_tb_folder: Annotated[LocalPath, Field(min_length=1)] = "tb"
     """Folder for them inside `job.dump_folder`."""
 
     enable_wandb: bool = False
@@ -484,7 +505,7 @@ class Profiling(Section):
     enable_profiling: bool = False
     """Write traces."""
 
-    save_traces_folder: Annotated[str, Field(min_length=1)] = "profile_traces"
+    save_traces_folder: Annotated[LocalPath, Field(min_length=1)] = "profile_traces"
     """Folder for them inside `job.dump_folder`."""
 
     profile_freq: PositiveInt = 10

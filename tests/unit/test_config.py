@@ -130,6 +130,38 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+PATH_KEYS = (
+    *("job.dump_folder", "model.tokenizer_path", "model.chat_template_path"),
+    *("training.dataset_path", "training.dataset_format", "training.token_cache_folder"),
+    *("validation.dataset_path", "validation.dataset_format"),
+    *("checkpoint.folder", "checkpoint.initial_load_path"),
+    *("metrics.save_tb_folder", "profiling.save_traces_folder"),
+)
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_an_address_is_no_path(toml, key) -> None:
+    """It would be a folder called "s3:"."""
+    section, name = key.split(".")
+    for arguments in (
+        ["--" + key, "s3://bucket/a"],
+        toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
+    ):
+        assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(arguments)
+    inside = '[[training.datasets]]\ndataset = "json"\ndataset_path = "hf://a/b"\n'
+    assert "training.datasets.0.dataset_path = 'hf://a/b'" in error_of(toml(inside))
+
+
+def test_every_path_key_is_among_those() -> None:
+    named = {
+        f"{section}.{name}"
+        for section, table in JobConfig.model_fields.items()
+        for name in table.annotation.model_fields
+        if re.search("_(path|folder|format)$|^folder$", name)
+    }
+    assert named == set(PATH_KEYS)
+
+
 RING = (
     *("--parallelism.context_parallel_degree", "2"),
     *("--parallelism.context_parallel_attention", "ring"),
@@ -175,6 +207,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ),
         (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
         (["--training.dataset", "c5"], "choose from arrow, c4, fineweb, "),
+        (["--training.dataset", "s3://bucket/a"], 'is written "owner/name"'),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
             ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],
