@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.initial_load import check_initial
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.checks import (
     check_divisible,
     check_sections,
@@ -288,6 +289,6 @@ def _check_validation_data(validation: Validation) -> None:
 def drift_of(plan: Plan) -> Drift:
     """How the job differs from the one that saved the checkpoint to resume from."""
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
-    manifest = commit.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     data = plan.data_identity
     return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)
