@@ -14,6 +14,10 @@ Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
 
 
+class NotFiniteError(ValueError):
+    """Logits are infinite, or not numbers: there is no next token."""
+
+
 class CachedAttention(nn.Module):
     """Attention of new positions to themselves and to all before, whose keys and values it keeps.
 
@@ -75,6 +79,9 @@ def generate(
     Args:
         model: whole, on one device, made for sequences as long as prompt and new tokens together.
         prompt: at least one token.
+
+    Raises:
+        NotFiniteError: if the model gives no probabilities.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
@@ -85,6 +92,8 @@ def generate(
             model.output = output
         for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
             logits = model(tokens[:, -1:], torch.tensor([position], device=device))  # (1, 1, V)
+            if not logits.isfinite().all():
+                raise NotFiniteError(f"logits after {position + 1} tokens are not finite")
             token = choose(logits[0, -1].float())
             yield token
             if token in stop:
@@ -107,7 +116,11 @@ def sampler(temperature: float, top_p: float, seed: int) -> Choose:
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
-        chance, order = (logits.cpu() / temperature).softmax(-1).sort(descending=True)
+        # the largest becomes 0, so that a temperature near 0 makes no infinity of it; in float64,
+        # which has no temperature above 0 that is 0
+        wide = logits.cpu().double()
+        scaled = ((wide - wide.max()) / temperature).float()
+        chance, order = scaled.softmax(-1).sort(descending=True)
         before = chance.cumsum(-1) - chance  # of all that are likelier; so the first always stays
         chance[before >= top_p] = 0.0
         return int(order[torch.multinomial(chance, 1, generator=generator)])

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.initial_load import check_initial
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.checks import (
     check_divisible,
     check_sections,
@@ -32,8 +33,8 @@ from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.counting import num_block_matmul_params
 from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms import memory, pipeline_split
 from meshwright.optim.groups import find_names, names_by_group
+from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS, ModelSpec
 
@@ -336,6 +337,6 @@ def drift_of(plan: Plan, manifest: Mapping[str, Any] | None = None) -> Drift:
         manifest: of that checkpoint, if it has been read.
     """
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
-    manifest = commit.read_manifest(checkpoint) if manifest is None else manifest
+    manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
     return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

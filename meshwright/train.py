@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from meshwright.build import (
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
@@ -144,6 +145,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     sources, held_out = open_training_data(config), open_validation_data(config)
     check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
+    checkpoints.claim()
     found = checkpoints.find()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
     if found is not None:
@@ -158,6 +160,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             plan.resume_step,
             steps,
         )
+        checkpoints.release()
         dist.destroy_process_group()
         return True
     # before anything is written: what torch lacks shows only now
@@ -175,13 +178,13 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    saved, cursor = found, Cursor()
-    if saved is None:
+    saved: Mapping[str, Any] = found or {"step": 0, "tokens_seen": 0, "bad_steps": None}
+    cursor = Cursor()
+    if found is None:
         set_first_values(plan, model)
-        saved = {"step": 0, "tokens_seen": 0}
     else:
-        cursor = _place_in_data(plan, saved, sources)
-        checkpoints.load(tensors, saved)
+        cursor = _place_in_data(plan, found, sources)
+        checkpoints.load(tensors, found)
         for stage in model.stages:
             stage.init_buffers()
     loader = build_loader(plan, sources, meshes, device, cursor)
@@ -195,7 +198,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         sources=[source.entry.name for source in sources],
         step=saved["step"],
         cursor=cursor,
-        saved=saved.get("bad_steps"),  # checkpoints from before have none
+        saved=saved["bad_steps"],  # checkpoints from before have none
     )
     lr_at = learning_rate(config)
     reduction = config.parallelism.fsdp_reduce_gradients
@@ -341,7 +344,7 @@ def check_has_data(step: int) -> None:
         )
 
 
-def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSource]) -> Cursor:
+def _place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Where a resume goes on reading; it means something only in the data it was noted for."""
     if DATALOADER in left_out(plan.config.checkpoint, saved):
         return Cursor()

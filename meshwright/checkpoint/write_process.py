@@ -51,8 +51,8 @@ class WriteProcess:
         theirs.close()
         self._connection = ours
 
-    def write(self, folder: Path, step: int, plan: SavePlan) -> list[WriteResult]:
-        """Have it write this rank's part of a checkpoint.
+    def write(self, unfinished: Path, plan: SavePlan) -> list[WriteResult]:
+        """Have it write this rank's part of a checkpoint to the folder `unfinished`.
 
         Raises:
             ChildProcessError: if it is killed.
@@ -63,7 +63,7 @@ class WriteProcess:
         assert self._connection is not None
         staging = self._staging
         try:
-            self._connection.send((folder, step, plan, staging.layout, staging.num_bytes))
+            self._connection.send((unfinished, plan, staging.layout, staging.num_bytes))
             result = self._connection.recv()
         except (EOFError, ConnectionError):
             code = self._process.wait()
@@ -85,15 +85,15 @@ class RemoteWriter(CommittingWriter):
     """Has the process write this rank's part."""
 
     def __init__(
-        self, folder: Path, step: int, manifest: Mapping[str, Any], process: WriteProcess
+        self, unfinished: Path, manifest: Mapping[str, Any], process: WriteProcess
     ) -> None:
-        super().__init__(folder, step, manifest)
+        super().__init__(unfinished, manifest)
         self._process = process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Wait for what the process has written."""
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._process.write(self._folder, self._step, plan))
+        written.set_result(self._process.write(self._unfinished, plan))
         return written
 
 
@@ -101,7 +101,7 @@ def _serve(connection: "Connection[Any, Any]", descriptor: int) -> None:
     memory, num_bytes = None, -1
     while True:
         try:
-            folder, step, plan, layout, needed = connection.recv()
+            unfinished, plan, layout, needed = connection.recv()
         except EOFError:
             return
         result: object
@@ -109,7 +109,7 @@ def _serve(connection: "Connection[Any, Any]", descriptor: int) -> None:
             if memory is None or needed != num_bytes:
                 memory, num_bytes = open_memory(descriptor, needed), needed
             copies = {name: place.tensor(memory) for name, place in layout.items()}
-            writer = CommittingWriter(folder, step, {})
+            writer = CommittingWriter(unfinished, {})
             result = writer.write_data(plan, StagedPlanner(copies)).value()
         except Exception as error:
             result = error

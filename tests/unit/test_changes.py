@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
@@ -65,7 +66,9 @@ def resume(tmp_path: Path):
             "frozen": sorted(plan.frozen),
             "config": to_json(plan.config),
         }
-        commit.publish(plan.checkpoint_folder, STEP, BARE | of_job | manifest, {})
+        commit.publish(
+            commit.unfinished_folder(plan.checkpoint_folder, STEP), BARE | of_job | manifest, {}
+        )
 
     def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> Drift:
         if not commit.saved_steps(tmp_path / "checkpoint"):
@@ -186,7 +189,7 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
         "training.datasets.1.weight = 2.0 (was 3.0)"
     ]
     assert not resume(*saved).is_reweighted
-    manifest = commit.read_manifest(drift.checkpoint)
+    manifest = read_manifest(drift.checkpoint)
     manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):

@@ -399,7 +399,9 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
         "data_identity": plan.data_identity,
         "frozen": sorted(plan.frozen),
     }
-    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
+    commit.publish(
+        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
+    )
     assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
     more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
     assert preflight(more, 1).resume_step == 5
@@ -539,7 +541,9 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
         "data_identity": plan.data_identity,
     }
     commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
-    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
+    commit.publish(
+        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
+    )
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
     assert "training.datasets.1 = absent: checkpoint" in error
