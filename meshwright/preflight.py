@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.initial_load import check_initial
-from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.config.checks import (
     check_divisible,
     check_sections,
@@ -330,7 +330,7 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def drift_of(plan: Plan, manifest: Mapping[str, Any] | None = None) -> Drift:
+def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
     """How the job differs from the one that saved the checkpoint to resume from.
 
     Args:
