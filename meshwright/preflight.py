@@ -20,20 +20,21 @@ from meshwright.checkpoint.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.config.checks import (
     check_divisible,
-    check_sections,
     check_writable,
     fill_in,
     find_fp32_modules,
 )
+from meshwright.config.conditions import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.counting import num_block_matmul_params
 from meshwright.models.llama import LlamaArgs
-from meshwright.optim.groups import find_names, names_by_group
+from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS, ModelSpec
@@ -81,6 +82,16 @@ class Plan:
         }
 
     @property
+    def idle_options(self) -> list[str]:
+        """Options that have no effect in this job, and why, one sentence each."""
+        names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
+        return [
+            *idle_options(self.config),
+            *idle_source_options(self.config),
+            *idle_groups(groups, names, self.frozen),
+        ]
+
+    @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
         return _num_microbatches(self.config)
@@ -96,7 +107,7 @@ def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    check_sections(config)
+    check_contradictions(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     check_divisible(config, model_args)

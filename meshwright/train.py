@@ -317,6 +317,8 @@ def _announce(plan: Plan, device: torch.device) -> None:
     if config.job.description:
         logger.info("%s", config.job.description)
     logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
+    for text in plan.idle_options:
+        logger.info("%s", text, extra={"is_said": CHECKED in os.environ})
     degrees = dataclasses.asdict(plan.dims).items()
     logger.info(
         "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",

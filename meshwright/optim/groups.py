@@ -1,7 +1,7 @@
 """Learning rate and weight decay of each parameter, by its name. Free of torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -81,6 +81,15 @@ def names_by_group(groups: Sequence[ParameterGroup], names: Sequence[str]) -> li
             "put this group before them",
         )
     return members
+
+
+def idle_groups(
+    groups: Sequence[ParameterGroup], names: Sequence[str], frozen: Collection[str]
+) -> Iterator[str]:
+    """Say which groups have no parameter that is trained."""
+    for index, members in enumerate(names_by_group(groups, names)):
+        if members.issubset(frozen):
+            yield f"optimizer.groups.{index} has no effect: model.frozen has all its parameters"
 
 
 def fitted_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[ParameterGroup]:

@@ -245,9 +245,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
             "nothing is loaded while checkpoint.enable is false",
         ),
-        (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
-        (["--parallelism.context_parallel_attention", "ring"], "there is no context parallelism"),
-        ([*RING, "--training.mask_documents"], "a ring knows no documents"),
+        ([*RING, "--training.mask_documents"], "does not support training.mask_documents"),
         (
             ASYNC_TP,
             "nothing is compiled by inductor",
@@ -288,7 +286,10 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--checkpoint.enable=false", "--job.max_run_seconds", "60"], "would be lost"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
-        (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
+        (
+            ["--profiling.profile_freq", "2"],
+            "profiler_warmup 3 + profiler_active 1\n  fix: raise it to their sum or more",
+        ),
         (["--optimizer.early_step_in_backward"], "max_norm = 1.0 cannot be kept"),
         ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
         ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
