@@ -18,7 +18,6 @@ from meshwright.checkpoint.exclude import left_out
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
@@ -46,18 +45,14 @@ class CheckpointManager:
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._staging, self._process = None, None
+        self._staging = None
         if config.enable and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
             self._in_flight: Future[None] | None = None
-            if config.async_mode == "process":
-                self._process = WriteProcess(self._staging)
 
     def __enter__(self) -> "CheckpointManager":
-        if self._process is not None:
-            self._writing.submit(self._process.start)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -67,9 +62,6 @@ class CheckpointManager:
             if kind is None:
                 raise
             logger.error("%s", error)  # and what ended the job goes on its way
-        finally:
-            if self._process is not None:
-                self._process.close()
 
     def find(self) -> dict[str, Any] | None:
         """The manifest of the checkpoint to resume from, every byte of which was compared with its
@@ -195,10 +187,7 @@ class CheckpointManager:
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        if self._process is None:
-            writer = CommittingWriter(self._folder, step, manifest)
-        else:
-            writer = RemoteWriter(self._folder, step, manifest, self._process)
+        writer = CommittingWriter(self._folder, step, manifest)
         self._in_flight = self._writing.submit(
             self._write, step, tensors, writer, self._staging, is_last
         )
