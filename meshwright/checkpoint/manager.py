@@ -26,7 +26,6 @@ from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.checkpoint.verify_ranks import verify_on_ranks
-from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError, in_ranges
@@ -61,18 +60,14 @@ class CheckpointManager:
         self._nonce, self._saves = nonce[0], 0
         self._claim = Claim(folder, self._nonce)
         self._retention = Retention(folder, config.keep_latest_k, config.keep_every_n_steps)
-        self._staging, self._process = None, None
+        self._staging = None
         if config.enable and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
             self._in_flight: Future[None] | None = None
-            if config.async_mode == "process":
-                self._process = WriteProcess(self._staging)
 
     def __enter__(self) -> "CheckpointManager":
-        if self._process is not None:
-            self._writing.submit(self._process.start)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -86,8 +81,6 @@ class CheckpointManager:
                 raise
             logger.error("%s", error)  # and what ended the job goes on its way
         finally:
-            if self._process is not None:
-                self._process.close()
             self.release()
 
     def claim(self) -> None:
@@ -291,10 +284,7 @@ class CheckpointManager:
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        if self._process is None:
-            writer = CommittingWriter(unfinished, manifest)
-        else:
-            writer = RemoteWriter(unfinished, manifest, self._process)
+        writer = CommittingWriter(unfinished, manifest)
         self._in_flight = self._writing.submit(
             self._write, step, tensors, writer, self._staging, is_last
         )

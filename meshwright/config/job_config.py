@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import PydanticCustomError
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -438,6 +440,12 @@ class Compile(Section):
     """Backend of torch.compile; all but inductor are for finding faults."""
 
 
+def _no_write_process(mode: object) -> object:
+    if mode == "process":
+        raise PydanticCustomError("removed", 'was removed, as it was no faster: write "thread"')
+    return mode
+
+
 class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
@@ -459,9 +467,11 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
-    async_mode: Literal["disabled", "thread", "process"] = "disabled"
-    """Write checkpoints while training goes on, from a copy in host memory as large as the rank's
-    part: in a thread of the rank, or in a process of its own, which does not slow its Python."""
+    async_mode: Annotated[Literal["disabled", "thread"], BeforeValidator(_no_write_process)] = (
+        "disabled"
+    )
+    """Write checkpoints while training goes on: a thread of each rank writes from a copy in host
+    memory, as large as the rank's part."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
     """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:

@@ -464,20 +464,18 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
 ) -> None:
     """A save at every step: there is hardly a moment without one."""
     folder = tmp_path / "out"
-    options = ("--checkpoint.interval", 1, "--checkpoint.async_mode")
+    options = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "thread")
     process = subprocess.Popen(
-        command(folder, *options, "process", "--checkpoint.keep_latest_k", 3),
+        command(folder, *options, "--checkpoint.keep_latest_k", 3),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     checkpoints = folder / "checkpoint"
     wait_for(lambda: commit.saved_steps(checkpoints), "a checkpoint")
-    assert len(writers()) == 2
     time.sleep(0.7)
     os.kill(ranks_of(folder)[-1], signal.SIGKILL)
     process.communicate(timeout=60)
-    wait_for(lambda: not writers(), "the end of the processes that write", seconds=5)
     steps = commit.saved_steps(checkpoints)
     assert 0 < len(steps) <= 4  # the oldest may be about to go
     assert max(losses(folder)) < 20, "it was over before it was killed"
@@ -486,21 +484,11 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
         checked = commit.verify(commit.step_folder(checkpoints, step), manifest, manifest["files"])
         assert checked == []
 
-    again = launch(folder, *options, "thread")
+    again = launch(folder, *options)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"resumed from {checkpoints}/step-{steps[-1]} " in again.stdout
     assert losses(folder) == losses(uninterrupted)
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-19", "step-20"]
-    assert not writers()
-
-
-def writers() -> list[Path]:
-    """Processes that write for a rank."""
-    return [
-        path
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"meshwright.checkpoint.write_process" in path.read_bytes().split(b"\0")
-    ]
 
 
 @pytest.mark.parametrize("shown", ["x", "2"])
