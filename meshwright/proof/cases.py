@@ -62,7 +62,7 @@ class Case:
 
 def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
     """One process, nothing parallel, nothing recomputed, nothing compiled."""
-    return _case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
+    return build_case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[Case]:
@@ -73,23 +73,25 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     for axis in used:
         cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
     if "cp" in used and not config.training.mask_documents:
-        cases.append(_case("ring attention", small, {"cp": 2}, parallelism=RING))  # GPUs' default
+        cases.append(
+            build_case("ring attention", small, {"cp": 2}, parallelism=RING)
+        )  # GPUs' default
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
         "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
         "compiled": {"compile": {"enable": True}},
     }
     for name, sections in modes.items():
-        cases.append(_case(name, small, _compilable(shape), **sections))
+        cases.append(build_case(name, small, _compilable(shape), **sections))
     if "pp" not in shape:
-        cases.append(_case("4 microbatches", small, {}, num_microbatches=4))
-        cases.append(_case("2 microbatches", small, _within_batch(shape), num_microbatches=2))
-    cases.append(_case("HSDP", small, HSDP))
-    cases.append(_case("bf16", small, HSDP, kind="bf16 sums"))
+        cases.append(build_case("4 microbatches", small, {}, num_microbatches=4))
+        cases.append(build_case("2 microbatches", small, _within_batch(shape), num_microbatches=2))
+    cases.append(build_case("HSDP", small, HSDP))
+    cases.append(build_case("bf16", small, HSDP, kind="bf16 sums"))
     if "pp" in used:
-        cases.append(_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
+        cases.append(build_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
     if "tp" in shape or "cp" in shape:
-        cases.append(_case("bf16", small, shape, kind="bf16"))
+        cases.append(build_case("bf16", small, shape, kind="bf16"))
     return distinct(cases)
 
 
@@ -104,22 +106,22 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
         if any(mesh.get(axis, 1) > LARGEST_DEGREE for axis in ("pp", "cp", "tp")):
             continue
         if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(_case("mesh", small, mesh))
+            cases.append(build_case("mesh", small, mesh))
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
-        cases.append(_case(name, small, mesh, parallelism=schedule))
+        cases.append(build_case(name, small, mesh, parallelism=schedule))
         for policy in RESHARD:
             keys = schedule | {"fsdp_reshard_after_forward": policy}
-            case = _case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
+            case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
             cases += [case] * can_run(case)  # some pairs are refused
     if not small.training.mask_documents:
         for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
-            cases.append(_case("ring attention", small, mesh, parallelism=RING))
+            cases.append(build_case("ring attention", small, mesh, parallelism=RING))
     for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
-        cases.append(_case("bf16", small, mesh, kind="bf16 sums"))
+        cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
         if mesh.get("tp", 1) <= largest_tp(args):
-            cases.append(_case("bf16", small, mesh, kind="bf16"))
+            cases.append(build_case("bf16", small, mesh, kind="bf16"))
     return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
 
 
@@ -135,7 +137,7 @@ def _own_cases(
 ) -> list[Case]:
     """The config's axes with its options: three at a time if it has more, or two where three leave
     its schedule too few microbatches."""
-    options, name = _own_options(config), "as configured"
+    options, name = own_options(config), "as configured"
     if config.compile.enable and "tp" in used and recomputes_attention(config):  # not on CPUs
         options["compile"] = {"enable": False}
         name = "as configured, but eager"
@@ -148,14 +150,17 @@ def _own_cases(
     return cases
 
 
-def _own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
+def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
     """How the config computes, without its degrees and what depends on the size of the model."""
     left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
+    idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
     return {
-        "parallelism": config.parallelism.model_dump(exclude=left_out),
+        "parallelism": config.parallelism.model_dump(exclude=left_out | idle),
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
+        "training": {"enable_cpu_offload": config.training.enable_cpu_offload},
+        "optimizer": {"early_step_in_backward": config.optimizer.early_step_in_backward},
     }
 
 
@@ -174,7 +179,7 @@ def _largest(
     case = None
     for mesh in _degrees(config.parallelism, axes):
         for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:
-            case = _case(name, small, mesh, **{**options, "parallelism": kept | stages})
+            case = build_case(name, small, mesh, **{**options, "parallelism": kept | stages})
             if can_run(case):
                 return case
     assert case is not None
@@ -229,24 +234,30 @@ def _within_batch(shape: Degrees) -> Degrees:
     return shape if 2 * dp <= GLOBAL_BATCH else dict.fromkeys(shape, 2)
 
 
-def _case(
+def build_case(
     name: str,
     small: JobConfig,
     mesh: Degrees,
     *,
-    num_microbatches: int = 1,
+    num_microbatches: int = 0,
     kind: Kind = "fp32",
     **sections: Mapping[str, Any],
 ) -> Case:
-    """`small` on `mesh`, with the keys of `sections` over its own."""
+    """`small` on `mesh`, with the keys of `sections` over its own.
+
+    Args:
+        num_microbatches: of a rank in a step; 0: a single one, or with a pipeline as many as can
+            be. A sum in bf16 has those of its reference.
+    """
     dp = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-    if "pp" in mesh or kind == "bf16 sums":
-        num_microbatches = GLOBAL_BATCH // dp  # the most that there can be
+    if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
+        num_microbatches = GLOBAL_BATCH // dp
     updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
     degrees = {key: mesh.get(axis, 1) for axis, key in KEYS.items()}
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
-    local = {"local_batch_size": GLOBAL_BATCH // (dp * num_microbatches)}
-    updates["training"] = local | (FP32 if kind == "fp32" else {})
+    local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
+    precision = FP32 if kind == "fp32" else {}
+    updates["training"] = updates.get("training", {}) | local | precision
     config = small.model_copy(
         update={
             section: getattr(small, section).model_copy(update=values)

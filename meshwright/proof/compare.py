@@ -27,6 +27,9 @@ class Bounds:
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
 
+NAMED = 3
+"""Tensors of a checkpoint in one line."""
+
 BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-5, 1e-4),
     # products of the same numbers, whose sums are in fp32
@@ -197,13 +200,15 @@ def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
         repeated = {place: rank.samples.get(place) for place in rank.resumed_samples}
         samples = ["samples"] if rank.resumed_samples != repeated else []
         for what, wrong in (
-            ("checkpoint: not as it was in the job", rank.wrong_in_checkpoint),
-            ("resume: not as without it", rank.wrong_after_resume + samples),
+            ("checkpoint: does not hold", rank.wrong_in_checkpoint),
+            ("loaded: not as it was saved:", rank.wrong_after_load),
+            ("resume: not as without it:", samples + rank.wrong_after_resume),
         ):
             verdict.num_different_resumed += len(wrong)
             if wrong:
-                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                verdict.failures.append(f"{what}: {wrong[0]}{more}, on rank {number}")
+                more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+                names = ", ".join(wrong[:NAMED])
+                verdict.failures.append(f"{what} {names}{more}, on rank {number}")
 
 
 def _larger(error: float, box: Box) -> float:

@@ -11,6 +11,7 @@ from meshwright.checkpoint.state import RNG, TrainingTensors
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.opening import OpenSource
 from meshwright.health import Health
+from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.meshes import Meshes
@@ -81,6 +82,16 @@ class Job:
     def close(self) -> None:
         """Stop reading ahead."""
         self._loader.close()
+
+
+def tell_positions_apart(stage: Decoder) -> None:
+    """Stretch the rotary cache of `stage` towards its end, in place.
+
+    Rotary attention sees nothing but distances: if documents did not begin at position 0, each
+    query would still see its own keys at the right ones. Here places count, too.
+    """
+    for cache in stage.buffers():  # (S, H/2) each
+        cache *= torch.linspace(1, 2, len(cache)).unsqueeze(1)
 
 
 def _hash(*parts: Tensor) -> str:

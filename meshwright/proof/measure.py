@@ -17,7 +17,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
 from meshwright.proof.data import Vocabulary, open_source
-from meshwright.proof.job import Job
+from meshwright.proof.job import Job, tell_positions_apart
 from meshwright.proof.resume import SmallCheckpoint, different, part_of
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
@@ -53,6 +53,8 @@ class Measurement:
     """Figures of the validation, by name."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
     """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
+    wrong_after_load: list[str] = field(default_factory=list)
+    """Tensors that differ between the job that has loaded it and the one that has saved it."""
     wrong_after_resume: list[str] = field(default_factory=list)
     """What differs, to the bit, between the resumed job and the one that went on."""
     resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -103,6 +105,7 @@ def _measure(
     job = Job(plan, meshes, source)
     for stage in job.model.stages:
         initialize(stage, training.seed)
+        tell_positions_apart(stage)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     gradients, done = _keep_gradients(job.model, job.optimizer)
     validate = build_validation(plan, [held_out], meshes, cpu)
@@ -116,11 +119,13 @@ def _measure(
             seen.validation = validate(job.model, lambda: False)
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
+            saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
     job.close()
     torch.compiler.reset()
     job = checkpoint.resume(plan, meshes, source)
+    seen.wrong_after_load = different(job.state_dict(), saved)
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
         figures = job.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):

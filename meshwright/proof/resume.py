@@ -22,7 +22,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.models.initialize import local_box
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
-from meshwright.proof.job import Job
+from meshwright.proof.job import Job, tell_positions_apart
 
 NOTHING: dict[str, Any] = {
     "tokens_seen": 0,
@@ -82,6 +82,7 @@ class SmallCheckpoint:
         self._manager.load(job.tensors, manifest)
         for stage in job.model.stages:
             stage.init_buffers()
+            tell_positions_apart(stage)
         return job
 
 

@@ -130,13 +130,15 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
         "mixed_precision_param": "bfloat16",
         "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
         "mixed_precision_reduce": "float32",
+        "enable_cpu_offload": False,  # cases have it, as all that must not change the model
     }
+    optimizer = {"early_step_in_backward": False, "groups": groups}
     warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
             "training": config.training.model_copy(update=training),
-            "optimizer": config.optimizer.model_copy(update={"groups": groups}),
+            "optimizer": config.optimizer.model_copy(update=optimizer),
             "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
