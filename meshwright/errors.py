@@ -10,6 +10,8 @@ EXIT_SAVE = 4
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
 <sysexits.h>."""
+EXIT_INTERRUPTED = 130
+"""By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
 
 
 class ConfigError(ValueError):

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.errors import (
     EXIT_CONFIG,
+    EXIT_INTERRUPTED,
     EXIT_SAVE,
     EXIT_STOPPED,
     EXIT_TRAINING,
@@ -86,7 +86,7 @@ def main() -> None:
         logger.error("stopped: %s", error)
         code = EXIT_SAVE
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        code = EXIT_INTERRUPTED
     except Exception:
         logger.exception("failed")
         code = 1

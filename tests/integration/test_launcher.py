@@ -263,6 +263,40 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, moment: str) -> None
     wait_for(lambda: not ranks_of(folder), "the end of the ranks", seconds=30)
 
 
+def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
+    """Exit code, stderr and seconds of a job whose terminal does that during training."""
+    process = subprocess.Popen(
+        command(folder, "--training.steps", 100000),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,  # as a terminal's, which sends it to every process of the group
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
+    start = time.monotonic()
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, time.monotonic() - start
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, errors, _ = press_ctrl_c(folder, 1)
+    assert code == 75
+    assert errors == "meshwright: SIGINT: the job saves and stops; again: killed\n"
+    (*_, step) = commit.saved_steps(folder / "checkpoint")
+    assert step == max(losses(folder))
+    code, errors, seconds = press_ctrl_c(tmp_path / "again", 2)
+    assert code == 130
+    assert seconds < 5
+    assert "Traceback" not in errors
+    assert not ranks_of(tmp_path / "again")
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     result = train_alone(folder, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
