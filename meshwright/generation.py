@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.attention import causal_attention
 from meshwright.models.layers.document_mask import Mask
 
 Choose = Callable[[Tensor], int]
@@ -40,12 +41,11 @@ class CachedAttention(nn.Module):
         self._keys[:, :, self._len : end] = k
         self._values[:, :, self._len : end] = v
         is_first, self._len = self._len == 0, end
+        if is_first:
+            return causal_attention(q, k, v)
+        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
         return F.scaled_dot_product_attention(
-            q,
-            self._keys[:, :, :end],
-            self._values[:, :, :end],
-            is_causal=is_first,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, keys, values, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 

@@ -12,6 +12,7 @@ load_guard(Path(sys.argv[1]))
 
 import contextlib
 import json
+import multiprocessing
 import traceback
 from dataclasses import asdict, dataclass
 
@@ -44,6 +45,7 @@ from tests.helpers.simulated_gpu.cases import CASES, Case
 from tests.helpers.simulated_gpu.watch import Watch
 
 DEVICE = torch.device("cuda", 0)
+NUM_PROCESSES = 2
 
 
 @dataclass
@@ -68,20 +70,14 @@ class Figures:
 
 def simulate(case: Case) -> Figures:
     """Build rank `case.rank`, and take two steps; of the second, figures."""
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=case.rank, world_size=case.world_size
-    )
-    try:
-        config, _ = load_config(case.words)
-        plan = preflight(config, case.world_size)
-        meshes = build_meshes(plan.dims, "cuda")
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        watch = Watch(fake)
-        with fake, watch:
-            return _run(plan, meshes, watch)
-    finally:
-        initialize._quantiles.cache_clear()  # of a fake tensor
-        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
+    config, _ = load_config(case.words)
+    plan = preflight(config, case.world_size)
+    meshes = build_meshes(plan.dims, "cuda")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    watch = Watch(fake)
+    with fake, watch:
+        return _run(plan, meshes, watch)
 
 
 def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
@@ -159,15 +155,20 @@ def _run(plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     )
 
 
+def _figures(name: str) -> str:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return json.dumps([name, asdict(simulate(CASES[name]))])
+    except Exception:
+        return json.dumps([name, {"error": traceback.format_exc()}])
+
+
 def main() -> None:
     FakeTensorMode.avoid_device_init = True
-    for name in sys.argv[2:]:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                figures = asdict(simulate(CASES[name]))
-        except Exception:
-            figures = {"error": traceback.format_exc()}
-        print(json.dumps([name, figures]), flush=True)
+    # each in a process of its own: torch keeps meshes, of groups that are gone, in caches
+    with multiprocessing.get_context("fork").Pool(NUM_PROCESSES, maxtasksperchild=1) as pool:
+        for line in pool.imap(_figures, sys.argv[2:], chunksize=1):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
