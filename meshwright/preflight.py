@@ -142,7 +142,8 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     if resume_step is not None:
         drift_of(plan).check()
     elif config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, model_args, spec.hf, spec.meta, spec.torchtitan)
+        name = config.model.name
+        check_initial(config.checkpoint, name, model_args, spec.hf, spec.meta, spec.torchtitan)
     return plan
 
 

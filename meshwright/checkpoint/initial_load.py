@@ -10,6 +10,7 @@ from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, 
 from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
+from meshwright.errors import check
 from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
 from meshwright.models.llama import LlamaArgs
 
@@ -55,6 +56,7 @@ def _other(is_hf: bool) -> str:
 
 def check_initial(
     config: Checkpoint,
+    name: str,
     args: LlamaArgs,
     hf: HuggingFaceForm,
     meta: MetaForm,
@@ -63,6 +65,7 @@ def check_initial(
     """Check that the folder to start from holds the weights of a model with `args`.
 
     Args:
+        name: of the model's family.
         hf, meta, torchtitan: the forms in which others have the model's family.
 
     Raises:
@@ -77,7 +80,16 @@ def check_initial(
         case "torchtitan":
             find_names(place, torchtitan, args)
         case "ours":
-            saved = saved_args(place, read_manifest(place))
+            manifest = read_manifest(place)
+            family = manifest.get("model_name", name)  # older checkpoints do not say it
+            check(
+                family == name,
+                "model.name",
+                name,
+                f"{place.path} holds weights of the family {family!r}",
+                f'set model.name = "{family}", or start from another folder',
+            )
+            saved = saved_args(place, manifest)
             names = [field.name for field in dataclasses.fields(saved)]
             there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
             check_args(args, there, str(place.path))
