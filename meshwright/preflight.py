@@ -170,9 +170,10 @@ def check_first_weights(plan: Plan) -> None:
     Raises:
         ConfigError: if it does not hold the weights of the model.
     """
-    config, spec = plan.config.checkpoint, plan.spec
-    if config.initial_load_path:
-        check_initial(config, plan.model_args, spec.hf, spec.meta, spec.torchtitan)
+    config, spec = plan.config, plan.spec
+    if config.checkpoint.initial_load_path:
+        name, args = config.model.name, plan.model_args
+        check_initial(config.checkpoint, name, args, spec.hf, spec.meta, spec.torchtitan)
 
 
 def check_data(config: JobConfig) -> Tokenizer:

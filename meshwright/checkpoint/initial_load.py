@@ -12,6 +12,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
+from meshwright.errors import check
 from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
 from meshwright.models.llama import LlamaArgs
 
@@ -67,6 +68,7 @@ def _other(is_hf: bool) -> str:
 
 def check_initial(
     config: Checkpoint,
+    name: str,
     args: LlamaArgs,
     hf: HuggingFaceForm,
     meta: MetaForm,
@@ -75,6 +77,7 @@ def check_initial(
     """Check that the folder to start from holds the weights of a model with `args`.
 
     Args:
+        name: of the model's family.
         hf, meta, torchtitan: the forms in which others have the model's family.
 
     Raises:
@@ -90,6 +93,14 @@ def check_initial(
             find_names(place, torchtitan, args)
         case "ours":
             assert manifest is not None
+            family = manifest["model_name"]
+            check(
+                family == name,
+                "model.name",
+                name,
+                f"{place.path} holds weights of the family {family!r}",
+                f'set model.name = "{family}", or start from another folder',
+            )
             saved = saved_args(place, manifest)
             names = [field.name for field in dataclasses.fields(saved)]
             there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}

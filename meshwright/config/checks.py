@@ -82,11 +82,13 @@ def check_device(
     device_type: str,
     *,
     has_ring_kernel: bool = True,
+    waits_for_offload: bool = True,
     fp32_modules: Sequence[str] = (),
 ) -> None:
     """Rules that only a rank can check, which knows its device.
 
     Args:
+        waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
         fp32_modules: what `find_fp32_modules` found.
 
@@ -100,6 +102,16 @@ def check_device(
         is_on,
         f"needs GPUs, and this machine trains on its {device_type}",
         "leave it out",
+    )
+    check(
+        device_type != "cuda"
+        or waits_for_offload
+        or not (config.optimizer.early_step_in_backward and config.training.enable_cpu_offload),
+        "optimizer.early_step_in_backward",
+        True,
+        "with training.enable_cpu_offload it would read gradients that are still being copied from "
+        "the GPU (torch before 2.13)",
+        "use torch 2.13 or newer, or leave one of the two out",
     )
     parallelism = config.parallelism
     check(

@@ -7,7 +7,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,6 +33,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
     gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so is the output,
     and its logits stay so if `enable_loss_parallel`: the loss is then computed on V/tp logits.
+
+    Raises:
+        ValueError: if the plan leaves out a parameter of `model`.
     """
     block_plan: dict[str, ParallelStyle] = {
         # cos, sin and mask, its other inputs, are the same on every rank
@@ -72,6 +75,12 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
     }
     present = {name: style for name, style in ends.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, present)
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} has no layout for tensor parallelism: every rank would train a copy of "
+                "its own with its own gradient"
+            )
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_own_storage)
     if model.output is not None and not enable_loss_parallel:
