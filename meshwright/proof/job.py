@@ -18,6 +18,9 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import train_step
 
+STRETCH = (8.0, 16.0)
+"""Of queries and keys at the first and at the last position."""
+
 
 class Job:
     """One rank's part of a small job. Its weights are arbitrary until somebody sets them.
@@ -84,14 +87,16 @@ class Job:
         self._loader.close()
 
 
-def tell_positions_apart(stage: Decoder) -> None:
-    """Stretch the rotary cache of `stage` towards its end, in place.
+def show_attention(stage: Decoder) -> None:
+    """Stretch the rotary cache of `stage`, more towards its end, in place.
 
-    Rotary attention sees nothing but distances: if documents did not begin at position 0, each
-    query would still see its own keys at the right ones. Here places count, too.
+    Initial queries and keys are so small that attention is nearly a mean of what it sees: which
+    token is where would hardly show. And rotary attention sees nothing but distances: if documents
+    did not begin at position 0, each query would still see its own keys at the right ones. Here
+    scores are of order 1, and depend on places.
     """
     for cache in stage.buffers():  # (S, H/2) each
-        cache *= torch.linspace(1, 2, len(cache)).unsqueeze(1)
+        cache *= torch.linspace(*STRETCH, len(cache)).unsqueeze(1)
 
 
 def _hash(*parts: Tensor) -> str:

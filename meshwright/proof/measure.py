@@ -17,7 +17,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
 from meshwright.proof.data import Vocabulary, open_source
-from meshwright.proof.job import Job, tell_positions_apart
+from meshwright.proof.job import Job, show_attention
 from meshwright.proof.resume import SmallCheckpoint, different, part_of
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
@@ -49,6 +49,8 @@ class Measurement:
     """Initial ones, by name."""
     gradients: dict[str, Box] = field(default_factory=dict)
     """Of step 1, before clipping, by name."""
+    updates: dict[str, Box] = field(default_factory=dict)
+    """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
     wrong_in_checkpoint: list[str] = field(default_factory=list)
@@ -65,11 +67,11 @@ _meshes = functools.cache(build_meshes)  # groups are never freed: one set for a
 
 
 def record_reference(config: JobConfig, file: Path) -> Measurement:
-    """Train on this one process; write weights and gradients to `file`."""
-    measurement, weights, gradients = _measure(config, 1, file.parent)
-    tensors = {"weights": weights, "gradients": gradients}
+    """Train on this one process; write weights, gradients and updates to `file`."""
+    measurement, tensors = _measure(config, 1, file.parent)
     whole = {
-        kind: {name: local_box(t)[0] for name, t in of.items()} for kind, of in tensors.items()
+        kind: {name: local_box(tensor)[0] for name, tensor in of.items()}
+        for kind, of in tensors.items()
     }
     torch.save(whole, file)
     return measurement
@@ -78,16 +80,18 @@ def record_reference(config: JobConfig, file: Path) -> Measurement:
 def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)
-    measurement, weights, gradients = _measure(config, world_size, file.parent)
-    measurement.weights = _boxes(weights, reference["weights"])
-    measurement.gradients = _boxes(gradients, reference["gradients"])
+    measurement, tensors = _measure(config, world_size, file.parent)
+    measurement.weights = _boxes(tensors["weights"], reference["weights"])
+    measurement.gradients = _boxes(tensors["gradients"], reference["gradients"])
+    measurement.updates = _boxes(tensors["updates"], reference["updates"])
     return measurement
 
 
 def _measure(
     config: JobConfig, world_size: int, folder: Path
-) -> tuple[Measurement, Tensors, Tensors]:
-    """Train, validate, save, and resume; and this rank's weights and gradients at step 1.
+) -> tuple[Measurement, dict[str, Tensors]]:
+    """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
+    "gradients" at step 1, and the "updates", by which the first steps have changed them.
 
     Args:
         folder: where the checkpoint goes, the same on every rank.
@@ -105,7 +109,7 @@ def _measure(
     job = Job(plan, meshes, source)
     for stage in job.model.stages:
         initialize(stage, training.seed)
-        tell_positions_apart(stage)
+        show_attention(stage)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     gradients, done = _keep_gradients(job.model, job.optimizer)
     validate = build_validation(plan, [held_out], meshes, cpu)
@@ -122,17 +126,23 @@ def _measure(
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
         if step == LAST_RESUMED_STEP:
             wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
+            now = dict(job.model.named_parameters())
+            updates = {name: now[name].detach() - before for name, before in weights.items()}
     job.close()
+    tensors = {"weights": weights, "gradients": gradients, "updates": updates}
     torch.compiler.reset()
-    job = checkpoint.resume(plan, meshes, source)
-    seen.wrong_after_load = different(job.state_dict(), saved)
+    resumed, missing = checkpoint.resume(plan, meshes, source)
+    seen.wrong_in_checkpoint += missing
+    if resumed is None:
+        return seen, tensors
+    seen.wrong_after_load = different(resumed.state_dict(), saved)
     for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
-        figures = job.step(step, seen.resumed_samples)
+        figures = resumed.step(step, seen.resumed_samples)
         if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
             seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
-    job.close()
-    seen.wrong_after_resume += different(job.state_dict(), wanted)
-    return seen, weights, gradients
+    resumed.close()
+    seen.wrong_after_resume += different(resumed.state_dict(), wanted)
+    return seen, tensors
 
 
 def _copy(tensor: Tensor) -> Tensor:

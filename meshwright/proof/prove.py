@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,8 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
     """
     (seen,) = run(record_reference, case.config, file)
     tensors = torch.load(file, weights_only=True)
-    gradients: dict[str, Tensor] = tensors["gradients"]
-    norms = {name: tensor.double().norm().item() for name, tensor in gradients.items()}
+    gradients = tensors["gradients"]
+    norms, update_norms = _norms(gradients), _norms(tensors["updates"])
     roundings: dict[str, float] = {}
     if exact is not None:
         in_fp32 = torch.load(exact, weights_only=True)["gradients"]
@@ -106,4 +106,8 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
             for name, gradient in gradients.items()
         }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
-    return Reference(seen, shapes, norms, roundings), file
+    return Reference(seen, shapes, norms, update_norms, roundings), file
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: tensor.double().norm().item() for name, tensor in tensors.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
 from meshwright.datasets.global_order import Cursor
@@ -22,7 +23,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.models.initialize import local_box
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
-from meshwright.proof.job import Job, tell_positions_apart
+from meshwright.proof.job import Job, show_attention
 
 NOTHING: dict[str, Any] = {
     "tokens_seen": 0,
@@ -72,18 +73,28 @@ class SmallCheckpoint:
         dist.barrier()  # nobody goes on, and saves anew, while another reads
         return wrong
 
-    def resume(self, plan: Plan, meshes: Meshes, source: OpenSource) -> Job:
-        """A new job, that goes on from what was saved."""
+    def resume(
+        self, plan: Plan, meshes: Meshes, source: OpenSource
+    ) -> tuple[Job | None, list[str]]:
+        """A new job, that goes on from what was saved; or None, if for some rank there is something
+        missing, and names of what is missing for this one."""
         manifest = self._manager.find()
         assert manifest is not None
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
         for parameter in job.model.parameters():  # memory might hold what the job before left there
             local_box(parameter.detach())[0].fill_(torch.nan)
+        saved = PlainReader(commit.step_folder(self._folder, manifest["step"])).read_metadata()
+        missing = sorted(job.state_dict().keys() - saved.state_dict_metadata.keys())
+        of_ranks: list[list[str]] = [missing] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, missing)
+        if any(of_ranks):  # one rank would stop, and the others wait for it
+            job.close()
+            return None, missing
         self._manager.load(job.tensors, manifest)
         for stage in job.model.stages:
             stage.init_buffers()
-            tell_positions_apart(stage)
-        return job
+            show_attention(stage)
+        return job, []
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
