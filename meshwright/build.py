@@ -230,13 +230,15 @@ def build_reporter(
     destinations: list[sinks.Sink] = []
     if dist.get_rank() == 0:
         destinations.append(sinks.Console(training.steps))
-        destinations.append(sinks.JsonLines(dump_folder / "metrics.jsonl", resumed_step))
+        lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
+        destinations.append(sinks.Spared("metrics.jsonl", lines))
         if metrics.enable_tensorboard:
-            destinations.append(
-                sinks.TensorBoard(dump_folder / metrics.save_tb_folder, resumed_step)
-            )
+            folder = dump_folder / metrics.save_tb_folder
+            events = partial(sinks.TensorBoard, folder, resumed_step)
+            destinations.append(sinks.Spared(f"{folder}, for TensorBoard,", events))
         if metrics.enable_wandb:
-            destinations.append(sinks.WeightsAndBiases(dump_folder, config.model_dump()))
+            tracked = partial(sinks.WeightsAndBiases, dump_folder, config.model_dump())
+            destinations.append(sinks.Spared("the run for Weights & Biases", tracked))
     work = Work(
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=flops_per_token(plan.model_args, training.seq_len),

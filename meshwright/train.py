@@ -1,5 +1,6 @@
 """The job: build, loop, close."""
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -90,8 +91,9 @@ def main() -> None:
     except Exception:
         logger.exception("failed")
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, where they go to files
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE) and int(os.environ.get("RANK", "0")) > 0:
         time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
@@ -334,7 +336,14 @@ def _announce(plan: Plan, device: torch.device) -> None:
     num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     if dist.get_rank() == 0:
-        (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
+        path = Path(config.job.dump_folder) / "config.toml"
+        unfinished = path.with_suffix(".tmp")
+        try:
+            unfinished.write_text(to_toml(config), "utf-8")
+            unfinished.replace(path)
+        except OSError as error:  # a full disk: training can go on
+            logger.warning("%s cannot be written: %s", path, error)
+            unfinished.unlink(missing_ok=True)
 
 
 def check_has_data(step: int) -> None:

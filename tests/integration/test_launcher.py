@@ -477,6 +477,35 @@ def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_pat
         assert commit.saved_steps(checkpoints) == [15, 20]
 
 
+def test_a_full_disk_costs_records_but_no_steps(tmp_path: Path) -> None:
+    """Its few pages are used up after some steps, or before the first."""
+    steps, folder = 80, tmp_path / "out"
+    options = (
+        *("--training.steps", steps, "--checkpoint.enable", "false"),
+        *("--bad_steps.policy", "skip"),
+    )
+    for size in ("28k", "4k"):
+        with small_disk(folder, size):
+            result = train_alone(folder, *options)
+            assert result.returncode == 0, result.stdout + result.stderr
+            assert result.stderr == ""
+            assert f"step {steps}/{steps}" in result.stdout
+            for name in ("metrics.jsonl", "for TensorBoard,", "rank_0.log"):
+                said = [line for line in result.stdout.splitlines() if f"{name} cannot be" in line]
+                assert len(said) == 1, (name, result.stdout)
+                assert "No space left on device" in said[0]
+            if size == "4k":
+                assert "config.toml cannot be written: [Errno 28]" in result.stdout
+                continue
+            written = losses(folder)  # every line is whole
+            assert list(written) == list(range(1, len(written) + 1))
+            assert 1 < len(written) < steps
+            events = EventAccumulator(str(folder / "tb"))
+            events.Reload()
+            assert 1 < len(events.Scalars("loss")) < steps
+        folder.rmdir()
+
+
 def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, tmp_path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(uninterrupted, folder)
