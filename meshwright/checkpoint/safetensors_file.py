@@ -51,7 +51,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 if item is not None and end - begin != math.prod(shape) * item:
                     raise ValueError(f"{name} has {end - begin} bytes for a shape of {shape}")
                 ends.append(int(end))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"has a header that makes no sense: {error}") from None
     whole = 8 + length + max(ends)
     if size != whole:
