@@ -133,7 +133,9 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     steps = config.training.steps
     if config.training.deterministic:
         hardware.make_deterministic()
-    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = hardware.pick_device(
+        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(hardware.GPUS_EXPECTED, "0"))
+    )
     dtype = getattr(torch, config.training.mixed_precision_param)
     check_device(
         config,
@@ -179,6 +181,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    checkpoints.guard(optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
     saved: Mapping[str, Any] = found or {"step": 0, "tokens_seen": 0, "bad_steps": None}

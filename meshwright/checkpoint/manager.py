@@ -259,6 +259,12 @@ class CheckpointManager:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.reserve, state.state_dict())
 
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer` update nothing on the device that a save is still copying."""
+        staging = self._staging
+        if staging is not None:
+            optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
+
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
         return self._config.enable and (is_last or step % self._config.interval == 0)
@@ -284,7 +290,7 @@ class CheckpointManager:
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        writer = CommittingWriter(unfinished, manifest)
+        writer = CommittingWriter(unfinished, manifest, is_staged=True)
         self._in_flight = self._writing.submit(
             self._write, step, tensors, writer, self._staging, is_last
         )

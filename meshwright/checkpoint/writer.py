@@ -25,6 +25,8 @@ from meshwright.checkpoint.flushing import make_folder, sync_file
 from meshwright.checkpoint.manifest import FileRecord
 
 FLUSH_BYTES = 16 * 2**20
+COPY_AHEAD_BYTES = 10_000_000
+"""Copied from a GPU while others are written; torch's default."""
 
 
 class WriteResults(list[WriteResult]):
@@ -39,10 +41,18 @@ class CommittingWriter(dcp.FileSystemWriter):
     Args:
         unfinished: as `commit.unfinished_folder` names it.
         manifest: its content, apart from the records of files.
+        is_staged: tensors are in host memory. Otherwise torch copies them from a GPU a few at a
+            time, and waits for its current stream, which is the training's.
     """
 
-    def __init__(self, unfinished: Path, manifest: Mapping[str, Any]) -> None:
-        super().__init__(unfinished, sync_files=False)  # torch's way fails where there is no fsync
+    def __init__(
+        self, unfinished: Path, manifest: Mapping[str, Any], is_staged: bool = False
+    ) -> None:
+        super().__init__(
+            unfinished,
+            sync_files=False,  # torch's way fails where there is no fsync
+            per_thread_copy_ahead=0 if is_staged else COPY_AHEAD_BYTES,
+        )
         self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem()
         self._unfinished, self._manifest = unfinished, manifest
 

@@ -15,6 +15,10 @@ class Case:
     """Command line."""
     rank: int = 0
     microbatches: int = 2
+    is_saved: bool = False
+    """Copied for an asynchronous checkpoint before the step that is looked at."""
+    is_faulty: bool = False
+    """With faults that have to be noticed."""
 
     @property
     def world_size(self) -> int:
@@ -38,7 +42,7 @@ BASE = (
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
     *("--training.mixed_precision_param=bfloat16", "--validation.enable=false"),
-    "--model.args.n_layers=4",
+    "--model.args.n_layers=2",
 )
 
 
@@ -72,8 +76,18 @@ CASES = {
     ),
     "FSDP 8, CPU offload": Case({"dp_shard": 8}, ("--training.enable_cpu_offload=true",)),
     "FSDP 8, documents": Case({"dp_shard": 8}, DOCUMENTS),
+    "FSDP 8, documents, selective by op": Case(
+        {"dp_shard": 8}, (*DOCUMENTS, *_checkpointed("selective"))
+    ),
+    "FSDP 8, saved in the background": Case({"dp_shard": 8}, is_saved=True),
+    "FSDP 8, optimizer in backward, saved": Case(
+        {"dp_shard": 8},
+        ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
+        is_saved=True,
+    ),
     "HSDP 2 x 4": Case({"dp_replicate": 2, "dp_shard": 4}),
     "FSDP 4 x TP 2": Case({"dp_shard": 4, "tp": 2}),
+    "FSDP 4 x TP 2, full recomputation": Case({"dp_shard": 4, "tp": 2}, _checkpointed("full")),
     "FSDP 4 x TP 2, selective by op": Case({"dp_shard": 4, "tp": 2}, _checkpointed("selective")),
     "CP 4, ring": Case({"dp_shard": 2, "cp": 4}, RING),
     "CP 4, gather": Case({"dp_shard": 2, "cp": 4}, GATHER, rank=1),
@@ -81,5 +95,6 @@ CASES = {
     "CP 4, gather, documents": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *DOCUMENTS), rank=1),
     "PP 2 x FSDP 2, 1F1B, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
     "PP 2 x FSDP 2, 1F1B, last rank": Case({"pp": 2, "dp_shard": 2}, rank=3, microbatches=4),
+    "one GPU, with faults": Case({}, is_faulty=True),
     "PP 2 x FSDP 2 x TP 2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,7 +64,7 @@ class Event:
         _note_wait("event.synchronize")
 
     def query(self) -> bool:
-        return True
+        return False
 
 
 class Stream:
@@ -167,8 +168,8 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     torch.Stream, torch.Event = Stream, Event  # type: ignore[misc]
     torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
-    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = lambda self, device=None: not self.is_cuda  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = is_pinned  # type: ignore[method-assign]
     for module in (torch.backends.cuda, bias):
         module.SDPAParams = lambda *parts: parts
         module.can_use_flash_attention = lambda parts, debug=False: _takes_flash(*parts[:4])
@@ -176,6 +177,21 @@ def install() -> None:
     F.scaled_dot_product_attention = _attention
     document_mask._compiled = _uncompiled
     _keep_meshes_real()
+
+
+_pinned: set[int] = set()
+
+
+def _pin_memory(tensor: Tensor, device: object = None) -> Tensor:
+    pinned = tensor.clone()
+    storage = pinned.untyped_storage()
+    _pinned.add(storage._cdata)
+    weakref.finalize(storage, _pinned.discard, storage._cdata)
+    return pinned
+
+
+def is_pinned(tensor: Tensor, device: object = None) -> bool:
+    return tensor.untyped_storage()._cdata in _pinned
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

@@ -57,9 +57,11 @@ class Watch(TorchDispatchMode):
         self.peak = self.now
         self.blocking_copies: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        """Host copies of either kind, and the stream they are on."""
+        """Copies between host and device, by stream."""
         self.on_host: Counter[str] = Counter()
         """Tensors made in host memory."""
+        self.collectives: Counter[str] = Counter()
+        """Of tensor and context parallelism, whose collectives are functional."""
         fake_cuda.host_waits.clear()
         fake_cuda.kernels.clear()
         fake_cuda.stream_log.clear()
@@ -114,13 +116,12 @@ class Watch(TorchDispatchMode):
         if "meta" in (source.device.type, target) or source.device.type == target:
             return
         what = f"{source.device.type} to {target} {tuple(source.shape)} at {fake_cuda.place()}"
-        self.copies[f"{what}; {fake_cuda.current_stream().name}"] += 1
-        if is_blocking:
+        self.copies[fake_cuda.current_stream().name] += 1
+        # from memory that is not pinned, CUDA copies by way of a buffer that is
+        if is_blocking or (target == "cuda" and not fake_cuda.is_pinned(source)):
             self.blocking_copies[what] += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
@@ -130,6 +131,10 @@ class Watch(TorchDispatchMode):
         name = packet.__name__
         if name in KERNELS:
             fake_cuda.kernels[KERNELS[name]] += 1
+        if getattr(func, "namespace", "") == "_c10d_functional" and name != "wait_tensor":
+            self.collectives[name] += 1
+        if name.startswith("_fused_adam"):
+            fake_cuda.stream_log.append(("updates", fake_cuda.current_stream().name))
         if func in READS_BACK and isinstance(args[0], FakeTensor):
             if args[0].is_cuda:
                 fake_cuda.host_waits[f"{name} at {fake_cuda.place()}"] += 1

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 # registers what collectives give for fake tensors
 import torch.distributed._tools.fake_collectives
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.simulated_gpu import fake_cuda
@@ -32,6 +33,8 @@ fake_cuda.install()
 
 from meshwright.batch import Batch
 from meshwright.build import build_model
+from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.loader import load_config
 from meshwright.health import Health
 from meshwright.models import initialize
@@ -54,6 +57,8 @@ class Figures:
 
     init_waits: dict[str, int]
     """Waits of the host, and copies that it waits for, while weights get their first values."""
+    send_waits: dict[str, int]
+    """The same while batches are sent to the device."""
     waits: dict[str, int]
     """Of a step: calls that wait for the device."""
     blocking_copies: dict[str, int]
@@ -62,6 +67,12 @@ class Figures:
     """Of a step: tensors made in host memory."""
     kernels: dict[str, int]
     """Of a step: calls of attention, forward and recomputed."""
+    copies: dict[str, int]
+    """Of a step: copies between host and device, by stream."""
+    stream_log: list[tuple[str, str]]
+    """Of a step: in order, what streams waited for, and on which the optimizer updated."""
+    collectives: dict[str, int]
+    """Of a step: functional ones, forward, recomputed and backward."""
     not_on_device: list[str]
     """Parameters, gradients and optimizer states that are elsewhere."""
     peak_bytes: int
@@ -77,7 +88,7 @@ def simulate(case: Case) -> Figures:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(fake)
     with fake, watch:
-        return _run(plan, meshes, watch)
+        return _run(case, plan, meshes, watch)
 
 
 def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
@@ -100,7 +111,7 @@ initialize.compute_local_shape_and_global_offset = fake_cuda.real(
 )
 
 
-def _run(plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
+def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     config = plan.config
     training = config.training
     model = build_model(plan, meshes, DEVICE)
@@ -112,20 +123,22 @@ def _run(plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     health = Health(DEVICE, config.bad_steps)
     shape = (training.local_batch_size, training.seq_len)
-
-    def integers(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-    batches = [
-        Batch(
-            integers(torch.int64),
-            integers(torch.int64),
-            integers(torch.int32) if training.mask_documents else None,
-        )
-        for _ in range(plan.num_microbatches)
-    ]
+    host_batch = Batch(
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int32) if training.mask_documents else None,
+    )
+    staging = Staging()
+    optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
     for step in (1, 2):  # the optimizer has its state, and DTensor its plans, from the second on
         watch.begin()
+        batches = [host_batch.send(DEVICE) for _ in range(plan.num_microbatches)]
+        send_waits = fake_cuda.host_waits | watch.blocking_copies
+        watch.begin()
+        if case.is_saved and step == 2:
+            staging.take(TrainingTensors(model, optimizer, case.rank).state_dict())
+        if case.is_faulty:
+            _commit_faults()
         for group in optimizer.param_groups:
             group["lr"] = 1e-3
         train_step(
@@ -146,13 +159,28 @@ def _run(plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
         tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
     return Figures(
         init_waits=dict(init_waits),
+        send_waits=dict(send_waits),
         waits=dict(fake_cuda.host_waits),
         blocking_copies=dict(watch.blocking_copies),
         on_host=dict(watch.on_host),
         kernels=dict(fake_cuda.kernels),
+        copies=dict(watch.copies),
+        stream_log=list(fake_cuda.stream_log),
+        collectives=dict(watch.collectives),
         not_on_device=sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
         peak_bytes=watch.peak,
     )
+
+
+def _commit_faults() -> None:
+    """One of each kind that figures are to show."""
+    x = torch.ones(2, 4, 64, 8, device=DEVICE, requires_grad=True)
+    x.sum().item()
+    torch.cuda.synchronize()
+    torch.tensor([1.0]).to(DEVICE, non_blocking=True)  # which is not pinned
+    x.detach().cpu()
+    mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
+    F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], attn_mask=mask, enable_gqa=True)
 
 
 def _figures(name: str) -> str:
