@@ -164,6 +164,10 @@ def _is_rule(file: Path) -> bool:
 
 
 JSON = {"training__dataset": "json", "training__dataset_path": "x"}
+TWO_IN_FP32 = {
+    "parallelism__tensor_parallel_degree": 2,
+    "training__mixed_precision_param": "float32",
+}
 STREAMED = {"training__dataset_mode": "streamed"}
 AWAKE: dict[str, dict[str, Any]] = {
     "parallelism.disable_loss_parallel": {"parallelism__tensor_parallel_degree": 2},
@@ -177,11 +181,11 @@ AWAKE: dict[str, dict[str, Any]] = {
         )
     },
     **{
-        f"parallelism.{key}": {"parallelism__data_parallel_shard_degree": 2}
+        f"parallelism.{key}": TWO_IN_FP32
         for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers")
     },
     "parallelism.fsdp_reduce_gradients": {"training__global_batch_size": 16},
-    "training.mixed_precision_reduce": {"training__mixed_precision_param": "bfloat16"},
+    "training.mixed_precision_reduce": TWO_IN_FP32,
     "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
     "training.dataset_column": JSON,
     "training.dataset_format": JSON,

@@ -291,6 +291,10 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             "profiler_warmup 3 + profiler_active 1\n  fix: raise it to their sum or more",
         ),
         (["--optimizer.early_step_in_backward"], "max_norm = 1.0 cannot be kept"),
+        (
+            [*EARLY, "--parallelism.fsdp_reduce_gradients", "every_microbatch"],
+            "would update with the gradients of one microbatch",
+        ),
         ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
         ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
         (["--bad_steps.budget", "0"], "bad_steps.budget = 0: input should be greater than or"),
