@@ -121,7 +121,7 @@ OUTCOMES = {
         profiling="save_traces_folder profile_freq profiler_warmup profiler_active",
     ),
     "acts": keys_of(
-        job="config_file dump_folder description",
+        job="config_file dump_folder description device_memory_gib",
         model="flavor args frozen",
         training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
         "local_batch_size seq_len max_norm steps dtype mixed_precision_param fp32_modules "
