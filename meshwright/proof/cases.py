@@ -84,6 +84,10 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
             continue
         if mesh.get("tp", 1) <= largest_tp(args) and not ("pp" in mesh and args.tie_embeddings):
             cases.append(_case("mesh", small, mesh))
+    each = {"fsdp_reduce_gradients": "every_microbatch"}  # what "auto" comes to for large models
+    for mesh in ({"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}):
+        name = "2 microbatches, each reduced"
+        cases.append(_case(name, small, mesh, num_microbatches=2, parallelism=each))
     if not args.tie_embeddings:
         for name in SCHEDULES:
             mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
