@@ -107,6 +107,10 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
             continue
         if mesh.get("tp", 1) <= largest_tp(args):
             cases.append(build_case("mesh", small, mesh))
+    each = {"fsdp_reduce_gradients": "every_microbatch"}  # what "auto" becomes for large models
+    for mesh in ({"dp_shard": 2}, HSDP):
+        name = "2 microbatches, each reduced"
+        cases.append(build_case(name, small, mesh, num_microbatches=2, parallelism=each))
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
         cases.append(build_case(name, small, mesh, parallelism=schedule))
