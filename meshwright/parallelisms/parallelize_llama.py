@@ -47,8 +47,8 @@ def parallelize_llama(
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
-    if enable_async_tensor_parallel:
-        tensor_parallel.enable_async_tp(meshes.tp)
+        if enable_async_tensor_parallel:
+            tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
         attention = next(iter(model.layers.values())).get_submodule("attention")
         assert isinstance(attention, Attention)
