@@ -1,6 +1,6 @@
 """Ranks on a GPU that is not there: what a step makes the host wait for, and where tensors are.
 
-The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`. No value is computed.
+The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`: no number is right.
 """
 
 from typing import Any
