@@ -58,6 +58,22 @@ def test_kept_keys_and_values_change_nothing(tmp_path, length) -> None:
         torch.testing.assert_close(torch.stack(seen), logits, rtol=1e-5, atol=1e-5)
 
 
+def test_no_token_makes_cudnn_plan_anew(tmp_path, monkeypatch) -> None:
+    """It plans attention for each length of the keys."""
+    model, allowed = load_hf(save_transformers(tmp_path)), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def look(*args: object, **kwargs: object) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+    for _ in generate(model, [1, 2, 3], max_new_tokens=2, choose=greedy):
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # between tokens, as it was
+    assert len(allowed) == 3 * SMALL.n_layers
+    assert not any(allowed)
+
+
 def test_sampling_follows_temperature_and_top_p() -> None:
     chance = torch.tensor([0.1, 0.5, 0.15, 0.25])
 
