@@ -3,18 +3,21 @@
 import glob
 import hashlib
 import importlib.util
+import json
 import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from gzip import BadGzipFile
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.rows import ToDocument, row_reader
+from meshwright.datasets.rows import ToDocument, line_reader, row_reader
 from meshwright.errors import ConfigError, check
 
 SUFFIXES = {
@@ -23,6 +26,24 @@ SUFFIXES = {
     "text": (".txt", ".md"),
     "arrow": (".arrow",),
 }
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+"""Files with a record a line."""
+
+
+NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+STAYS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, BadGzipFile)
+"""Errors of the operating system that another attempt does not mend."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether the error, or its cause, is one of a network or a file system that may be gone
+    later."""
+    while error is not None and not isinstance(error, STAYS):
+        is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
+        if is_of_network or isinstance(error, (OSError, HTTPException)):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Reader(Protocol):
@@ -186,8 +207,11 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
-        with tokenize.open(files[index]) as file:  # heeds the file's own coding line
-            return file.read()
+        try:
+            with tokenize.open(files[index]) as file:  # heeds the file's own coding line
+                return file.read()
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise entry.record_error("dataset", f"{files[index]}: {error}") from error
 
     return IndexedDocuments(len(files), read)
 
@@ -213,8 +237,11 @@ def local_files(builder: str, entry: Entry) -> list[str]:
 
 def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
-    options = {"sample_by": "document"} if builder == "text" else {}
+    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
+    if streamed and all(file.endswith(LINES) for file in files):
+        options = {"data_files": files, "split": "train", "sample_by": "line"}
+        return _load(entry, True, "text", line_reader(entry), **options)
     kept_in = _arrow_folder(entry, files)
     return _load(
         entry, streamed, builder, data_files=files, split="train", cache_dir=kept_in, **options
@@ -255,20 +282,33 @@ def _subset(entry: Entry, usual: str) -> str | None:
     return entry.source.dataset_subset or usual or None
 
 
-def _load(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
-    """`datasets.load_dataset`, with its failures as ours."""
+def _load(
+    entry: Entry,
+    streamed: bool,
+    path: str,
+    from_line: ToDocument | None = None,
+    **options: Any,
+) -> Documents:
+    """`datasets.load_dataset`, with its failures as ours.
+
+    Args:
+        from_line: makes documents of lines that `path` reads as rows.
+    """
     import datasets  # as above
 
     datasets.disable_progress_bars()
     to_document = row_reader(entry)
     with _openable(entry):
         rows = datasets.load_dataset(path, streaming=streamed, **options)
-        columns = rows.column_names or list(next(iter(rows), {}))
+        columns = None if from_line else rows.column_names
+        if not columns:
+            first: dict[str, Any] = next(iter(rows), {})
+            columns = _columns_in(first) if from_line else list(first)
     column = entry.source.dataset_column
     if columns and not entry.source.dataset_format and column not in columns:
         raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
     if streamed:
-        return StreamedRows(rows, entry, to_document)
+        return StreamedRows(rows, entry, from_line or to_document)
 
     def get(index: int) -> Document:
         with _openable(entry):  # JSON is decoded only now
@@ -276,6 +316,15 @@ def _load(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
         return to_document(row, f"row {index}")
 
     return IndexedDocuments(len(rows), get)
+
+
+def _columns_in(line: dict[str, str]) -> list[str]:
+    """Of a line of JSON; none if it is not that, which shows when it is read."""
+    try:
+        row = json.loads(line["text"])
+    except (KeyError, ValueError, RecursionError):
+        return []
+    return list(row) if isinstance(row, dict) else []
 
 
 @contextmanager
