@@ -30,11 +30,11 @@ from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
-from meshwright.models.counting import num_block_matmul_params
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
 from meshwright.parallelisms import pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.specs import MODELS
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Plan:
 
     config: JobConfig
     """Without -1: every value that follows from others is filled in."""
-    spec: ModelSpec
-    model_args: LlamaArgs
+    spec: Family
+    model_args: DecoderArgs
     tokenizer: Tokenizer
     dims: ParallelDims
     frozen: frozenset[str]
@@ -92,7 +92,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_sections(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
-    check_divisible(config, model_args)
+    check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
     tokenizer = check_data(config)
@@ -138,7 +138,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     if resume_step is not None:
         drift_of(plan).check()
     elif config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, model_args, spec.hf, spec.meta, spec.torchtitan)
+        check_initial(config.checkpoint, model_args, spec)
     return plan
 
 
@@ -157,7 +157,7 @@ def check_data(config: JobConfig) -> Tokenizer:
     return tokenizer
 
 
-def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
+def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """The family, and the flavor's dimensions with `model.args` over them."""
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
@@ -180,7 +180,7 @@ def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
     raise ConfigError(key, f"{key}{value}: {message}")
 
 
-def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
+def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
     """Names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
@@ -192,7 +192,7 @@ def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
+def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism, training = config.parallelism, config.training
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
@@ -209,13 +209,12 @@ def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    ends = args.vocab_size * args.dim
     return pipeline_split.assign_modules(
         parallelism,
         args.n_layers,
-        layer=num_block_matmul_params(args),
-        embedding=ends,
-        output=ends,
+        layer=args.table.num_params_of("layers.0"),
+        embedding=args.table.num_params_of("tok_embeddings"),
+        output=args.table.num_params_of("output"),
     )
 
 

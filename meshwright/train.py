@@ -47,7 +47,6 @@ from meshwright.errors import (
 )
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
-from meshwright.models.counting import num_params
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import ring_attention
@@ -127,10 +126,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     dtype = getattr(torch, config.training.mixed_precision_param)
+    head_dim = plan.model_args.table.rope.head_dim
     check_device(
         config,
         device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, plan.model_args.head_dim),
+        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
         fp32_modules=plan.fp32_modules,
     )
     start_process_group(device, config.comm.init_timeout_seconds)
@@ -302,7 +302,7 @@ def _announce(plan: Plan, device: torch.device) -> None:
         "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",
         config.model.name,
         config.model.flavor,
-        f"{num_params(args):,}",
+        f"{args.table.num_params:,}",
         dist.get_world_size(),
         " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh",
         hardware.device_name(device),

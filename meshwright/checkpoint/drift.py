@@ -20,7 +20,7 @@ from meshwright.config.changes import (
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.log import logger
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def find_drift(
     manifest: Mapping[str, Any],
     checkpoint: Path,
     config: JobConfig,
-    args: LlamaArgs,
+    args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
 ) -> Drift:
@@ -153,7 +153,7 @@ def find_drift(
 
 
 def _model_changes(
-    manifest: Mapping[str, Any], config: JobConfig, args: LlamaArgs
+    manifest: Mapping[str, Any], config: JobConfig, args: DecoderArgs
 ) -> list[Difference]:
     prefix = "model.args."
     fields = dataclasses.fields(args)

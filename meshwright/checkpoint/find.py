@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 
 def find_checkpoint(place: Place) -> Place | None:
@@ -67,14 +67,17 @@ def _telling(place: Place) -> Iterator[None]:
         place.check(False, f"is damaged: {error.what}", "name another step's folder")
 
 
-def saved_args(place: Place, manifest: dict[str, Any]) -> LlamaArgs:
+def saved_args(place: Place, manifest: dict[str, Any], kind: type[DecoderArgs]) -> DecoderArgs:
     """Dimensions of the model that the checkpoint is of.
+
+    Args:
+        kind: those of its family.
 
     Raises:
         ConfigError: if it does not say.
     """
     try:
-        return TypeAdapter(LlamaArgs).validate_python(manifest.get("model_args"))
+        return TypeAdapter(kind).validate_python(manifest.get("model_args"))
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         place.check(False, f"{commit.MANIFEST} has no model_args of a model: {reason}")

@@ -1,6 +1,7 @@
 """Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,8 +11,9 @@ from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, 
 from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
-from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
+from meshwright.models.foreign import MetaForm, TorchtitanForm
 
 KEY = "checkpoint.initial_load_path"
 
@@ -55,15 +57,13 @@ def _other(is_hf: bool) -> str:
 
 def check_initial(
     config: Checkpoint,
-    args: LlamaArgs,
-    hf: HuggingFaceForm,
-    meta: MetaForm,
-    torchtitan: TorchtitanForm,
+    args: DecoderArgs,
+    family: Family,
 ) -> None:
     """Check that the folder to start from holds the weights of a model with `args`.
 
     Args:
-        hf, meta, torchtitan: the forms in which others have the model's family.
+        family: of the model, with the forms in which others have it.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -71,13 +71,37 @@ def check_initial(
     kind, place = find_initial(config)
     match kind:
         case "hf":
-            check_hf_folder(place, hf, args)
+            check_hf_folder(place, family.hf, args)
         case "meta":
-            check_meta_folder(place, meta, args)
+            check_meta_folder(place, meta_form(place, family), args)
         case "torchtitan":
-            find_names(place, torchtitan, args)
+            find_names(place, torchtitan_form(place, family), args)
         case "ours":
-            saved = saved_args(place, read_manifest(place))
+            manifest = read_manifest(place)
+            name = manifest.get("model_name", family.name)
+            place.check(
+                name == family.name,
+                f"is of a model {name!r}, and model.name = {family.name!r}",
+                f"set model.name = {json.dumps(name)}, and model.flavor and model.args to its size",
+            )
+            saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]
             there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
             check_args(args, there, str(place.path))
+
+
+def meta_form(place: Place, family: Family) -> MetaForm:
+    """The form of Meta's folders of the model's family; raises `ConfigError` if there is none."""
+    if family.meta is None:
+        place.check(False, f"is a folder of Meta's, and Meta has no {family.name}")
+    assert family.meta is not None
+    return family.meta
+
+
+def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
+    """The form of torchtitan's checkpoints of the family; raises `ConfigError` if it is unknown."""
+    if family.torchtitan is None:
+        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
+        place.check(False, f"is torchtitan's, whose form of {family.name} cannot be read", fix)
+    assert family.torchtitan is not None
+    return family.torchtitan

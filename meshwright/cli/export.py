@@ -1,7 +1,6 @@
 """`meshwright export`: a checkpoint as a model folder of Hugging Face."""
 
 import argparse
-import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,8 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     job = Job(
         weights=CheckpointWeights(place),
         form=spec.hf,
-        args=saved_args(place, manifest),
-        build=pkgutil.resolve_name(spec.model),
+        args=saved_args(place, manifest, spec.args),
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=getattr(torch, given.dtype),
         max_shard_bytes=max_shard_bytes,

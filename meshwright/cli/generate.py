@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +25,9 @@ from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
 from meshwright.generation import generate, greedy, sampler
+from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.specs import MODELS
 
 KEY = "CHECKPOINT_OR_HF_FOLDER"
 
@@ -37,8 +36,7 @@ KEY = "CHECKPOINT_OR_HF_FOLDER"
 class Source:
     """What text is made with."""
 
-    spec: ModelSpec
-    args: LlamaArgs
+    args: DecoderArgs
     weights: CheckpointWeights | HuggingFaceWeights
     tokenizer: Tokenizer
     stop: frozenset[int]
@@ -103,16 +101,16 @@ def _open(place: Place, tokenizer_path: str | None) -> Source:
     if found is not None:
         manifest = read_manifest(found)
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
-        args, weights = saved_args(found, manifest), CheckpointWeights(found)
-        return Source(saved_spec(found, manifest), args, weights, tokenizer, _eos(tokenizer))
+        args = saved_args(found, manifest, saved_spec(found, manifest).args)
+        return Source(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
     place.check(place.path.is_dir(), "no such folder")
     place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}")
     family = place.read_json(CONFIG).get("model_type")
-    specs = [spec for spec in MODELS.values() if family == spec.hf.MODEL_TYPE]
-    known = ", ".join(spec.hf.MODEL_TYPE for spec in MODELS.values())
+    specs = [spec for spec in MODELS.values() if family == spec.hf.model_type]
+    known = ", ".join(spec.hf.model_type for spec in MODELS.values())
     place.check(bool(specs), f"is of a model {family!r}, not of one of {known}")
     spec = specs[0]
-    args = read_args(place, spec.hf, LlamaArgs)
+    args = read_args(place, spec.hf, spec.args)
     path = tokenizer_path or str(place.path)
     try:
         tokenizer = build_tokenizer(path)
@@ -121,7 +119,7 @@ def _open(place: Place, tokenizer_path: str | None) -> Source:
         fix = "name it: --tokenizer PATH (or bytes)"
         raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
     weights_there = HuggingFaceWeights(place, spec.hf, args)
-    return Source(spec, args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
+    return Source(args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
 
 
 def _eos(tokenizer: Tokenizer) -> frozenset[int]:
@@ -144,7 +142,7 @@ def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
     if dtype_name == "auto":  # what the device computes best
         dtype_name = "bfloat16" if device.type == "cuda" else "float32"
     with torch.device("meta"):
-        model: Decoder = pkgutil.resolve_name(source.spec.model)(source.args, seq_len)
+        model = Decoder(source.args, seq_len)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype_name))
     model.to_empty(device=device)

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     with config_errors(provenance):
         check_sections(config)
         _, args = resolve_model(config)
-        check_divisible(config, args)
+        check_divisible(config, args.table)
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if options.every_mesh:

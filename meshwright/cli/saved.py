@@ -5,10 +5,11 @@ from typing import Any
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.models.family import Family
+from meshwright.specs import MODELS
 
 
-def saved_spec(place: Place, manifest: dict[str, Any]) -> ModelSpec:
+def saved_spec(place: Place, manifest: dict[str, Any]) -> Family:
     """The family of the model that a checkpoint is of."""
     name = manifest.get("model_name")
     place.check(name in MODELS, f"is of a model {name!r}, which is not known here")

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.pipeline_split import SCHEDULES, takes_microbatches
 from meshwright.proof.shrink import GLOBAL_BATCH, largest_tp
 
@@ -42,7 +42,7 @@ def reference_case(small: JobConfig) -> Case:
     return _case("one process", small, {})
 
 
-def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[Case]:
+def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """The config's own shape, each of its axes alone, and what users switch on and off."""
     cases = []
     shapes = _own_shapes(config, args)
@@ -73,7 +73,7 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     return distinct(cases)
 
 
-def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
+def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     """All meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run."""
     cases = []
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
@@ -95,7 +95,7 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
     return distinct(cases)
 
 
-def _own_shapes(config: JobConfig, args: LlamaArgs) -> list[Degrees]:
+def _own_shapes(config: JobConfig, args: DecoderArgs) -> list[Degrees]:
     """The config's axes at degree 2 (FSDP2 alone: 4); three at a time if it has more, or two where
     three leave its schedule too few microbatches."""
     parallelism = config.parallelism

@@ -15,7 +15,7 @@ from meshwright.config.job_config import (
     Profiling,
     Validation,
 )
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 SEQ_LEN = 32
@@ -27,12 +27,12 @@ LARGEST_TP = 4
 DIMENSIONS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
 
 
-def largest_tp(args: LlamaArgs) -> int:
+def largest_tp(args: DecoderArgs) -> int:
     """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut."""
     return math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim, LARGEST_TP)
 
 
-def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
+def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     """The job on one process that every mesh is compared with.
 
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,

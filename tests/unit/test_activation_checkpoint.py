@@ -9,21 +9,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.job_config import SAVED_OPS
 from meshwright.errors import ConfigError
-from meshwright.models.llama.model import Llama
+from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.activation_checkpoint import (
     MESHES_HAVE_NO_SIZE,
     apply_ac,
     find_ops,
     keep_within_budget,
 )
-from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def llama(mode: str, **options: object) -> Llama:
-    model = plain_llama()
+def llama(mode: str, **options: object) -> Decoder:
+    model = plain_model()
     defaults = {"selective_ac_option": "op", "saved_ops": SAVED_OPS}
     apply_ac(model.layers, mode, **defaults | options)
     return model
@@ -41,7 +41,7 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward(model: Llama) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
+def backward(model: Decoder) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
     """Operators called, FLOPs of matrix products, and the gradients."""
     loss = model(TOKENS).square().sum()
     with CountOps() as operators, FlopCounterMode(display=False) as flops:
@@ -63,7 +63,7 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> None:
     _, plain_flops, plain_gradients = backward(llama("none"))
     _, flops, gradients = backward(llama(mode, selective_ac_option=option))
-    block = plain_llama().layers["0"]
+    block = plain_model().layers["0"]
     # matrix products of one block's forward; the last is not needed again: early stopping
     matrices = [p for p in block.parameters() if p.dim() == 2]
     needed = sum(p.numel() for p in matrices) - block.feed_forward.w2.weight.numel()
@@ -87,7 +87,7 @@ def test_an_op_that_torch_does_not_have(name: str) -> None:
         find_ops(["aten.mm", name])
 
 
-def saved_bytes(model: Llama) -> int:
+def saved_bytes(model: Decoder) -> int:
     total = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tests.helpers.hf import (
 )
 from tests.helpers.tokenizer_files import byte_level_json
 
-ARGS = CASES["scaled"]
+ARGS = CASES["llama-scaled"]
 
 
 @pytest.fixture

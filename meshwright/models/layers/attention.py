@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.models.layers.rope import apply_rope
+from meshwright.models.table import AttentionSpec
 
 
 class CausalAttention(nn.Module):
@@ -30,28 +31,32 @@ class Attention(nn.Module):
     """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names follow Llama checkpoints.
-
-    Args:
-        dim: model width D.
-        n_heads: N.
-        n_kv_heads: K, a divisor of N.
     """
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+    def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
-        self.head_dim = dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
+        query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        self.wq = nn.Linear(spec.dim, query, bias=False)
+        self.wk = nn.Linear(spec.dim, kv, bias=False)
+        self.wv = nn.Linear(spec.dim, kv, bias=False)
+        self.wo = nn.Linear(query, spec.dim, bias=False)
+        if spec.qk_norm is not None:
+            is_whole = spec.qk_norm == "all"
+            self.q_norm = nn.RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = nn.RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
         # the number of heads is what the weights give, so that each rank may hold some of them
-        q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, N, H)
-        k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, K, H)
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
         out = self.core(q, k, v, mask)  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))
