@@ -157,6 +157,12 @@ PUBLISHED = {  # billions of parameters
     "llama3_70b": 70.554,
     "llama3.1_70b": 70.554,
     "llama3.1_405b": 405.853,
+    "qwen3_0.6b": 0.596,
+    "qwen3_1.7b": 1.721,
+    "qwen3_4b": 4.022,
+    "qwen3_8b": 8.191,
+    "qwen3_14b": 14.768,
+    "qwen3_32b": 32.762,
 }
 
 
