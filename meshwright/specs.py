@@ -7,6 +7,7 @@ from meshwright.models.family import Family
 FAMILIES: tuple[str, ...] = (
     "meshwright.models.llama",
     "meshwright.models.qwen3",
+    "meshwright.models.olmo2",
 )
 """Modules, free of torch, each with a `FAMILY`: the table is read before torch is loaded, because a
 config must not wait seconds for its first mistake."""

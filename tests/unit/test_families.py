@@ -163,6 +163,10 @@ PUBLISHED = {  # billions of parameters
     "qwen3_8b": 8.191,
     "qwen3_14b": 14.768,
     "qwen3_32b": 32.762,
+    "olmo2_1b": 1.485,
+    "olmo2_7b": 7.299,
+    "olmo2_13b": 13.716,
+    "olmo2_32b": 32.234,
 }
 
 
