@@ -97,7 +97,6 @@ def measure(folder: Path, dtype: torch.dtype) -> None:
         weights=CheckpointWeights(Place("CHECKPOINT", folder / "step-1")),
         form=spec.hf,
         args=ARGS,
-        build=Decoder,
         seq_len=SEQ_LEN,
         dtype=dtype,
         max_shard_bytes=10**9,

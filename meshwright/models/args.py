@@ -73,7 +73,6 @@ class DecoderArgs(ABC):
     vocab_size: int
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     """The output projection is the embedding."""
     head_dim: int | None = None
@@ -131,6 +130,7 @@ class DecoderArgs(ABC):
         qk_norm: Literal["head", "all"] | None = None,
         out_std: float = STD,
         output_std: float = STD,
+        rope_scaling: RopeScaling | None = None,
     ) -> DecoderSpec:
         """A model of `n_layers` equal blocks, for `expand`.
 
@@ -152,7 +152,7 @@ class DecoderArgs(ABC):
         )
         feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
         block = BlockSpec(attention, feed_forward, norm, self.norm_eps)
-        scaling = astuple(self.rope_scaling) if self.rope_scaling else None
+        scaling = astuple(rope_scaling) if rope_scaling else None
         return DecoderSpec(
             dim=self.dim,
             vocab_size=self.vocab_size,

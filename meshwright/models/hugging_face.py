@@ -118,7 +118,9 @@ class HuggingFaceForm:
             if type(dimension.value) not in (int, float):
                 raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
             found[name] = Dimension(dimension.key, float(dimension.value))
-        found["rope_scaling"] = Dimension(rope_key, self._read_scaling(rope, rope_key))
+        scaling = self._read_scaling(rope, rope_key)
+        if self.has_rope_scaling:
+            found["rope_scaling"] = Dimension(rope_key, scaling)
         tied = config.get("tie_word_embeddings", False)
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
         return found
@@ -172,10 +174,11 @@ class HuggingFaceForm:
             "initializer_range": 0.02,
             "use_cache": True,
         }
-        if scaling := args.rope_scaling:
-            table = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
+        if scaling := args.table.rope.scaling:
+            stretching = RopeScaling(*scaling)
+            table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
             config["rope_scaling"] = {"rope_type": "llama3", **table}
-            stretched = round(scaling.factor * scaling.original_seq_len)
+            stretched = round(stretching.factor * stretching.original_seq_len)
             config["max_position_embeddings"] = max(seq_len, stretched)
         return config
 

@@ -47,11 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of N query heads over K key and value heads of width H, without biases.
-
-    Raises:
-        ValueError: if K does not divide N.
-    """
+    """Attention of N query heads over K key and value heads of width H, without biases."""
 
     dim: int
     n_heads: int

@@ -17,12 +17,16 @@ from meshwright.models.table import DecoderSpec
 class LlamaArgs(DecoderArgs):
     """Dimensions of a Llama."""
 
+    rope_scaling: RopeScaling | None = None
+
     def expand(self) -> DecoderSpec:
         """Matrices that end on the residual stream start smaller the more layers there are, so that
         its variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
         projection starts so that logits have variance 1 at any width."""
         return self.decoder(
-            out_std=STD / math.sqrt(2 * self.n_layers), output_std=1 / math.sqrt(self.dim)
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+            rope_scaling=self.rope_scaling,
         )
 
 

@@ -18,11 +18,6 @@ class Olmo2Args(DecoderArgs):
 
     norm_eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rope_scaling is not None:
-            raise ValueError("rope_scaling: OLMo 2 has none")
-
     def expand(self) -> DecoderSpec:
         """Norms are of what comes out of attention and feed-forward, and of queries and keys over
         all heads of a token. All matrices start with the same deviation (section 3.2)."""

@@ -20,11 +20,6 @@ class Qwen3Args(DecoderArgs):
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rope_scaling is not None:
-            raise ValueError("rope_scaling: Qwen3 has none")
-
     def expand(self) -> DecoderSpec:
         """Queries and keys are normalised, each head on its own. Initial values are as Llama's: the
         report gives none."""
