@@ -54,6 +54,7 @@ def reference(family: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]
 
 def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> None:
     """Initial values to the bit; then loss, and the gradient of every parameter."""
+    torch.compiler.reset()  # a job compiles one model, of one shape
     batch = packed(1) if is_packed else plain_batch()
     want_loss, wanted = reference(family, batch)
     size = len(batch.tokens) // (dims.dp * dims.pp)
