@@ -2,14 +2,13 @@
 
 import inspect
 import warnings
-from typing import cast
 
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
 from meshwright.models.table import Layout
+from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) -> None:
@@ -86,33 +86,6 @@ def _gather(module: nn.Module) -> PrepareModuleInput:
     return PrepareModuleInput(
         input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others)
     )
-
-
-class NormOverRanks(nn.Module):
-    """An RMS norm of vectors of which each rank has a part, (B, S, W/tp).
-
-    Ranks add up their sums of squares, one number per token, forward and backward; the gradient of
-    a rank's weights needs no other rank.
-    """
-
-    def __init__(self, norm: nn.Module, mesh: DeviceMesh) -> None:
-        super().__init__()
-        assert isinstance(norm, nn.RMSNorm)
-        assert norm.eps is not None
-        self.weight = nn.Parameter(distribute_tensor(norm.weight, mesh, [Shard(0)]))
-        self.eps, self.width, self.mesh = norm.eps, norm.weight.numel(), mesh
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, S, W/tp) -> (B, S, W/tp)
-        wide = x.float()
-        own = wide.square().sum(-1, keepdim=True)
-        every = DTensor.from_local(own, self.mesh, [Partial()]).redistribute(
-            placements=[Replicate()]
-        )
-        # each rank uses the sum for its own part, so its gradient is one of the terms of the whole
-        square_sum = every.to_local(grad_placements=[Partial()])  # (B, S, 1)
-        scale = torch.rsqrt(square_sum / self.width + self.eps)
-        weight = cast(DTensor, self.weight).to_local()
-        return (wide * scale * weight.float()).type_as(x)
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """Every family against transformers and its own table: a registered family gets these tests."""
 
+import hashlib
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from meshwright.checkpoint.hf_read import halves
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
+from meshwright.models.llama import LlamaArgs
 from meshwright.specs import MODELS
 from tests.helpers.families import cases, family_of
 from tests.helpers.tiny import SEQ_LEN
@@ -144,6 +146,18 @@ def test_first_loss_is_about_the_logarithm_of_the_vocabulary(name: str) -> None:
     logits = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert abs(loss.item() - torch.tensor(args.vocab_size).log().item()) < 0.7
+
+
+def test_names_and_initial_values_of_llama_do_not_change_between_releases() -> None:
+    """A run is to be repeatable, and a checkpoint to load, with a later version."""
+    for is_tied, pinned in ((False, "29b3516aefe49682"), (True, "bfb0c7d9ff0878a7")):
+        args = LlamaArgs(32, 3, 4, 2, 66, 131, tie_embeddings=is_tied)
+        model, digest = Decoder(args, SEQ_LEN), hashlib.sha256()
+        initialize(model, seed=7)
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().numpy().tobytes())
+        assert digest.hexdigest()[:16] == pinned
 
 
 PUBLISHED = {  # billions of parameters
