@@ -36,6 +36,7 @@ from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
+from meshwright.parallelisms.process_group import barrier
 from meshwright.preflight import Plan
 from meshwright.validation import evaluate
 
@@ -231,7 +232,7 @@ def build_reporter(
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     training, metrics = config.training, config.metrics
     dtype = getattr(torch, training.mixed_precision_param)
-    dist.barrier()  # a peak that is measured, is so on all ranks at once, as they will work
+    barrier()  # a peak that is measured, is so on all ranks at once, as they will work
     peak = hardware.peak_of(device, dtype)
     logger.info(
         "peak for mfu: %.4g TFLOP/s a device in %s (%s)",

@@ -86,6 +86,11 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / min(seconds)
 
 
+def memory_gib(device: torch.device) -> float:
+    """Memory that this rank's GPU has."""
+    return torch.cuda.get_device_properties(device).total_memory / GIB
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory this rank held: reserved on the device, or resident where that is the CPU."""
     if device.type == "cuda":

@@ -32,7 +32,7 @@ from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
-from meshwright.parallelisms import pipeline_split
+from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS
 
@@ -53,6 +53,8 @@ class Plan:
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
     """Names of those that `training.fp32_modules` matches."""
+    least_bytes: dict[str, float]
+    """Memory that the rank with most parameters surely needs on its device, by purpose."""
     checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
@@ -79,8 +81,7 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
-        training = self.config.training
-        return training.global_batch_size // (self.dims.dp * training.local_batch_size)
+        return _num_microbatches(self.config)
 
 
 def preflight(config: JobConfig, world_size: int) -> Plan:
@@ -95,6 +96,8 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
+    frozen = _find_frozen(config.model.frozen, model_args)
+    config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen)
     tokenizer = check_data(config)
     _check_budgets(config.training)
     check(
@@ -129,9 +132,10 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
             tp=config.parallelism.tensor_parallel_degree,
             pp=config.parallelism.pipeline_parallel_degree,
         ),
-        frozen=_find_frozen(config.model.frozen, model_args),
+        frozen=frozen,
         stage_modules=stage_modules,
         fp32_modules=fp32_modules,
+        least_bytes=least_bytes,
         checkpoint_folder=folder,
         resume_step=resume_step or 0,
     )
@@ -216,6 +220,32 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
         embedding=args.table.num_params_of("tok_embeddings"),
         output=args.table.num_params_of("output"),
     )
+
+
+def _plan_memory(
+    config: JobConfig,
+    args: DecoderArgs,
+    stage_modules: Sequence[Sequence[str]],
+    frozen: frozenset[str],
+) -> tuple[JobConfig, dict[str, float]]:
+    """Choose how gradients are kept, and check that a rank fits the device that is named.
+
+    Returns:
+        The config without "auto", and the bytes that a rank surely needs, by purpose.
+    """
+    load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
+    config = memory.choose_reduction(config, load, _num_microbatches(config))
+    needed = memory.least_memory(config, load, _num_microbatches(config))
+    if config.job.device_memory_gib:
+        memory.check_memory(config, needed, config.job.device_memory_gib)
+    return config, needed
+
+
+def _num_microbatches(config: JobConfig) -> int:
+    """Per rank and optimizer step."""
+    parallelism, training = config.parallelism, config.training
+    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    return training.global_batch_size // (dp * training.local_batch_size)
 
 
 def _check_sources(section: Training | Validation, key: str) -> None:

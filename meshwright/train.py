@@ -51,8 +51,9 @@ from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
+from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.parallelisms.process_group import set_timeout, start_process_group
+from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, drift_of, preflight
 from meshwright.profiling import build_profiler
@@ -131,8 +132,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         config,
         device.type,
         has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
+        waits_for_offload=torch.__version__ >= (2, 13),  # pytorch pull request 180666
         fp32_modules=plan.fp32_modules,
     )
+    if device.type == "cuda":
+        check_memory(config, plan.least_bytes, hardware.memory_gib(device))
     start_process_group(device, config.comm.init_timeout_seconds)
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     found, is_said = checkpoints.find(), CHECKED in os.environ
@@ -273,7 +277,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
         logger.info("finished: %s tokens", f"{reporter.tokens_seen:,}")
-    dist.barrier()  # the first rank to leave with an error has torchrun end the others
+    barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_last
 

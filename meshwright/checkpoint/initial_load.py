@@ -1,7 +1,6 @@
 """Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, 
 from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
+from meshwright.errors import check
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.models.foreign import MetaForm, TorchtitanForm
@@ -78,11 +78,13 @@ def check_initial(
             find_names(place, torchtitan_form(place, family), args)
         case "ours":
             manifest = read_manifest(place)
-            name = manifest.get("model_name", family.name)
-            place.check(
+            name = manifest.get("model_name", family.name)  # older checkpoints do not say it
+            check(
                 name == family.name,
-                f"is of a model {name!r}, and model.name = {family.name!r}",
-                f"set model.name = {json.dumps(name)}, and model.flavor and model.args to its size",
+                "model.name",
+                family.name,
+                f"{place.path} holds weights of the family {name!r}",
+                f'set model.name = "{name}", or start from another folder',
             )
             saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]

@@ -41,7 +41,7 @@ EFFECTS: dict[str, Effect] = {
     # rounding at most; or when something ends, is saved or is reported, and where to
     **_keys(
         "none",
-        job="config_file dump_folder description max_run_seconds",
+        job="config_file dump_folder description device_memory_gib max_run_seconds",
         bad_steps="budget",
         training="max_epochs token_cache_folder local_batch_size enable_cpu_offload gc_freq "
         "deterministic",

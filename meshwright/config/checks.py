@@ -139,7 +139,7 @@ def check_sections(config: JobConfig) -> None:
     )
     check(
         not config.optimizer.early_step_in_backward
-        or config.parallelism.fsdp_reduce_gradients == "last_microbatch",
+        or config.parallelism.fsdp_reduce_gradients != "every_microbatch",
         "parallelism.fsdp_reduce_gradients",
         config.parallelism.fsdp_reduce_gradients,
         "optimizer.early_step_in_backward would update with the gradients of one microbatch",
@@ -223,11 +223,13 @@ def check_device(
     device_type: str,
     *,
     has_ring_kernel: bool = True,
+    waits_for_offload: bool = True,
     fp32_modules: Sequence[str] = (),
 ) -> None:
     """Rules that only a rank can check, which knows its device.
 
     Args:
+        waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
         fp32_modules: what `find_fp32_modules` found.
 
@@ -241,6 +243,16 @@ def check_device(
         is_on,
         f"needs GPUs, and this machine trains on its {device_type}",
         "leave it out",
+    )
+    check(
+        device_type != "cuda"
+        or waits_for_offload
+        or not (config.optimizer.early_step_in_backward and config.training.enable_cpu_offload),
+        "optimizer.early_step_in_backward",
+        True,
+        "with training.enable_cpu_offload it would read gradients that are still being copied from "
+        "the GPU (torch before 2.13)",
+        "use torch 2.13 or newer, or leave one of the two out",
     )
     parallelism = config.parallelism
     check(
@@ -305,7 +317,7 @@ def _check_fsdp(config: JobConfig) -> None:
         "leave it out, or set parallelism.pipeline_parallel_degree = 1",
     )
     check(
-        not has_pipeline or parallelism.fsdp_reduce_gradients == "last_microbatch",
+        not has_pipeline or parallelism.fsdp_reduce_gradients != "every_microbatch",
         "parallelism.fsdp_reduce_gradients",
         parallelism.fsdp_reduce_gradients,
         "a pipeline's schedule reduces gradients once, after its last microbatch",

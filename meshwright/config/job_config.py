@@ -61,6 +61,11 @@ class Job(Section):
     description: str = ""
     """Free text, repeated in the log."""
 
+    device_memory_gib: NonNegativeFloat = 0
+    """Memory of one GPU in GiB, for what is decided and checked before one is seen: a job that
+    surely does not fit is refused, and fsdp_reduce_gradients = "auto" counts with it. 0: not known;
+    what the GPU has is compared when the job runs on it."""
+
     max_run_seconds: NonNegativeInt = 0
     """Seconds after which the job saves and exits with code 75, to be started again; what saving
     takes comes on top. 0: no limit."""
@@ -192,7 +197,8 @@ class Training(Source):
     stay fp32; what they hand on is in mixed_precision_param again, but for the output's logits."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks."""
+    """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
+    in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
@@ -340,10 +346,14 @@ class Parallelism(Section):
     """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
     and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
 
-    fsdp_reduce_gradients: Literal["last_microbatch", "every_microbatch"] = "last_microbatch"
-    """When gradients are reduce-scattered. last_microbatch: once a step, until when every rank has
-    all of them; every_microbatch: it keeps the sum of its shard alone, in `training.dtype`. Copies
-    (HSDP) add up once a step."""
+    fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
+    """When gradients are reduce-scattered. last_microbatch: once per step; until then each rank
+    holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps only the
+    sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto:
+    every_microbatch if there are several and whole gradients either take more than a tenth of a
+    device (`job.device_memory_gib`, or 80 GiB) beyond the shard, or would be summed in bfloat16.
+    Otherwise last_microbatch, and always with a pipeline, `optimizer.early_step_in_backward` or
+    bfloat16 weights."""
 
 
 SAVED_OPS = [

@@ -36,7 +36,7 @@ def apply_ac(
         selective_ac_option: with mode "selective", "op" or the n of "every n-th block".
         saved_ops: with "op", as `find_ops` takes them.
     """
-    for index, block in enumerate(blocks.values()):
+    for name, block in blocks.items():  # names count from the first layer of the whole model
         if mode == "full":
             _recompute(block)
         elif mode == "selective" and selective_ac_option == "op":
@@ -46,7 +46,7 @@ def apply_ac(
                     create_selective_checkpoint_contexts, find_ops(saved_ops)
                 ),
             )
-        elif mode == "selective" and index % int(selective_ac_option) == 0:
+        elif mode == "selective" and int(name) % int(selective_ac_option) == 0:
             _recompute(block)
 
 

@@ -104,6 +104,16 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
             f"{what}, and what activation checkpointing saves by op is gone after the first",
             'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
         )
+        # torch looks up the parameters of a stage before backward gathers them: it finds the
+        # shards, which are not in the graph, and gives the weights no gradients
+        # (stage_backward_input of torch 2.13, distributed/pipelining/_backward.py)
+        check(
+            parallelism.fsdp_reshard_after_forward != "always",
+            "parallelism.fsdp_reshard_after_forward",
+            parallelism.fsdp_reshard_after_forward,
+            f"{name} {what}, and torch would lose gradients of the weights freed after forward",
+            'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
+        )
 
 
 def assign_modules(

@@ -1,4 +1,4 @@
-"""The job's process group: its beginning, its patience, its end."""
+"""The job's process group, its timeouts, and a barrier."""
 
 import os
 from datetime import timedelta
@@ -16,25 +16,36 @@ _set_timeout = (
 
 
 def start_process_group(device: torch.device, timeout_s: int) -> None:
-    """Join the ranks that torchrun started; without torchrun, be the only one."""
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    """Join the ranks that torchrun started; without torchrun, be the only one.
+
+    On GPUs all collectives are NCCL's. Where hosts communicate while GPUs work (checkpoints, the
+    vote on a stop), that part makes a gloo group of its own.
+    """
+    backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=timeout_s)
-    device_id = None if device.type == "cpu" else device
+    # Without device_id, NCCL makes a group's communicator at its first collective. With it, torch
+    # would make those of all groups at once, used or not.
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        alone = dist.HashStore()
         dist.init_process_group(
-            backend, store=alone, rank=0, world_size=1, timeout=timeout, device_id=device_id
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective."""
+    # NCCL needs a device, which torch would guess and warn that it did
+    is_nccl = dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if is_nccl else None)
 
 
 def set_timeout(meshes: Meshes, timeout_s: int) -> None:
     """From now on no collective, in any group of `meshes` or in the whole job, may take longer."""
-    groups = [
-        group
-        for mesh in (meshes.world, meshes.parameters, meshes.dp, meshes.loss)
+    groups = {
+        group.group_name: group
+        for mesh in (meshes.world, meshes.parameters, meshes.dp, meshes.cp, meshes.loss)
         for group in mesh.get_all_groups()
-    ]
-    for group in (*groups, None):
+    }
+    for group in groups.values():
         _set_timeout(timedelta(seconds=timeout_s), group)

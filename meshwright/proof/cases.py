@@ -88,6 +88,11 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
         for name in SCHEDULES:
             mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
             cases.append(_case(name, small, mesh, parallelism=schedule))
+            for policy in ("always", "never"):
+                if policy == "always" and SCHEDULES[name].splits_backward:
+                    continue  # refused
+                options = schedule | {"fsdp_reshard_after_forward": policy}
+                cases.append(_case(f"{name}, reshard {policy}", small, mesh, parallelism=options))
     if not small.training.mask_documents:
         for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
             if not ("pp" in mesh and args.tie_embeddings):

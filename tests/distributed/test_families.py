@@ -10,12 +10,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import fill_normal, local_box
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.parallelisms.tensor_parallel import apply_tp
 from meshwright.specs import MODELS
 from meshwright.step import train_step
 from tests.helpers.families import small
 from tests.helpers.packed import packed
-from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole
+from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
 
 ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
 MESHES = {
@@ -113,16 +112,3 @@ def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(
     on_ranks, family, ranks
 ) -> None:
     on_ranks(ranks, _compare_all, family, ranks)
-
-
-def _apply_to_another(family: str) -> None:
-    model = plain_model(ARGS[family])
-    block = model.layers["0"]
-    block.attention.scale = torch.nn.Linear(4, 4, bias=False)
-    mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, tp=2), "cpu").tp
-    with pytest.raises(ValueError, match="layers.0.attention.scale.weight has no layout"):
-        apply_tp(model, mesh, enable_loss_parallel=True)
-
-
-def test_a_parameter_without_a_layout_is_refused(on_ranks) -> None:
-    on_ranks(2, _apply_to_another, "llama")

@@ -403,6 +403,16 @@ def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
     check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda")
 
 
+def test_updates_in_backward_wait_for_offloaded_gradients() -> None:
+    config, _ = load_config([*EARLY, "--training.enable_cpu_offload"])
+    check_device(config, "cpu", waits_for_offload=False)
+    check_device(config, "cuda", waits_for_offload=True)
+    with pytest.raises(ConfigError, match="still being copied"):
+        check_device(config, "cuda", waits_for_offload=False)
+    for words in (EARLY, ["--training.enable_cpu_offload"]):
+        check_device(load_config(words)[0], "cuda", waits_for_offload=False)
+
+
 PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'
 HEAD = '[model]\ntokenizer_path = "bytes"\nargs = { vocab_size = 258 }\n[training]\nseq_len = 64\n'
 STEPS_OF_4 = "local_batch_size = 4\nsteps = 10\n"

@@ -19,6 +19,7 @@ from meshwright.models.args import RopeScaling
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import FLAVORS, LlamaArgs, meta
 from meshwright.specs import MODELS
+from tests.helpers.checkpoints import set_manifest
 from tests.helpers.foreign import EVEN, PARAMS, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import save_checkpoint, transformers_model
 from tests.helpers.tiny import plain_model
@@ -265,3 +266,14 @@ def test_a_damaged_checkpoint_of_ours_is_not_taken_for_torchtitans(tmp_path) -> 
     assert "is a checkpoint of meshwright's that is damaged" in refusal(checkpoint)
     unfinished = checkpoint.rename(checkpoint.with_name("step-5.unfinished"))
     assert "is not a complete checkpoint" in refusal(unfinished)
+
+
+def test_a_checkpoint_of_ours_of_another_family_or_size_is_refused(tmp_path) -> None:
+    checkpoint = save_checkpoint(tmp_path, plain_model(EVEN), EVEN)
+    check(checkpoint)
+    said = refusal(checkpoint, dataclasses.replace(EVEN, norm_eps=1e-6))
+    assert "model.args.norm_eps = 1e-06" in said
+    set_manifest(checkpoint, model_name="qwen3", model_args={"dim": 32})
+    with pytest.raises(ConfigError, match="holds weights of the family 'qwen3'") as error:
+        check(checkpoint)
+    assert error.value.key == "model.name"

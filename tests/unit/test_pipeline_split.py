@@ -156,6 +156,18 @@ LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
             "saves by op is gone after the first",
             'selective_ac_option = "2"',
         ),
+        *(
+            (
+                {
+                    "parallelism__pipeline_parallel_schedule": name,
+                    "parallelism__fsdp_reshard_after_forward": "always",
+                },
+                "torch would lose gradients of the weights freed after forward",
+                'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
+            )
+            for name, schedule in SCHEDULES.items()
+            if schedule.splits_backward
+        ),
         (
             {"model__args__tie_embeddings": "true"},
             "would share the embedding",

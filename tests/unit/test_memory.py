@@ -1,0 +1,155 @@
+"""How a job keeps gradients between microbatches, and which jobs cannot fit a device."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import hardware, train
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.models.llama import FLAVORS
+from meshwright.preflight import Plan, preflight
+
+GIB = 2**30
+PRESETS = Path(__file__).parents[2] / "train_configs"
+EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": "inf"}
+
+
+def plan(ranks: int = 8, batch: int = 16, **keys: object) -> Plan:
+    """Of Llama 3 8B: 32.1 GB of gradients in fp32."""
+    words = {
+        "model.flavor": "llama3_8b",
+        "model.tokenizer_path": "bytes",
+        "training.local_batch_size": 1,
+        "training.global_batch_size": batch,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    config, _ = load_config([f"--{key}={value}" for key, value in words.items()])
+    return preflight(config, ranks)
+
+
+def reduction(*args: int, **keys: object) -> str:
+    return plan(*args, **keys).config.parallelism.fsdp_reduce_gradients
+
+
+ONCE, EVERY = "last_microbatch", "every_microbatch"
+REDUCTION = "parallelism__fsdp_reduce_gradients"
+SHARD, REPLICATE = (
+    "parallelism__data_parallel_shard_degree",
+    ("parallelism__data_parallel_replicate_degree"),
+)
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
+BF16_SUMS = {"training__mixed_precision_reduce": "bfloat16"}
+BF16_WEIGHTS = {"training__dtype": "bfloat16"}
+SMALL = {"model__flavor": "llama3_1b"}
+
+
+@pytest.mark.parametrize(
+    ("want", "ranks", "batch", "keys"),
+    [
+        (EVERY, 8, 16, {}),
+        (ONCE, 8, 16, {REDUCTION: ONCE}),
+        (ONCE, 8, 8, {}),  # one microbatch
+        (EVERY, 8, 8, {REDUCTION: EVERY}),
+        (ONCE, 8, 16, PIPELINE),
+        (ONCE, 8, 16, EARLY),
+        (ONCE, 8, 16, BF16_WEIGHTS),
+        (ONCE, 8, 16, {SHARD: 1, REPLICATE: 8}),  # the shard is all
+        (EVERY, 8, 16, {SHARD: 4, REPLICATE: 2}),
+        (ONCE, 8, 16, {"parallelism__tensor_parallel_degree": 4}),  # 8 GB, of which 4 are the shard
+        (ONCE, 8, 16, SMALL),
+        (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 24}),
+        (EVERY, 8, 16, SMALL | BF16_SUMS),
+        (ONCE, 8, 8, SMALL | BF16_SUMS),
+        (EVERY, 8, 16, {"training__enable_cpu_offload": True}),
+    ],
+)
+def test_how_gradients_are_reduced(want, ranks, batch, keys) -> None:
+    assert reduction(ranks, batch, **keys) == want
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {REDUCTION: ONCE},
+        {SHARD: 4, REPLICATE: 2},
+        {SHARD: 4, REPLICATE: 2, REDUCTION: EVERY},
+        PIPELINE,
+        EARLY,
+        BF16_WEIGHTS | {REDUCTION: EVERY},
+    ],
+)
+def test_microbatches_are_not_added_up_in_bfloat16(keys) -> None:
+    with pytest.raises(ConfigError, match="would also add up the . microbatches") as error:
+        plan(8, 32, **keys, **BF16_SUMS)
+    assert error.value.key == "training.mixed_precision_reduce"
+
+
+P = 8_030_261_248  # parameters of Llama 3 8B
+
+
+@pytest.mark.parametrize(
+    ("want", "batch", "keys"),
+    [
+        # weights, two moments, and gradients or what is there in backward
+        ((4 + 8 + 4) * P / 8, 16, {}),
+        ((4 + 8) * P / 8 + 4 * P, 16, {REDUCTION: ONCE}),
+        ((4 + 8 + 4) * P / 8, 8, {REDUCTION: ONCE}),
+        ((4 + 8) * P / 8 + 4 * P, 16, EARLY),
+        ((4 + 8) * P / 8, 8, EARLY),
+        ((2 + 4) * P / 8 + 4 * P, 16, BF16_WEIGHTS),
+        ((4 + 8) * P / 8 + 2 * P, 8, {"parallelism__fsdp_reshard_after_forward": "never"}),
+        (4 * P, 16, {"training__enable_cpu_offload": True, REDUCTION: ONCE}),
+        (0, 16, {"training__enable_cpu_offload": True}),
+    ],
+)
+def test_the_least_memory_of_a_rank(want, batch, keys) -> None:
+    assert sum(plan(8, batch, **keys).least_bytes.values()) == pytest.approx(want)
+
+
+def test_the_least_memory_of_frozen_and_of_cut_models() -> None:
+    args = FLAVORS["llama3_8b"]
+    ends = args.vocab_size * args.dim
+    frozen = plan(8, 8, model__frozen='["tok_embeddings.*", "output.*"]')
+    assert sum(frozen.least_bytes.values()) == pytest.approx((4 * P + 12 * (P - 2 * ends)) / 8)
+    # matrices divide by tp, and norms (65 of them) by the other ranks alone
+    norms = 65 * args.dim
+    cut = plan(8, 2, parallelism__tensor_parallel_degree=4)
+    assert sum(cut.least_bytes.values()) == pytest.approx(16 * ((P - norms) / 8 + norms / 2))
+    # the last of two stages has as many layers as the first, and a norm besides; what backward
+    # has whole: bf16 weights and fp32 gradients
+    stage = P / 2 + args.dim / 2
+    pipeline = plan(8, 16, **PIPELINE)
+    assert sum(pipeline.least_bytes.values()) == pytest.approx(stage * (12 / 4 + 2 + 4))
+
+
+def test_a_job_that_cannot_fit_the_device_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(8, 16, **{REDUCTION: ONCE}, job__device_memory_gib=40)
+    assert "needs at least 41.1 GiB of its device's 40.0" in str(error.value)
+    assert "weights 3.7, optimizer 7.5, whole gradients 29.9" in str(error.value)
+    assert 'fsdp_reduce_gradients = "every_microbatch"' in str(error.value)
+    plan(8, 16, **{REDUCTION: ONCE}, job__device_memory_gib=42)
+    with pytest.raises(ConfigError, match="more ranks"):
+        plan(2, 16, job__device_memory_gib=40)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS.glob("llama*.toml")), ids=lambda path: path.stem)
+def test_presets_name_their_device_and_fit_it(preset) -> None:
+    """As far as can be known without activations; their peaks, simulated, are in the presets."""
+    words = ["--model.tokenizer_path=bytes", "--metrics.enable_tensorboard=false"]
+    config, _ = load_config(["--job.config_file", str(preset), *words])
+    (ranks,) = re.findall(r"(\d+) GPUs of 80 GB", preset.read_text())
+    made = preflight(config, int(ranks))
+    assert made.config.job.device_memory_gib > 0
+    assert sum(made.least_bytes.values()) < 0.5 * made.config.job.device_memory_gib * GIB
+
+
+def test_a_rank_compares_the_gpu_that_it_finds(monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "pick_device", lambda rank: torch.device("cuda", 0))
+    monkeypatch.setattr(hardware, "memory_gib", lambda device: 14.5)
+    monkeypatch.setattr(train.ring_attention, "is_available", lambda *_: True)
+    with pytest.raises(ConfigError, match="at least 15.0 GiB of its device's 14.5"):
+        train.run(plan())

@@ -1,0 +1,104 @@
+"""Which ranks each mesh holds, and how many process groups are made for it, without other ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.parallelisms import process_group
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.parallel_dims import ParallelDims
+
+WHOLE = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+
+
+@pytest.fixture
+def _no_group() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+def meshes_of_rank(rank: int, dims: ParallelDims, monkeypatch) -> tuple[Meshes, list[list[int]]]:
+    """The meshes, and the ranks of each group that was made beside the default one."""
+    made = []
+    new_group = dist.new_group
+
+    def noted(ranks: list[int], **options: object) -> dist.ProcessGroup:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    size = dims.pp * dims.dp * dims.cp * dims.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    return build_meshes(dims, "cpu"), made
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_groups"),
+    [
+        (WHOLE, 7),  # dp, cp, loss, pp, dp_replicate, fsdp, tp
+        (ParallelDims(dp_replicate=1, dp_shard=1), 0),
+        (ParallelDims(dp_replicate=1, dp_shard=8), 1),  # of this rank alone
+        (ParallelDims(dp_replicate=2, dp_shard=4), 3),
+        (ParallelDims(dp_replicate=1, dp_shard=4, tp=2), 3),
+        (ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=2), 5),
+        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2, tp=2), 4),
+    ],
+)
+@pytest.mark.usefixtures("_no_group")
+def test_no_group_is_made_twice(dims, num_groups, monkeypatch) -> None:
+    _, made = meshes_of_rank(0, dims, monkeypatch)
+    assert len(made) == num_groups
+    assert len({tuple(ranks) for ranks in made}) == num_groups
+
+
+@pytest.mark.usefixtures("_no_group")
+def test_which_ranks_each_mesh_holds(monkeypatch) -> None:
+    # rank 21 = 0b10101: pp 1, dp_replicate 0, dp_shard 1, cp 0, tp 1
+    meshes, _ = meshes_of_rank(21, WHOLE, monkeypatch)
+    held = {
+        name: dist.get_process_group_ranks(getattr(meshes, name).get_group())
+        for name in ("world", "dp", "cp", "loss", "tp", "pp")
+    }
+    assert held == {
+        "world": list(range(32)),
+        "dp": [17, 21, 25, 29],
+        "cp": [21, 23],
+        "loss": [17, 19, 21, 23, 25, 27, 29, 31],
+        "tp": [20, 21],
+        "pp": [5, 21],
+    }
+    copies, shards = meshes.fsdp.get_all_groups()
+    assert dist.get_process_group_ranks(copies) == [21, 29]
+    assert dist.get_process_group_ranks(shards) == [17, 19, 21, 23]
+    assert meshes.fsdp.mesh.tolist() == [[17, 19, 21, 23], [25, 27, 29, 31]]
+    assert meshes.dp.get_local_rank() == 1
+    assert [*meshes.parameters.get_coordinate()] == [1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:0", "nccl")])
+def test_the_default_group_has_one_backend(device, backend, monkeypatch) -> None:
+    """NCCL cannot run here: its communicators are made by the first collective of each group, and
+    `device_id` would make them all at once."""
+    options = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: options.append((a, k)))
+    process_group.start_process_group(torch.device(device), 7)
+    [((given,), keywords)] = options
+    assert given == backend
+    assert keywords.get("device_id") is None
+
+
+@pytest.mark.usefixtures("_no_group")
+def test_every_group_gets_the_timeout_once(monkeypatch) -> None:
+    meshes, made = meshes_of_rank(21, WHOLE, monkeypatch)
+    given = []
+    monkeypatch.setattr(
+        process_group,
+        "_set_timeout",
+        lambda _, group: given.append(dist.get_process_group_ranks(group)),
+    )
+    process_group.set_timeout(meshes, 5)
+    assert sorted(given) == sorted([*made, list(range(32))])
