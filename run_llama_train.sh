@@ -7,6 +7,7 @@
 #   NGPU         ranks on this machine            (default: NVIDIA GPUs, else 2 CPU ranks)
 #   CONFIG_FILE  TOML                             (default: train_configs/debug_model.toml)
 #   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
+#   PYTORCH_ALLOC_CONF  torch's memory of GPUs      (default: expandable_segments:True)
 #   NNODES       machines                         (default: 1)
 #   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one machine
 #   RDZV_ID      name of the job at that endpoint (default: meshwright)
@@ -44,6 +45,10 @@ if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
     echo "meshwright: NGPU = $ranks: there are $gpus GPUs" >&2
     echo "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU" >&2
     exit 2
+fi
+export MESHWRIGHT_GPUS=$gpus # ranks compare it with the number that torch can use
+if [ "$gpus" -gt 0 ] && [ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True # less memory lost between blocks
 fi
 log_rank=${LOG_RANK:-0}
 for shown in ${log_rank//,/ }; do

@@ -31,3 +31,8 @@ class Batch:
         """The same in page-locked memory, from where copies to a device need not wait."""
         documents = None if self.documents is None else self.documents.pin_memory()
         return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
+
+    def send(self, device: torch.device) -> "Batch":
+        """The same on `device`; the host does not wait for it."""
+        batch = self.pin_memory() if device.type == "cuda" else self
+        return batch.to(device, non_blocking=True)

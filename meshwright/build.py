@@ -178,7 +178,7 @@ def build_validation(
             num_samples = source.cache.num_tokens // order.length
         padded = padded_steps(order, shape, num_samples, mask_documents=training.mask_documents)
         for batches in padded:
-            yield [batch.to(device) for batch in batches]
+            yield [batch.send(device) for batch in batches]
 
     def validate(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, float]:
         figures: dict[str, float] = {}

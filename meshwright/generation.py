@@ -6,9 +6,14 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.attention import causal_attention
 from meshwright.models.layers.document_mask import Mask
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
 
 Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
@@ -36,12 +41,11 @@ class CachedAttention(nn.Module):
         self._keys[:, :, self._len : end] = k
         self._values[:, :, self._len : end] = v
         is_first, self._len = self._len == 0, end
+        if is_first:
+            return causal_attention(q, k, v)
+        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
         return F.scaled_dot_product_attention(
-            q,
-            self._keys[:, :, :end],
-            self._values[:, :, :end],
-            is_causal=is_first,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, keys, values, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
@@ -76,15 +80,20 @@ def generate(
         model: whole, on one device, made for sequences as long as prompt and new tokens together.
         prompt: at least one token.
     """
+    def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        with sdpa_kernel(WITHOUT_PLANS):
+            return model(tokens, positions)
+
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     with _cached(model, len(prompt) + max_new_tokens):
         if len(prompt) > 1:  # without logits, which would be (S, V) for nothing
             output, model.output = model.output, None
-            model(tokens[:, :-1])
+            logits_of(tokens[:, :-1])
             model.output = output
         for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
-            logits = model(tokens[:, -1:], torch.tensor([position], device=device))  # (1, 1, V)
+            here = torch.tensor([position], device=device)
+            logits = logits_of(tokens[:, -1:], here)  # (1, 1, V)
             token = choose(logits[0, -1].float())
             yield token
             if token in stop:

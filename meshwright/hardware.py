@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from meshwright.errors import check
+
 GIB = 1024**3
 
 # Word in the name that the driver reports (first match wins) -> dense bf16 FLOP/s, and the vendor's
@@ -38,13 +40,39 @@ class Peak:
     """The vendor's document, or "measured"."""
 
 
-def pick_device(local_rank: int) -> torch.device:
+GPUS_EXPECTED = "MESHWRIGHT_GPUS"
+"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
+
+
+def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     """This rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else the CPU.
 
     Not a Mac's: no backend of torch.distributed serves it.
+
+    Args:
+        num_expected: GPUs that the driver lists; 0: not known.
+
+    Raises:
+        ConfigError: if torch sees none of them, or too few for this rank.
     """
-    if not torch.cuda.is_available():
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    check(
+        num_gpus > 0 or num_expected == 0,
+        "GPUs",
+        num_expected,
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use none of them",
+        "install a torch built for the driver that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES= "
+        "to train on the CPU",
+    )
+    if num_gpus == 0:
         return torch.device("cpu")
+    check(
+        local_rank < num_gpus,
+        "LOCAL_RANK",
+        local_rank,
+        f"torch can use {num_gpus} GPUs",
+        "start no more ranks on a machine than that",
+    )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -103,4 +131,6 @@ def make_deterministic() -> None:
     """Allow only algorithms that give equal bits in equal runs; call it before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads nothing else
     torch.use_deterministic_algorithms(True)
+    # else torch fills all new memory with NaN first, to show reads of it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

@@ -125,7 +125,9 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     steps = config.training.steps
     if config.training.deterministic:
         hardware.make_deterministic()
-    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = hardware.pick_device(
+        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(hardware.GPUS_EXPECTED, "0"))
+    )
     dtype = getattr(torch, config.training.mixed_precision_param)
     head_dim = plan.model_args.table.rope.head_dim
     check_device(
@@ -167,6 +169,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
     optimizer = build_optimizer(model.parameters(), config.optimizer)
+    checkpoints.guard(optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
     saved, cursor = found, Cursor()

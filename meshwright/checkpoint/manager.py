@@ -171,6 +171,12 @@ class CheckpointManager:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.reserve, state.state_dict())
 
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer` update nothing on the device that a save is still copying."""
+        staging = self._staging
+        if staging is not None:
+            optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
+
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
         return self._config.enable and (is_last or step % self._config.interval == 0)
@@ -196,7 +202,7 @@ class CheckpointManager:
         tensors = state.state_dict()
         self._staging.take(tensors)
         if self._process is None:
-            writer = CommittingWriter(self._folder, step, manifest)
+            writer = CommittingWriter(self._folder, step, manifest, is_staged=True)
         else:
             writer = RemoteWriter(self._folder, step, manifest, self._process)
         self._in_flight = self._writing.submit(

@@ -3,7 +3,9 @@ goes on."""
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -80,6 +82,7 @@ class Staging:
         self._memory: mmap.mmap | None = None
         self.tensors: dict[str, Tensor] = {}
         """The copies, by name."""
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._copied: list[torch.Event] = []
 
     def reserve(self, state: Mapping[str, Tensor]) -> None:
@@ -92,20 +95,44 @@ class Staging:
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of `state`, as it is at this point of the device's work.
 
-        Returns before a device has done so: see `wait`.
+        Returns before a device has done so: see `wait`. The device copies beside its other work,
+        so `hold_update` has to be called before `state` changes.
         """
         local = _local(state)
         layout, num_bytes = _lay_out(local)
         if layout != self.layout:
             self._allocate(layout, num_bytes)
-        with torch.no_grad():
-            for name, tensor in local.items():
-                self.tensors[name].copy_(tensor, non_blocking=True)
+        by_device: dict[torch.device, list[str]] = defaultdict(list)
+        for name, tensor in local.items():
+            by_device[tensor.device].append(name)
         self._copied = []
-        for device in {tensor.device for tensor in local.values()} - {torch.device("cpu")}:
-            event = torch.Event(device)
-            event.record()
-            self._copied.append(event)
+        for device, names in by_device.items():
+            with torch.no_grad(), self._beside_its_work(device):
+                for name in names:
+                    self.tensors[name].copy_(local[name], non_blocking=True)
+
+    @contextmanager
+    def _beside_its_work(self, device: torch.device) -> Iterator[None]:
+        """Within, `device` works in a stream for copies, after all work that it was given so far."""
+        if device.type == "cpu":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            yield
+        self._copied.append(stream.record_event())
+
+    def hold_update(self) -> None:
+        """Keep the device's work from here on, in the current stream, until copies are made.
+
+        The host does not wait.
+        """
+        for event in self._copied:
+            if not event.query():
+                event.wait(torch.accelerator.current_stream())
 
     def wait(self) -> None:
         """Wait until what `take` was given may be read."""

@@ -87,7 +87,7 @@ class RemoteWriter(CommittingWriter):
     def __init__(
         self, folder: Path, step: int, manifest: Mapping[str, Any], process: WriteProcess
     ) -> None:
-        super().__init__(folder, step, manifest)
+        super().__init__(folder, step, manifest, is_staged=True)
         self._process = process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,7 +109,7 @@ def _serve(connection: "Connection[Any, Any]", descriptor: int) -> None:
             if memory is None or needed != num_bytes:
                 memory, num_bytes = open_memory(descriptor, needed), needed
             copies = {name: place.tensor(memory) for name, place in layout.items()}
-            writer = CommittingWriter(folder, step, {})
+            writer = CommittingWriter(folder, step, {}, is_staged=True)
             result = writer.write_data(plan, StagedPlanner(copies)).value()
         except Exception as error:
             result = error

@@ -23,6 +23,8 @@ from zlib_ng.zlib_ng import crc32
 from meshwright.checkpoint import commit
 
 FLUSH_BYTES = 16 * 2**20
+COPY_AHEAD_BYTES = 10_000_000
+"""Copied from a GPU while others are written; torch's default."""
 
 
 class WriteResults(list[WriteResult]):
@@ -36,10 +38,17 @@ class CommittingWriter(dcp.FileSystemWriter):
 
     Args:
         manifest: what it is to hold beside the records of its files.
+        is_staged: tensors are in host memory. Otherwise torch copies them from a GPU a few at a
+            time, and waits for its current stream, which is the training's.
     """
 
-    def __init__(self, folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
-        super().__init__(commit.unfinished_folder(folder, step))
+    def __init__(
+        self, folder: Path, step: int, manifest: Mapping[str, Any], is_staged: bool = False
+    ) -> None:
+        super().__init__(
+            commit.unfinished_folder(folder, step),
+            per_thread_copy_ahead=0 if is_staged else COPY_AHEAD_BYTES,
+        )
         self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem()
         self._folder, self._step, self._manifest = folder, step, manifest
 

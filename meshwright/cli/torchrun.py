@@ -2,11 +2,13 @@
 the reason under a table.
 """
 
+import argparse
 import logging
 import os
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError, EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING
 from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, STOP_SIGNALS
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)
@@ -33,13 +36,15 @@ def launch() -> None:
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / "stop"
         os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
+        os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: _ask_to_stop(request, number))
         others = "SIGINT,SIGHUP,SIGQUIT"  # for torchrun to handle
+        args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         try:
-            run(parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]]))
+            run(args)
         except ChildFailedError as error:
-            _report(error, is_asked=request.exists())
+            _report(error, is_asked=request.exists(), args=args)
         except SignalException as signalled:
             sys.exit(128 + signalled.sigval)
 
@@ -57,7 +62,9 @@ def _ask_to_stop(request: Path, number: int) -> None:
     os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
 
 
-def _report(error: ChildFailedError, is_asked: bool) -> NoReturn:
+def _report(
+    error: ChildFailedError, is_asked: bool, args: argparse.Namespace | None = None
+) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
     # what `record` in train.py has caught, if the rank got that far
     recorded = (failure.error_file_data or {}).get("message")
@@ -68,7 +75,9 @@ def _report(error: ChildFailedError, is_asked: bool) -> NoReturn:
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
             print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
         sys.exit(failure.exitcode)
-    code = failure.exitcode
+    code, is_explained = failure.exitcode, "extraInfo" in caught
+    if not is_explained and args is not None:
+        _show_stderr(rank, failure, args)
     if code < 0:
         code = 128 - code
         print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
@@ -77,6 +86,47 @@ def _report(error: ChildFailedError, is_asked: bool) -> NoReturn:
         print(caught.get("extraInfo", {}).get("py_callstack", ""), end="", file=sys.stderr)
     # whoever asked may have signalled more processes than us: ranks that were starting, compilers
     sys.exit(EXIT_STOPPED if is_asked else code)
+
+
+TAIL_LINES = 20
+TAIL_BYTES = 2**20
+FAULT = "Fatal Python error"
+"""How Python begins to say where it was when C++ ended it."""
+
+
+def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -> None:
+    """Keep the ends of what the ranks of this machine wrote to stderr, and print that of `rank`.
+
+    C++ has no traceback that could reach us: NCCL's watchdog says why it aborts on stderr.
+    """
+    first = rank - failure.local_rank
+    # where torchrun's --tee copies it to: LOG_DIR/JOB/attempt_N/LOCAL_RANK
+    files = Path(args.log_dir).glob("*/attempt_*/*/stderr.log")
+    ends = {first + int(file.parent.name): _end(file) for file in files}
+    if rank not in ends:
+        return
+    where = ""
+    with suppress(ConfigError, OSError):
+        config, _ = load_config(args.training_script_args)
+        folder = Path(config.job.dump_folder) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, end in ends.items():
+            (folder / f"stderr_{number}.log").write_text(end, "utf-8")
+        where = f" ({folder}/stderr_*.log)"
+    shown = args.local_ranks_filter
+    if shown and str(failure.local_rank) not in shown.split(","):
+        before, fault, after = ends[rank].rpartition(FAULT)
+        lines = (before or after).splitlines()[-TAIL_LINES:]
+        if fault:
+            lines += (fault + after).splitlines()[:TAIL_LINES]
+        print(f"meshwright: the end of rank {rank}'s stderr{where}:", file=sys.stderr)
+        print(*lines, sep="\n", file=sys.stderr)
+
+
+def _end(file: Path) -> str:
+    with file.open("rb") as stream:
+        stream.seek(max(file.stat().st_size - TAIL_BYTES, 0))
+        return stream.read().decode("utf-8", "replace")
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:

@@ -363,6 +363,9 @@ SAVED_OPS = [
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "meshwright.ring_attention",
+    "higher_order.flex_attention",
+    "higher_order.inductor_compiled_code",
+    "_c10d_functional.reduce_scatter_tensor",
 ]
 
 

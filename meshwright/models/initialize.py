@@ -22,7 +22,9 @@ from meshwright.models.decoder import Decoder
 TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
 FRACTION_BITS = 24  # what a float32 holds exactly
-BLOCK = 1 << 16  # elements at a time: temporaries stay in the cache
+BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Elements at a time. On CPUs temporaries stay in the cache; on GPUs they are some 0.3 GiB, and few
+enough kernels are launched."""
 
 
 @torch.no_grad()
@@ -59,7 +61,8 @@ def fill_normal(
     """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
 
     Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
-    Temporaries are a few times `BLOCK` elements, or one row where that is longer.
+    Temporaries are a few times a block of `BLOCKS`, or one row where that is longer. Does not wait
+    for the device, but for the first box on it.
     """
     if not box.numel():
         return
@@ -69,7 +72,8 @@ def fill_normal(
     for dim in range(1, box.dim()):
         along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=box.device)
         row = row.unsqueeze(-1) + along * strides[dim]
-    rows_per_block = max(1, BLOCK // row.numel())
+    block = BLOCKS.get(box.device.type, BLOCKS["cpu"])
+    rows_per_block = max(1, block // row.numel())
     for start in range(0, box.shape[0], rows_per_block):
         some = box[start : start + rows_per_block]
         first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=box.device)
@@ -104,7 +108,7 @@ def _normal(bits: Tensor) -> Tensor:
     Inverse of the cumulative distribution, linear between 2^14 + 1 knots. Only steps that IEEE 754
     rounds in one way (no log, no erfinv), so that every device and vector width gives equal bits.
     """
-    knots = _quantiles().to(bits.device)
+    knots = _quantiles(bits.device)
     interval = _shift_right(bits, 64 - TABLE_BITS)
     fraction = (bits & ((1 << FRACTION_BITS) - 1)).float() * 2.0**-FRACTION_BITS
     low = knots[interval]
@@ -112,9 +116,10 @@ def _normal(bits: Tensor) -> Tensor:
 
 
 @cache
-def _quantiles() -> Tensor:
+def _quantiles(device: torch.device) -> Tensor:
     """Quantiles of the normal distribution within +-3 deviations: (2^14 + 1,) fp32."""
     normal, n = NormalDist(), 1 << TABLE_BITS
     lowest = normal.cdf(-TRUNCATION)
     left = [normal.inv_cdf(lowest + (1 - 2 * lowest) * i / n) for i in range(n // 2)]
-    return torch.tensor([*left, 0.0, *(-x for x in reversed(left))], dtype=torch.float32)
+    knots = [*left, 0.0, *(-x for x in reversed(left))]
+    return torch.tensor(knots, dtype=torch.float32, device=device)

@@ -1,19 +1,25 @@
 """Activation checkpointing: what backward computes again instead of keeping in memory."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend
 from torch._functorch import config as partitioner
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from meshwright.config.job_config import SAVED_OPS
 from meshwright.errors import check
 
 Mode = Literal["none", "full", "selective", "memory_budget"]
+Operator = OpOverload | HigherOrderOperator
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
@@ -43,7 +49,8 @@ def apply_ac(
             _recompute(
                 block,
                 context_fn=functools.partial(
-                    create_selective_checkpoint_contexts, find_ops(saved_ops)
+                    create_selective_checkpoint_contexts,
+                    functools.partial(_policy, frozenset(find_ops(saved_ops))),
                 ),
             )
         elif mode == "selective" and int(name) % int(selective_ac_option) == 0:
@@ -83,24 +90,34 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
     return compile_within_budget
 
 
-def find_ops(names: Sequence[str]) -> list[OpOverload]:
+def _policy(
+    saved: Collection[Operator], context: object, operator: Operator, *_: object, **__: object
+) -> CheckpointPolicy:
+    # not a list of operators: in that, torch 2.11 takes none of higher order
+    is_saved = operator in saved
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def find_ops(names: Sequence[str]) -> list[Operator]:
     """Every overload of the operators that `activation_checkpoint.saved_ops` names.
 
     Raises:
-        ConfigError: if torch has no such operator.
+        ConfigError: if torch has no such operator; the default ones it may lack.
     """
-    found: list[OpOverload] = []
+    found: list[Operator] = []
     for name in names:
         namespace, _, operator = name.partition(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
         check(
-            bool(overloads),
+            bool(overloads) or isinstance(packet, HigherOrderOperator) or name in SAVED_OPS,
             "activation_checkpoint.saved_ops",
             name,
             f"torch {torch.__version__} has no such operator",
             'names are those of torch.ops, like "aten.mm"',
         )
+        if isinstance(packet, HigherOrderOperator):
+            found.append(packet)
         found += [getattr(packet, overload) for overload in overloads]
     return found
 

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
+from meshwright.parallelisms.gathered_attention import gathered_attention
 from meshwright.parallelisms.ring_attention import ring_attention
 
 # torch 2.13 deprecates the only name that 2.11 has
@@ -59,14 +60,18 @@ def is_ring(attention: Attention, device_type: str, *, is_available: bool) -> bo
     return attention == "ring" or (attention == "auto" and device_type == "cuda" and is_available)
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool) -> None:
+def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool, has_kernel: bool) -> None:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
     Queries stay; keys and values are gathered or, if `goes_around`, sent on from rank to rank.
     Collective in forward and backward.
+
+    Args:
+        has_kernel: there is flash attention for its heads in 16 bits (`ring_attention.is_available`).
     """
     ring = mesh.get_group().group_name if goes_around else None
-    shared = functools.partial(attend, mesh=mesh, ring=ring)  # so that blocks share a graph
+    # one for all blocks, so that they share a graph
+    shared = functools.partial(attend, mesh=mesh, ring=ring, has_kernel=has_kernel)
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = shared
@@ -80,33 +85,33 @@ def attend(
     *,
     mesh: DeviceMesh,
     ring: str | None,
+    has_kernel: bool = True,
 ) -> Tensor:
     """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H).
 
     Args:
         mask: of this rank's queries and all keys; None: only causal.
         ring: name of the group of `mesh` if keys and values are to go around, where they can.
+        has_kernel: as `apply_cp` takes it.
     """
-    # on GPUs the ring's kernel takes no fp32, which `fp32_modules` may have made of this layer
-    if ring is not None and mask is None and not (q.is_cuda and q.dtype == torch.float32):
+    # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
+    is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)
+    if ring is not None and mask is None and is_flash:
         return ring_attention(q, k, v, ring)[0]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # leaves out by itself what comes later
         return masked_attention(q, k, v, mask)
     rank, size = mesh.get_local_rank(), mesh.size()
+    chunks = (rank, 2 * size - 1 - rank)
+    if mask is None:
+        return gathered_attention(q, k, v, chunks, is_flash=is_flash)
     length = q.shape[2] // 2
     outputs = []
-    for part, chunk in enumerate((rank, 2 * size - 1 - rank)):
-        num_keys = (chunk + 1) * length  # none that comes later
+    for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
-        if mask is None:
-            seen = torch.ones(length, num_keys, dtype=torch.bool, device=q.device)
-            seen = seen.tril(chunk * length)
-        else:
-            seen = mask[:, :, rows, :num_keys]
-        outputs.append(
-            masked_attention(q[:, :, rows], k[:, :, :num_keys], v[:, :, :num_keys], seen)
-        )
+        seen = slice(0, (chunk + 1) * length)  # no key that comes later
+        keys, values = k[:, :, seen], v[:, :, seen]
+        outputs.append(masked_attention(q[:, :, rows], keys, values, mask[:, :, rows, seen]))
     return torch.cat(outputs, dim=2)
 
 

@@ -5,10 +5,10 @@ arXiv:2311.09431.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,6 +20,8 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 # them. Should it move, `context_parallel_attention = "gather"` does not need it.
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.utils.flop_counter import register_flop_formula
+
+from meshwright.models.layers.attention import repeat_heads
 
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
@@ -39,27 +41,102 @@ def is_available(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     return head_dim % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
 
 
-def kernels(q: Tensor, k: Tensor) -> tuple[Kernel, Kernel]:
-    """Attention and its gradients on the device of `q` and `k`, (B, N or K, S, H), as torch's ring
-    calls them: the first gives outputs and the logarithms of the sums of exponential scores."""
-    if not q.is_cuda:
-        return (
-            aten._scaled_dot_product_flash_attention_for_cpu,
-            partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0),
-        )
+def kernels(q: Tensor) -> tuple[Kernel, Kernel]:
+    """Flash attention on the device of `q`, and its gradients, as torch's ring calls them: the
+    first gives outputs and the logarithms of the sums of exponential scores."""
+    if q.is_cuda:
+        return aten._scaled_dot_product_flash_attention, _flash_attention_backward
+    return aten._scaled_dot_product_flash_attention_for_cpu, _flash_attention_for_cpu_backward
+
+
+# Their operators by positions: the compiler takes an argument called `out` for a place to write to.
+def _flash_attention_backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    tensors = grad_out, query, key, value, out, logsumexp
+    lengths = None, None, query.shape[SEQUENCE], key.shape[SEQUENCE]
     # what dropout would need; without it nothing looks (flash_api.cpp, mha_bwd)
-    unused = torch.zeros(2, dtype=torch.int64, device=q.device)
-    backward = partial(
-        aten._scaled_dot_product_flash_attention_backward,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[SEQUENCE],
-        max_k=k.shape[SEQUENCE],
-        dropout_p=0.0,
-        philox_seed=unused,
-        philox_offset=unused,
+    unused = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return aten._scaled_dot_product_flash_attention_backward(
+        *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
     )
-    return aten._scaled_dot_product_flash_attention, backward
+
+
+def _flash_attention_for_cpu_backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    tensors = grad_out, query, key, value, out, logsumexp
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, is_causal, scale=scale
+    )
+
+
+def efficient_kernels() -> tuple[Kernel, Kernel]:
+    """As `kernels`, on a GPU, of memory-efficient attention: also in fp32, and before Ampere."""
+    return _efficient_attention, _efficient_attention_backward
+
+
+LSE_ALIGNMENT = 32
+"""Memory-efficient attention pads its logarithms to a multiple of this, and wants them so."""
+
+
+def _efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])  # it has no grouped heads
+    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, is_causal, scale=scale
+    )
+    return out, logsumexp[..., : q.shape[SEQUENCE]]
+
+
+def _efficient_attention_backward(
+    *,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n_heads, n_kv_heads = query.shape[1], key.shape[1]
+    padding = -logsumexp.shape[-1] % LSE_ALIGNMENT
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # what dropout would need
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out.contiguous(),  # of a sum all strides are 0
+        query,
+        repeat_heads(key, n_heads),
+        repeat_heads(value, n_heads),
+        None,
+        out,
+        F.pad(logsumexp, (0, padding), value=torch.inf),  # exp(score - inf) is 0
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        is_causal,
+        scale=scale,
+    )
+    grad_k, grad_v = (x.unflatten(1, (n_kv_heads, -1)).sum(2) for x in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
 
 
 # An operator, so that the compiler leaves its insides alone, and so that activation checkpointing
@@ -78,7 +155,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
         (B, N, S/cp, H), and the logarithm of the sum of the exponential scores, (B, N, S/cp) fp32.
     """
     out, logsumexp, *_ = torch_ring._templated_ring_attention(
-        _group(group_name), SEQUENCE, kernels(q, k)[0], q, k, v, is_causal=True
+        _group(group_name), SEQUENCE, kernels(q)[0], q, k, v, is_causal=True
     )
     return out.contiguous(), logsumexp.contiguous()
 
@@ -96,7 +173,7 @@ def ring_attention_backward(
     gradients = torch_ring._templated_ring_attention_backward(
         _group(group_name),
         SEQUENCE,
-        kernels(q, k)[1],
+        kernels(q)[1],
         grad,
         "grad_out",
         q,

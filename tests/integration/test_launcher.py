@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.checkpoint import commit
@@ -394,6 +396,84 @@ def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_pat
     )
     assert result.returncode == code
     assert ("rank 1 failed (exit 1)" in result.stderr) == (code == 1)
+
+
+ABORTED = """
+import os, time
+if os.environ["RANK"] == "1":
+    os.write(2, b"watchdog: a collective timed out\\n")
+    os.abort()
+time.sleep(60)
+"""
+
+
+def test_the_stderr_of_a_rank_that_cpp_ends_is_kept_and_shown(tmp_path: Path) -> None:
+    """As NCCL's watchdog does. The console of rank 1 is not shown."""
+    script, folder = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(ABORTED)
+    torchrun = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0", "--tee", "3"]
+    words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
+    result = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.launch", *torchrun, str(script), *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 128 + signal.SIGABRT
+    assert "the end of rank 1's stderr" in result.stderr
+    kept = (folder / "logs" / "stderr_1.log").read_text()
+    where = f'File "{script}", line 5'
+    for line in ("watchdog: a collective timed out", "Fatal Python error: Aborted", where):
+        assert line in kept
+        assert line in result.stderr
+    assert (folder / "logs" / "stderr_0.log").read_text() == ""
+
+
+def _with_nvidia_smi(folder: Path, **variables: object) -> dict[str, str]:
+    """An environment whose driver lists one GPU."""
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'\n")
+    smi.chmod(0o755)
+    found = environment(**variables)
+    del found["CUDA_VISIBLE_DEVICES"]
+    return found | {"PATH": f"{smi.parent}:{found['PATH']}"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path) -> None:
+    """Of a driver that is too old: training on CPUs in silence would take for ever."""
+    result = subprocess.run(
+        command(tmp_path / "out"),
+        env=_with_nvidia_smi(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert re.search(r"GPUs = 1: torch .* can use none of them", result.stderr)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "want"),
+    [
+        ({}, "expandable_segments:True/unset"),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync/unset"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "unset/max_split_size_mb:64"),
+    ],
+)
+def test_segments_expand_unless_the_user_says_otherwise(tmp_path: Path, own, want) -> None:
+    python = tmp_path / "bin" / "python"  # says what the launcher runs it with
+    variables = _with_nvidia_smi(tmp_path, **own) | {"VIRTUAL_ENV": str(tmp_path)}
+    shown = "${PYTORCH_ALLOC_CONF-unset}/${PYTORCH_CUDA_ALLOC_CONF-unset}"
+    python.write_text(f'#!/bin/sh\necho "{shown}"\n')
+    python.chmod(0o755)
+    result = subprocess.run(
+        command(tmp_path / "out"), env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert want in result.stdout, result.stderr
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Causal self-attention with grouped key and value heads."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,11 +21,22 @@ class CausalAttention(nn.Module):
         Args:
             mask: that of `build_mask`, which is causal too; None: only causal.
         """
-        if mask is not None:
-            return masked_attention(q, k, v, mask)
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention as `CausalAttention` without a mask."""
+    if q.is_cuda and q.dtype == torch.float32:
+        # flash and cuDNN's kernels take 16 bits; the memory-efficient one has no grouped heads
+        # (torch 2.13), and without it SDPA makes an S x S matrix
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+
+
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """(B, K, S, H) -> (B, N, S, H): each key or value head as often as query heads use it."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
 class Attention(nn.Module):

@@ -84,4 +84,11 @@ def _at(values: Tensor, positions: Tensor | None) -> Tensor:
 @cache  # not at import, which would take a second
 def _compiled(function: Any) -> Any:
     """Of flex attention's functions, which uncompiled make a whole (S, S) matrix first."""
-    return torch.compile(function)
+    # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
+    # can keep its output. A torch without the option computes it again.
+    import torch._inductor.config as inductor  # half a second
+
+    is_known = hasattr(inductor, "wrap_inductor_compiled_regions")
+    return torch.compile(
+        function, options={"wrap_inductor_compiled_regions": True} if is_known else None
+    )

@@ -1,0 +1,113 @@
+"""Causal attention of a rank's two chunks of queries to gathered keys, without a mask.
+
+A chunk sees all earlier chunks whole, and itself causally: two calls of a fused kernel, merged by
+the logarithms of their sums of exponential scores. Source of the merge: Rabe and Staats 2021,
+arXiv:2112.05682; of the backward from the merged logarithms: Dao 2023, arXiv:2307.08691.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.parallelisms.ring_attention import SEQUENCE, efficient_kernels, kernels
+
+
+WIDTHS = 8
+"""The kernels of GPUs take heads whose width is a multiple of this."""
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int], *, is_flash: bool = True
+) -> Tensor:
+    """Return (B, N, S/cp, H): attention of the queries to all keys up to their own position.
+
+    Args:
+        q: (B, N, S/cp, H), two chunks of equal length, one after the other.
+        k: (B, K, S, H), in the order of positions; K divides N.
+        v: as `k`.
+        chunks: numbers of the two chunks among the equal chunks of the sequence.
+        is_flash: on GPUs, whether flash attention takes it; memory-efficient attention if not.
+    """
+    width, scale = q.shape[-1], q.shape[-1] ** -0.5
+    if q.is_cuda and width % WIDTHS:
+        q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
+    return _GatheredAttention.apply(q, k, v, chunks, is_flash, scale)[..., :width]
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """The fused kernels return the logarithms but no gradient of them, hence a backward of ours."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunks: tuple[int, int],
+        is_flash: bool,
+        scale: float,
+    ) -> Tensor:
+        attend, _ = kernels(q) if is_flash else efficient_kernels()
+        outputs, sums = [], []
+        for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
+            parts = []
+            for keys, is_causal in seen:
+                part = attend(
+                    queries, k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale
+                )
+                parts.append(part[:2])
+            out, logsumexp = functools.reduce(_merge, parts)
+            outputs.append(out)
+            sums.append(logsumexp.contiguous())
+        output = torch.cat(outputs, SEQUENCE)
+        ctx.save_for_backward(q, k, v, output, *sums)
+        ctx.options = chunks, is_flash, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, *sums = ctx.saved_tensors
+        chunks, is_flash, scale = ctx.options
+        _, backward = kernels(q) if is_flash else efficient_kernels()
+        # sums of up to four parts; in fp32, so that 16-bit types are rounded once
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
+        for into, grad_out, queries, out, logsumexp, seen in zip(
+            *by_chunk, sums, _keys(q, chunks), strict=True
+        ):
+            for keys, is_causal in seen:
+                of_q, of_k, of_v, *_ = backward(
+                    grad_out=grad_out,
+                    query=queries,
+                    key=k[:, :, keys],
+                    value=v[:, :, keys],
+                    out=out,
+                    logsumexp=logsumexp,  # of all keys: so the parts' gradients add up
+                    is_causal=is_causal,
+                    scale=scale,
+                )
+                into += of_q
+                grad_k[:, :, keys] += of_k
+                grad_v[:, :, keys] += of_v
+        return (*(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), None, None, None)
+
+
+def _keys(q: Tensor, chunks: tuple[int, int]) -> list[list[tuple[slice, bool]]]:
+    """For each chunk of `q`, the keys that it sees, and whether causally: its own, and before."""
+    length = q.shape[SEQUENCE] // 2
+    return [
+        [(slice(chunk * length, (chunk + 1) * length), True)]
+        + ([(slice(0, chunk * length), False)] if chunk else [])
+        for chunk in chunks
+    ]
+
+
+def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of both, and its logarithms, from that to the keys of each."""
+    (out_a, sum_a), (out_b, sum_b) = a, b
+    weight = torch.sigmoid(sum_b - sum_a).unsqueeze(-1)
+    out = torch.lerp(out_a.float(), out_b.float(), weight).to(out_a.dtype)
+    return out, torch.logaddexp(sum_a, sum_b)

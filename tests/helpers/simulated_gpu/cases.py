@@ -1,0 +1,100 @@
+"""The jobs that are simulated: meshes, and what a config can switch on."""
+
+from dataclasses import dataclass
+
+from meshwright.proof.cases import KEYS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of a job."""
+
+    mesh: dict[str, int]
+    """Degrees of the axes above 1."""
+    options: tuple[str, ...] = ()
+    """Command line."""
+    rank: int = 0
+    microbatches: int = 2
+    is_saved: bool = False
+    """Copied for an asynchronous checkpoint before the step that is looked at."""
+    is_faulty: bool = False
+    """With faults that have to be noticed."""
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for degree in self.mesh.values():
+            size *= degree
+        return size
+
+    @property
+    def words(self) -> list[str]:
+        """Command line of the job."""
+        degrees = {"dp_shard": 1} | self.mesh
+        axes = [f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in degrees.items()]
+        dp = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
+        batch = LOCAL_BATCH * dp * self.microbatches
+        return [*BASE, *axes, f"--training.global_batch_size={batch}", *self.options]
+
+
+LOCAL_BATCH, SEQ_LEN = 2, 2048
+BASE = (
+    *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
+    *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
+    *("--training.mixed_precision_param=bfloat16", "--validation.enable=false"),
+    "--model.args.n_layers=2",
+)
+
+
+def _checkpointed(mode: str, option: str = "op") -> tuple[str, ...]:
+    return (
+        f"--activation_checkpoint.mode={mode}",
+        f"--activation_checkpoint.selective_ac_option={option}",
+    )
+
+
+RING = ("--parallelism.context_parallel_attention=ring",)
+GATHER = ("--parallelism.context_parallel_attention=gather",)
+FP32 = ("--training.mixed_precision_param=float32",)
+DOCUMENTS = ("--training.mask_documents=true",)
+
+CASES = {
+    "one GPU": Case({}),
+    "one GPU, fp32": Case({}, FP32),
+    "FSDP 8": Case({"dp_shard": 8}),
+    "FSDP 8, fp32": Case({"dp_shard": 8}, FP32),
+    "FSDP 8, every microbatch reduced": Case(
+        {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",)
+    ),
+    "FSDP 8, full recomputation": Case({"dp_shard": 8}, _checkpointed("full")),
+    "FSDP 8, selective by op": Case({"dp_shard": 8}, _checkpointed("selective")),
+    "FSDP 8, selective every 2nd": Case({"dp_shard": 8}, _checkpointed("selective", "2")),
+    "FSDP 8, optimizer in backward": Case(
+        {"dp_shard": 8},
+        ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
+        microbatches=1,
+    ),
+    "FSDP 8, CPU offload": Case({"dp_shard": 8}, ("--training.enable_cpu_offload=true",)),
+    "FSDP 8, documents": Case({"dp_shard": 8}, DOCUMENTS),
+    "FSDP 8, documents, selective by op": Case(
+        {"dp_shard": 8}, (*DOCUMENTS, *_checkpointed("selective"))
+    ),
+    "FSDP 8, saved in the background": Case({"dp_shard": 8}, is_saved=True),
+    "FSDP 8, optimizer in backward, saved": Case(
+        {"dp_shard": 8},
+        ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
+        is_saved=True,
+    ),
+    "HSDP 2 x 4": Case({"dp_replicate": 2, "dp_shard": 4}),
+    "FSDP 4 x TP 2": Case({"dp_shard": 4, "tp": 2}),
+    "FSDP 4 x TP 2, full recomputation": Case({"dp_shard": 4, "tp": 2}, _checkpointed("full")),
+    "FSDP 4 x TP 2, selective by op": Case({"dp_shard": 4, "tp": 2}, _checkpointed("selective")),
+    "CP 4, ring": Case({"dp_shard": 2, "cp": 4}, RING),
+    "CP 4, gather": Case({"dp_shard": 2, "cp": 4}, GATHER, rank=1),
+    "CP 4, gather, fp32": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *FP32), rank=1),
+    "CP 4, gather, documents": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *DOCUMENTS), rank=1),
+    "PP 2 x FSDP 2, 1F1B, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
+    "PP 2 x FSDP 2, 1F1B, last rank": Case({"pp": 2, "dp_shard": 2}, rank=3, microbatches=4),
+    "one GPU, with faults": Case({}, is_faulty=True),
+    "PP 2 x FSDP 2 x TP 2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4),
+}

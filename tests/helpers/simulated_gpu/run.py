@@ -1,0 +1,17 @@
+"""Starts the processes that simulate, and reads what they found."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def simulate(guard: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Figures of each case, as `worker.Figures`; or {"error": traceback}."""
+    words = [sys.executable, "-m", "tests.helpers.simulated_gpu.worker", str(guard), *names]
+    worker = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(line) for line in worker.stdout.splitlines())

@@ -1,0 +1,155 @@
+"""Notes, of every operator on fake CUDA tensors, how it would keep the host waiting; and counts the
+bytes that live on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers.simulated_gpu import fake_cuda
+
+aten = torch.ops.aten
+
+READS_BACK = {
+    *(aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default),
+    *(aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default),
+    *(aten._unique2.default, aten.repeat_interleave.Tensor),
+}
+"""Operators that bring a number from the device to the host."""
+KERNELS = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_efficient_attention_forward": "efficient",
+    "flex_attention": "flex",
+    "ring_attention": "flash",  # whose insides no fake tensor sees
+}
+
+
+class Watch(TorchDispatchMode):
+    """Within, host waits, copies and kernels are counted, and bytes from each `begin` on."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self._live: dict[int, int] = {}  # storage -> bytes
+        self._is_shadow = False
+        self.now = 0
+        self.begin()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """torch.compile refuses to run within others."""
+        return True
+
+    def begin(self) -> None:
+        """Begin to count anew."""
+        self.peak = self.now
+        self.blocking_copies: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        """Copies between host and device, by stream."""
+        self.on_host: Counter[str] = Counter()
+        """Tensors made in host memory."""
+        self.collectives: Counter[str] = Counter()
+        """Of tensor and context parallelism, whose collectives are functional."""
+        fake_cuda.host_waits.clear()
+        fake_cuda.kernels.clear()
+        fake_cuda.stream_log.clear()
+
+    def __enter__(self) -> Watch:
+        watch = self
+        self._resize = torch.UntypedStorage.resize_
+        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            if storage._cdata in watch._live:  # FSDP2 frees by it
+                watch._count(num_bytes - watch._live[storage._cdata])
+                watch._live[storage._cdata] = num_bytes
+            return watch._resize(storage, num_bytes)
+
+        def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
+            watch._is_shadow = True  # of DTensor's: whole tensors that no GPU ever has
+            try:
+                return watch._propagate(propagator, schema)
+            finally:
+                watch._is_shadow = False
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _count(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int) -> None:
+        self._count(-self._live.pop(key, 0))
+
+    def _note_output(self, tensor: Tensor, operator: str) -> None:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fake:
+            return
+        if tensor.is_cuda:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+                self._count(storage.nbytes())
+        elif tensor.device.type == "cpu" and tensor.dim():
+            self.on_host[f"{operator} {tuple(tensor.shape)} at {fake_cuda.place()}"] += 1
+
+    def _note_copy(self, source: Tensor, target: str, is_blocking: bool) -> None:
+        if "meta" in (source.device.type, target) or source.device.type == target:
+            return
+        what = f"{source.device.type} to {target} {tuple(source.shape)} at {fake_cuda.place()}"
+        self.copies[fake_cuda.current_stream().name] += 1
+        # from memory that is not pinned, CUDA copies by way of a buffer that is
+        if is_blocking or (target == "cuda" and not fake_cuda.is_pinned(source)):
+            self.blocking_copies[what] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if self._is_shadow:
+            return func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", func)
+        name = packet.__name__
+        if name in KERNELS:
+            fake_cuda.kernels[KERNELS[name]] += 1
+        if getattr(func, "namespace", "") == "_c10d_functional" and name != "wait_tensor":
+            self.collectives[name] += 1
+        if name.startswith("_fused_adam"):
+            fake_cuda.stream_log.append(("updates", fake_cuda.current_stream().name))
+        if func in READS_BACK and isinstance(args[0], FakeTensor):
+            if args[0].is_cuda:
+                fake_cuda.host_waits[f"{name} at {fake_cuda.place()}"] += 1
+            if func is aten._local_scalar_dense.default:
+                return 1  # there is no number to read
+        elif func is aten._to_copy.default and kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"]).type
+            self._note_copy(args[0], target, not kwargs.get("non_blocking", False))
+        elif func is aten.copy_.default:
+            is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            self._note_copy(args[1], args[0].device.type, is_blocking)
+        output = func(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._note_output(leaf, name)
+        return output

@@ -1,0 +1,112 @@
+"""Ranks on a GPU that is not there: what a step makes the host wait for, and where tensors are.
+
+The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`. No value is computed.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.simulated_gpu.cases import CASES
+from tests.helpers.simulated_gpu.guard import build_guard
+from tests.helpers.simulated_gpu.run import simulate
+
+WITH_FAULTS = "one GPU, with faults"
+OFFLOADED = "FSDP 8, CPU offload"
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory) -> dict[str, Any]:
+    """Of every case, from one process."""
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("needs torch's build for CPUs, to which it adds a device")
+    guard = build_guard(tmp_path_factory.mktemp("guard"))
+    if guard is None:
+        pytest.skip("needs g++")
+    return simulate(guard, list(CASES))
+
+
+def kernel_of(name: str) -> str:
+    if "documents" in name:
+        return "flex"
+    return "efficient" if "fp32" in name else "flash"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (WITH_FAULTS, OFFLOADED)])
+def test_a_step_never_waits_and_all_is_on_the_device(figures, name: str) -> None:
+    found = figures[name]
+    assert "error" not in found, found["error"]
+    assert found["waits"] == {}
+    assert found["blocking_copies"] == {}
+    assert found["send_waits"] == {}
+    assert found["not_on_device"] == []
+    assert list(found["kernels"]) == [kernel_of(name)]
+    if not CASES[name].is_saved:
+        assert found["on_host"] == {}
+        assert found["copies"] == {}
+
+
+def test_faults_are_noticed(figures) -> None:
+    found = figures[WITH_FAULTS]
+    assert "error" not in found, found["error"]
+    assert [what.split(" at ")[0] for what in found["waits"]] == [
+        "_local_scalar_dense",
+        "cuda.synchronize",
+    ]
+    copies = [what.split(" at ")[0] for what in found["blocking_copies"]]
+    assert copies == ["cpu to cuda (1,)", "cuda to cpu (2, 4, 64, 8)"]
+    assert "math" in found["kernels"]
+    assert any("_to_copy (2, 4, 64, 8)" in what for what in found["on_host"])
+
+
+def test_offloaded_parameters_are_waited_for_where_they_are_needed(figures) -> None:
+    """FSDP2 waits for each gradient; we for the norm, the factor of clipping, a bad step's vote."""
+    found = figures[OFFLOADED]
+    assert "error" not in found, found["error"]
+    assert all(what.startswith("event.synchronize at distributed/fsdp") for what in found["waits"])
+    assert sum(found["blocking_copies"].values()) == 3
+    assert all(" () at " in what for what in found["blocking_copies"])  # of single numbers
+    assert list(found["kernels"]) == ["flash"]
+
+
+def test_first_values_wait_for_the_device_once(figures) -> None:
+    """For their table of quantiles; not per block of elements."""
+    for name, found in figures.items():
+        assert sum(found["init_waits"].values()) == (name != OFFLOADED), name
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_saved])
+def test_a_save_in_the_background_delays_only_the_update(figures, name: str) -> None:
+    """Copies have a stream of their own, after the work so far; updates wait for it."""
+    found = figures[name]
+    (stream,) = found["copies"]
+    assert stream != "default"
+    log = [tuple(entry) for entry in found["stream_log"]]
+    assert log[0] == ("waits for default", stream)
+    updates = [entry for entry in log if entry[0] == "updates"]
+    assert updates
+    for update in updates:
+        assert (f"waits for {stream}", update[1]) in log[: log.index(update)]
+
+
+def test_by_op_neither_attention_nor_reduce_scatters_are_computed_again(figures) -> None:
+    def collectives(mode: str) -> int:
+        return figures[f"FSDP 4 x TP 2{mode}"]["collectives"]["reduce_scatter_tensor"]
+
+    assert collectives(", selective by op") == collectives("") < collectives(", full recomputation")
+    for what in ("", ", documents"):
+        by_op, kept = figures[f"FSDP 8{what}, selective by op"], figures[f"FSDP 8{what}"]
+        assert by_op["kernels"] == kept["kernels"]
+        assert by_op["peak_bytes"] < kept["peak_bytes"]
+
+
+def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
+    """Of scores in fp32, for its microbatch and all heads: 2048 x 2048 of one GPU, a fourth under
+    context parallelism."""
+    args = (2, 8, 2048)  # microbatch, heads of the debug model, positions
+    scores = 4 * args[0] * args[1] * args[2] ** 2
+    assert figures["one GPU, fp32"]["peak_bytes"] < 1.5 * scores
+    for what in ("", ", fp32"):
+        gathered = figures[f"CP 4, gather{what}"]["peak_bytes"]
+        assert gathered < 1.5 * figures["CP 4, ring"]["peak_bytes"]
