@@ -44,9 +44,7 @@ class CachedAttention(nn.Module):
         if is_first:
             return causal_attention(q, k, v)
         keys, values = self._keys[:, :, :end], self._values[:, :, :end]
-        return F.scaled_dot_product_attention(
-            q, keys, values, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @contextmanager
@@ -80,6 +78,7 @@ def generate(
         model: whole, on one device, made for sequences as long as prompt and new tokens together.
         prompt: at least one token.
     """
+
     def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with sdpa_kernel(WITHOUT_PLANS):
             return model(tokens, positions)

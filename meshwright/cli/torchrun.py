@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError, EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING
+from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING, ConfigError
 from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, STOP_SIGNALS
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from meshwright.parallelisms.ring_attention import SEQUENCE, efficient_kernels, kernels
 
-
 WIDTHS = 8
 """The kernels of GPUs take heads whose width is a multiple of this."""
 

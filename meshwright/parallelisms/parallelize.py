@@ -55,9 +55,7 @@ def parallelize(
         goes_around = context_parallel.is_ring(
             context_parallel_attention, device_type, is_available=has_kernel
         )
-        context_parallel.apply_cp(
-            model, meshes.cp, goes_around=goes_around, has_kernel=has_kernel
-        )
+        context_parallel.apply_cp(model, meshes.cp, goes_around=goes_around, has_kernel=has_kernel)
     activation_checkpoint.apply_ac(
         model.layers,
         ac_mode,

@@ -1,6 +1,6 @@
 """A table of meshes and modes on a simulated H100: what one step waits for, and what it needs.
 
-    python -m tests.helpers.simulated_gpu [CASE ...]
+python -m tests.helpers.simulated_gpu [CASE ...]
 """
 
 import sys

@@ -121,9 +121,7 @@ class Watch(TorchDispatchMode):
         if is_blocking or (target == "cuda" and not fake_cuda.is_pinned(source)):
             self.blocking_copies[what] += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 # registers what collectives give for fake tensors
 import torch.distributed._tools.fake_collectives
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import nn
-from torch.nn import functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.simulated_gpu import fake_cuda
