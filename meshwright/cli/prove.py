@@ -7,9 +7,10 @@ from pathlib import Path
 
 from meshwright.config.checks import check_divisible, check_sections
 from meshwright.config.loader import config_errors, load_config
+from meshwright.parallelisms.pipeline_split import assign_modules
 from meshwright.preflight import resolve_model
 from meshwright.proof import report
-from meshwright.proof.cases import default_cases, distinct, every_mesh, reference_case
+from meshwright.proof.cases import default_cases, distinct, every_mesh
 from meshwright.proof.prove import Row, prove
 from meshwright.proof.shrink import shrink
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
         check_sections(config)
         _, args = resolve_model(config)
         check_divisible(config, args.table)
+        assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if options.every_mesh:
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{report.EXPLANATION}\n")
     print(report.line(report.COLUMNS))
     rows: list[Row] = []
-    for row in prove(reference_case(small), cases):
+    for row in prove(small, cases):
         rows.append(row)
         print(report.line(report.cells(row)), flush=True)
         for failure in row.verdict.failures:

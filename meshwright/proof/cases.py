@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
+from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
-from meshwright.parallelisms.pipeline_split import SCHEDULES, takes_microbatches
-from meshwright.proof.shrink import GLOBAL_BATCH, largest_tp
+from meshwright.parallelisms.pipeline_split import SCHEDULES
+from meshwright.preflight import preflight
+from meshwright.proof.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp, small_parts
 
-MAX_RANKS = 8
 LARGEST_DEGREE = 4
 
 KEYS = {
@@ -23,9 +24,22 @@ KEYS = {
     "tp": "tensor_parallel_degree",
 }
 """Config key of each axis of the mesh."""
+ONLY_WITH = {
+    "pp": "pipeline_parallel_schedule",
+    "cp": "context_parallel_attention",
+    "tp": "disable_loss_parallel",
+}
+"""Keys that are of no use without an axis."""
+STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
 
 RING = {"context_parallel_attention": "ring"}
+RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
+
 Degrees = Mapping[str, int]
+Sections = Mapping[str, Mapping[str, Any]]
+Kind = Literal["fp32", "bf16 sums", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -35,46 +49,55 @@ class Case:
     name: str
     config: JobConfig
     world_size: int
+    kind: Kind = "fp32"
+    """Names the reference that it is held against, and the bounds. "bf16 sums": it multiplies the
+    reference's own numbers, one sequence at a time, and only adds up in another order."""
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Degrees above 1, by axis."""
+        degrees = {axis: getattr(self.config.parallelism, key) for axis, key in KEYS.items()}
+        return {axis: degree for axis, degree in degrees.items() if degree > 1}
 
 
-def reference_case(small: JobConfig) -> Case:
+def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
     """One process, nothing parallel, nothing recomputed, nothing compiled."""
-    return _case("one process", small, {})
+    return build_case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """The config's own shape, each of its axes alone, and what users switch on and off."""
-    cases = []
-    shapes = _own_shapes(config, args)
-    for shape in shapes:
-        own_options = _own_options(config, shape)
-        if config.compile.enable and "tp" in shape and recomputes_attention(config):  # not on CPUs
-            own_options["compile"] = {"enable": False}
-            cases.append(_case("as configured, but eager", small, shape, **own_options))
-        else:
-            cases.append(_case("as configured", small, shape, **own_options))
-    used = sorted({axis for shape in shapes for axis in shape}, key=list(KEYS).index)
+    used = _used_axes(config, args)
+    cases = _own_cases(config, small, args, used)
+    shape = cases[0].mesh
     for axis in used:
-        cases.append(_case(f"{axis} alone", small, {axis: 2}))
+        cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
     if "cp" in used and not config.training.mask_documents:
-        cases.append(_case("ring attention", small, {"cp": 2}, parallelism=RING))  # GPUs' default
-    shape = shapes[0]
+        cases.append(
+            build_case("ring attention", small, {"cp": 2}, parallelism=RING)
+        )  # GPUs' default
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
         "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
         "compiled": {"compile": {"enable": True}},
     }
     for name, sections in modes.items():
-        cases.append(_case(name, small, _compilable(shape), **sections))
+        cases.append(build_case(name, small, _compilable(shape), **sections))
     if "pp" not in shape:
-        cases.append(_case("4 microbatches", small, {}, num_microbatches=4))
-        cases.append(_case("2 microbatches", small, shape, num_microbatches=2))
-    cases.append(_case("HSDP", small, {"dp_replicate": 2, "dp_shard": 2}))
+        cases.append(build_case("4 microbatches", small, {}, num_microbatches=4))
+        cases.append(build_case("2 microbatches", small, _within_batch(shape), num_microbatches=2))
+    cases.append(build_case("HSDP", small, HSDP))
+    cases.append(build_case("bf16", small, HSDP, kind="bf16 sums"))
+    if "pp" in used:
+        cases.append(build_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
+    if "tp" in shape or "cp" in shape:
+        cases.append(build_case("bf16", small, shape, kind="bf16"))
     return distinct(cases)
 
 
 def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
-    """All meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run."""
+    """All meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run, every
+    schedule with every policy of resharding, and some in bf16."""
     cases = []
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
         mesh = {axis: degree for axis, degree in zip(KEYS, degrees, strict=True) if degree > 1}
@@ -82,81 +105,159 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
             continue
         if any(mesh.get(axis, 1) > LARGEST_DEGREE for axis in ("pp", "cp", "tp")):
             continue
-        if mesh.get("tp", 1) <= largest_tp(args) and not ("pp" in mesh and args.tie_embeddings):
-            cases.append(_case("mesh", small, mesh))
-    if not args.tie_embeddings:
-        for name in SCHEDULES:
-            mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
-            cases.append(_case(name, small, mesh, parallelism=schedule))
-            for policy in ("always", "never"):
-                if policy == "always" and SCHEDULES[name].splits_backward:
-                    continue  # refused
-                options = schedule | {"fsdp_reshard_after_forward": policy}
-                cases.append(_case(f"{name}, reshard {policy}", small, mesh, parallelism=options))
+        if mesh.get("tp", 1) <= largest_tp(args):
+            cases.append(build_case("mesh", small, mesh))
+    for name in SCHEDULES:
+        mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
+        cases.append(build_case(name, small, mesh, parallelism=schedule))
+        for policy in RESHARD:
+            keys = schedule | {"fsdp_reshard_after_forward": policy}
+            case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
+            cases += [case] * can_run(case)  # some pairs are refused
     if not small.training.mask_documents:
         for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
-            if not ("pp" in mesh and args.tie_embeddings):
-                cases.append(_case("ring attention", small, mesh, parallelism=RING))
-    return distinct(cases)
+            cases.append(build_case("ring attention", small, mesh, parallelism=RING))
+    for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
+        cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
+    for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
+        if mesh.get("tp", 1) <= largest_tp(args):
+            cases.append(build_case("bf16", small, mesh, kind="bf16"))
+    return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
 
 
-def _own_shapes(config: JobConfig, args: DecoderArgs) -> list[Degrees]:
-    """The config's axes at degree 2 (FSDP2 alone: 4); three at a time if it has more, or two where
-    three leave its schedule too few microbatches."""
-    parallelism = config.parallelism
-    used = [axis for axis, key in KEYS.items() if getattr(parallelism, key) not in (0, 1)]
+def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
+    used = [axis for axis, key in KEYS.items() if getattr(config.parallelism, key) not in (0, 1)]
     if "tp" in used and largest_tp(args) == 1:
         used.remove("tp")
-    if used == ["dp_shard"]:
-        return [{"dp_shard": 4}]
-    groups = [*itertools.combinations(used, min(len(used), 3))]
-    if not all(_has_microbatches(parallelism, group) for group in groups):
-        groups = [*itertools.combinations(used, 2)]
-    return [dict.fromkeys(group, 2) for group in groups]
+    return used
 
 
-def _has_microbatches(parallelism: Parallelism, axes: Collection[str]) -> bool:
-    """Whether the most microbatches that there can be, with these axes at degree 2, are enough."""
-    if "pp" not in axes:
-        return True
-    name, most = parallelism.pipeline_parallel_schedule, GLOBAL_BATCH
-    for axis in ("dp_replicate", "dp_shard"):
-        most //= 2 if axis in axes else 1
-    stages = 2 * SCHEDULES[name].stages_per_rank[0]
-    return takes_microbatches(name, most, 2, stages)
+def _own_cases(
+    config: JobConfig, small: JobConfig, args: DecoderArgs, used: Collection[str]
+) -> list[Case]:
+    """The config's axes with its options: three at a time if it has more, or two where three leave
+    its schedule too few microbatches."""
+    options, name = own_options(config), "as configured"
+    if config.compile.enable and "tp" in used and recomputes_attention(config):  # not on CPUs
+        options["compile"] = {"enable": False}
+        name = "as configured, but eager"
+    cases: list[Case] = []
+    for count in (3, 2):
+        groups = itertools.combinations(used, min(count, len(used)))
+        cases = [_largest(name, config, small, args, axes, options) for axes in groups]
+        if all(map(can_run, cases)):
+            break
+    return cases
 
 
-def _own_options(config: JobConfig, shape: Degrees) -> dict[str, Any]:
+def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
     """How the config computes, without its degrees and what depends on the size of the model."""
-    left_out = {*KEYS.values(), "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"}
+    left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
-    if "cp" not in shape:
-        left_out.add("context_parallel_attention")
-    parallelism = config.parallelism.model_dump(exclude=left_out)
+    idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
     return {
-        "parallelism": parallelism,
+        "parallelism": config.parallelism.model_dump(exclude=left_out | idle),
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
+        "training": {"enable_cpu_offload": config.training.enable_cpu_offload},
+        "optimizer": {"early_step_in_backward": config.optimizer.early_step_in_backward},
     }
 
 
-def _compilable(shape: Degrees) -> Degrees:
-    """`shape`, or half of it: eight compilers on one machine take minutes."""
-    return shape if math.prod(shape.values()) <= 4 else dict(itertools.islice(shape.items(), 2))
-
-
-def _case(
-    name: str, small: JobConfig, mesh: Degrees, *, num_microbatches: int = 1, **sections: Any
+def _largest(
+    name: str,
+    config: JobConfig,
+    small: JobConfig,
+    args: DecoderArgs,
+    axes: Collection[str],
+    options: Sections,
 ) -> Case:
-    """`small` on `mesh`, with the keys of `sections` over its own."""
+    """Of the cases that can run, the one with most of the config's degrees, then with most ranks,
+    then with its list of stages, then with its stages per rank. If none can: the smallest."""
+    idle = {key for axis, key in ONLY_WITH.items() if axis not in axes}
+    kept = {k: v for k, v in options.get("parallelism", {}).items() if k not in idle}
+    case = None
+    for mesh in _degrees(config.parallelism, axes):
+        for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:
+            case = build_case(name, small, mesh, **{**options, "parallelism": kept | stages})
+            if can_run(case):
+                return case
+    assert case is not None
+    return case
+
+
+def _degrees(parallelism: Parallelism, axes: Collection[str]) -> list[Degrees]:
+    """Degrees of 2 up to the config's that make at most `MAX_RANKS`, the best ones first."""
+    wanted = {axis: getattr(parallelism, KEYS[axis]) for axis in axes}
+    if wanted.get("dp_shard") == -1:  # as many ranks as there will be
+        wanted["dp_shard"] = 4 if len(axes) == 1 else 2
+    choices = [
+        [d for d in range(2, min(wanted[axis], MAX_RANKS) + 1) if axis == "pp" or d in (2, 4, 8)]
+        for axis in axes
+    ]
+    meshes = [dict(zip(axes, degrees, strict=True)) for degrees in itertools.product(*choices)]
+
+    def rank(mesh: Degrees) -> tuple[int, int]:
+        return -sum(mesh[axis] == wanted[axis] for axis in axes), -math.prod(mesh.values())
+
+    return sorted((m for m in meshes if math.prod(m.values()) <= MAX_RANKS), key=rank)
+
+
+def _own_stages(parallelism: Parallelism, args: DecoderArgs) -> Iterator[dict[str, Any]]:
+    per_rank = {STAGES_PER_RANK: parallelism.pipeline_parallel_stages_per_rank}
+    if parts := parallelism.module_fqns_per_model_part:
+        yield {STAGES: small_parts(parts, args.n_layers), **per_rank}
+    if per_rank[STAGES_PER_RANK] != -1:
+        yield per_rank
+    yield {}
+
+
+def can_run(case: Case) -> bool:
+    """Whether nothing about the case is refused."""
+    try:
+        preflight(case.config, case.world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _compilable(shape: Degrees) -> Degrees:
+    """`shape`, or the first axes of it at degree 2: eight compilers on one machine take minutes."""
+    if math.prod(shape.values()) <= 4:
+        return shape
+    return dict.fromkeys(itertools.islice(shape, 2), 2)
+
+
+def _within_batch(shape: Degrees) -> Degrees:
+    """`shape`, or less of data parallelism where that leaves one sequence for two microbatches."""
+    dp = math.prod(shape.get(axis, 1) for axis in HSDP)
+    return shape if 2 * dp <= GLOBAL_BATCH else dict.fromkeys(shape, 2)
+
+
+def build_case(
+    name: str,
+    small: JobConfig,
+    mesh: Degrees,
+    *,
+    num_microbatches: int = 0,
+    kind: Kind = "fp32",
+    **sections: Mapping[str, Any],
+) -> Case:
+    """`small` on `mesh`, with the keys of `sections` over its own.
+
+    Args:
+        num_microbatches: of a rank in a step; 0: a single one, or with a pipeline as many as can
+            be. A sum in bf16 has those of its reference.
+    """
     dp = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-    if "pp" in mesh:
-        num_microbatches = GLOBAL_BATCH // dp  # the most that there can be
+    if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
+        num_microbatches = GLOBAL_BATCH // dp
     updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
     degrees = {key: mesh.get(axis, 1) for axis, key in KEYS.items()}
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
-    local = GLOBAL_BATCH // (dp * num_microbatches)
-    updates["training"] = {"local_batch_size": local}
+    local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
+    precision = FP32 if kind == "fp32" else {}
+    updates["training"] = updates.get("training", {}) | local | precision
     config = small.model_copy(
         update={
             section: getattr(small, section).model_copy(update=values)
@@ -164,9 +265,12 @@ def _case(
         }
     )
     shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
-    return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()))
+    return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()), kind)
 
 
-def distinct(cases: list[Case]) -> list[Case]:
+def distinct(cases: Iterable[Case]) -> list[Case]:
     """The first of those that would run the same."""
-    return list({case.config.model_dump_json(): case for case in reversed(cases)}.values())[::-1]
+    found: dict[str, Case] = {}
+    for case in cases:
+        found.setdefault(case.config.model_dump_json(), case)
+    return list(found.values())

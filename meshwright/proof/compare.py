@@ -6,11 +6,42 @@ from dataclasses import dataclass, field
 
 from meshwright.proof.measure import Box, Measurement
 
-LOSS_BOUND = 1e-5
-"""Relative, for the loss of every step."""
-GRADIENT_BOUND = 1e-4
-"""Relative: for a parameter's gradient the norm of the difference over the norm; also for the
-global norm of every step."""
+
+@dataclass(frozen=True)
+class Bounds:
+    """Relative errors up to which a case equals its reference; docs/parallelisms.md has reasons."""
+
+    loss: float
+    """Of step 1."""
+    grad_norm: float
+    """Of step 1."""
+    gradient: float
+    """For a parameter: norm of the difference over the norm."""
+    update: float
+    """For a parameter, of what the first steps have added to it: norm of the difference over the
+    norm."""
+    later_loss: float
+    """Of the steps after the first, when weights differ by what rounding has made of them; and of
+    the validation, which is after it."""
+    later_grad_norm: float
+    rounding: float = 0.0
+    """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
+
+
+BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: the largest relative error of one rounding."""
+
+NAMED = 3
+"""Tensors of a checkpoint in one line."""
+
+BOUNDS = {
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4),
+    # products of the same numbers, whose sums are in fp32
+    "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 1e-3, BF16 / 8, BF16),
+    # and of numbers that were added up in parts, and rounded
+    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, rounding=2.0),
+}
+"""By what a case is to be held against."""
 
 
 @dataclass
@@ -26,6 +57,10 @@ class Verdict:
     gradient_error: float = 0.0
     worst_gradient: str = ""
     """Name of the parameter."""
+    update_error: float = 0.0
+    validation_error: float = 0.0
+    num_different_resumed: int = 0
+    """Tensors and figures that a save and a resume have changed, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +72,37 @@ class Reference:
     """Of every parameter."""
     gradient_norms: Mapping[str, float]
     """2-norm of every parameter's gradient."""
+    update_norms: Mapping[str, float]
+    """2-norm of what the first steps have added to every parameter."""
+    roundings: Mapping[str, float] = field(default_factory=dict)
+    """Relative error of every parameter's gradient, against one process in fp32."""
 
 
-def compare(reference: Reference, ranks: Sequence[Measurement]) -> Verdict:
+def compare(
+    reference: Reference, ranks: Sequence[Measurement], bounds: Bounds = BOUNDS["fp32"]
+) -> Verdict:
     """Hold every rank's measurement against the reference."""
     verdict = Verdict()
     _compare_weights(verdict, reference, ranks)
     _compare_samples(verdict, reference.seen, ranks)
     verdict.loss_error = _compare_series(
-        verdict, "loss", reference.seen.losses, [rank.losses for rank in ranks], LOSS_BOUND
+        verdict,
+        "loss",
+        reference.seen.losses,
+        [rank.losses for rank in ranks],
+        (bounds.loss, bounds.later_loss),
     )
     verdict.norm_error = _compare_series(
         verdict,
         "gradient norm",
         reference.seen.grad_norms,
         [rank.grad_norms for rank in ranks],
-        GRADIENT_BOUND,
+        (bounds.grad_norm, bounds.later_grad_norm),
     )
-    _compare_gradients(verdict, reference, ranks)
+    _compare_gradients(verdict, reference, ranks, bounds)
+    _compare_updates(verdict, reference, ranks, bounds.update)
+    _compare_validation(verdict, reference.seen, ranks, bounds.later_loss)
+    _compare_resume(verdict, ranks)
     return verdict
 
 
@@ -98,15 +146,19 @@ def _compare_series(
     quantity: str,
     wanted: Sequence[float],
     ranks: Sequence[Sequence[float]],
-    bound: float,
+    bounds: tuple[float, float],
 ) -> float:
-    """Largest relative error over steps and ranks."""
+    """Largest relative error over steps and ranks.
+
+    Args:
+        bounds: of the first step, and of those after it.
+    """
     errors = [
         (_relative(abs(got - want), want), step, rank, got, want)
         for rank, series in enumerate(ranks)
         for step, (got, want) in enumerate(zip(series, wanted, strict=True), 1)
     ]
-    bad = [entry for entry in errors if not entry[0] <= bound]
+    bad = [entry for entry in errors if not entry[0] <= bounds[entry[1] > 1]]
     if bad:
         error, step, rank, got, want = min(bad, key=lambda entry: entry[1])
         verdict.failures.append(
@@ -117,21 +169,76 @@ def _compare_series(
 
 
 def _compare_gradients(
-    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
 ) -> None:
+    errors = _errors(reference.gradient_norms, [rank.gradients for rank in ranks])
     bad = []
-    for name, norm in reference.gradient_norms.items():
-        worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
-        for rank in ranks:
-            if (box := rank.gradients.get(name)) is not None:
-                worst[box.offset] = _larger(worst.get(box.offset, 0.0), box)
-        error = _relative(math.sqrt(sum(worst.values())), norm)
+    for name, error in errors.items():
         if not error <= verdict.gradient_error:
             verdict.gradient_error, verdict.worst_gradient = error, name
-        if not error <= GRADIENT_BOUND:
+        rounding = bounds.rounding and bounds.rounding * reference.roundings[name]
+        if not error <= bounds.gradient + rounding:
             bad.append((error, name))
     for error, name in sorted(bad, reverse=True):
         verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
+
+
+def _compare_updates(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
+) -> None:
+    errors = _errors(reference.update_norms, [rank.updates for rank in ranks])
+    verdict.update_error = max(errors.values(), key=lambda error: (math.isnan(error), error))
+    bad = [(error, name) for name, error in errors.items() if not error <= bound]
+    if bad:
+        error, name = max(bad)
+        verdict.failures.append(
+            f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
+            f"relative error {error:.1e}"
+        )
+
+
+def _errors(norms: Mapping[str, float], ranks: Sequence[Mapping[str, Box]]) -> dict[str, float]:
+    """Relative error of every tensor, put together from what ranks hold of it."""
+    errors = {}
+    for name, norm in norms.items():
+        worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
+        for boxes in ranks:
+            if (box := boxes.get(name)) is not None:
+                worst[box.offset] = _larger(worst.get(box.offset, 0.0), box)
+        errors[name] = _relative(math.sqrt(sum(worst.values())), norm)
+    return errors
+
+
+def _compare_validation(
+    verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement], bound: float
+) -> None:
+    for number, rank in enumerate(ranks):
+        for name, want in reference.validation.items():
+            got = rank.validation.get(name, math.nan)
+            error = _relative(abs(got - want), want)
+            verdict.validation_error = max(verdict.validation_error, error)
+            # the perplexity's error is the loss's, times the loss
+            if not error <= bound * max(1, reference.validation["validation/loss"]):
+                verdict.failures.append(
+                    f"{name}: {got:.7g} instead of {want:.7g} on rank {number}, "
+                    f"relative error {error:.1e}"
+                )
+
+
+def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
+    for number, rank in enumerate(ranks):
+        repeated = {place: rank.samples.get(place) for place in rank.resumed_samples}
+        samples = ["samples"] if rank.resumed_samples != repeated else []
+        for what, wrong in (
+            ("checkpoint: does not hold", rank.wrong_in_checkpoint),
+            ("loaded: not as it was saved:", rank.wrong_after_load),
+            ("resume: not as without it:", samples + rank.wrong_after_resume),
+        ):
+            verdict.num_different_resumed += len(wrong)
+            if wrong:
+                more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+                names = ", ".join(wrong[:NAMED])
+                verdict.failures.append(f"{what} {names}{more}, on rank {number}")
 
 
 def _larger(error: float, box: Box) -> float:

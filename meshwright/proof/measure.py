@@ -1,7 +1,7 @@
 """What one rank sees when it trains a few steps, held against the reference."""
 
+import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.build import build_loader, build_model, learning_rate
+from meshwright.build import build_validation
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.global_order import Cursor
-from meshwright.datasets.opening import open_training_data
-from meshwright.health import Health
 from meshwright.models.initialize import initialize, local_box
-from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
-from meshwright.step import train_step
+from meshwright.proof.data import Vocabulary, open_source
+from meshwright.proof.job import Job, show_attention
+from meshwright.proof.resume import SmallCheckpoint, different, part_of
+
+VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
 
 Tensors = dict[str, Tensor]
 
@@ -50,71 +49,100 @@ class Measurement:
     """Initial ones, by name."""
     gradients: dict[str, Box] = field(default_factory=dict)
     """Of step 1, before clipping, by name."""
+    updates: dict[str, Box] = field(default_factory=dict)
+    """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Figures of the validation, by name."""
+    wrong_in_checkpoint: list[str] = field(default_factory=list)
+    """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
+    wrong_after_load: list[str] = field(default_factory=list)
+    """Tensors that differ between the job that has loaded it and the one that has saved it."""
+    wrong_after_resume: list[str] = field(default_factory=list)
+    """What differs, to the bit, between the resumed job and the one that went on."""
+    resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
+    """As `samples`, of the steps after the resume."""
 
 
 _meshes = functools.cache(build_meshes)  # groups are never freed: one set for all cases of a mesh
 
 
 def record_reference(config: JobConfig, file: Path) -> Measurement:
-    """Train on this one process; write weights and gradients to `file`."""
-    measurement, weights, gradients = _train(config, 1)
-    torch.save({"weights": weights, "gradients": gradients}, file)
+    """Train on this one process; write weights, gradients and updates to `file`."""
+    measurement, tensors = _measure(config, 1, file.parent)
+    whole = {
+        kind: {name: local_box(tensor)[0] for name, tensor in of.items()}
+        for kind, of in tensors.items()
+    }
+    torch.save(whole, file)
     return measurement
 
 
 def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
     """Train on this rank's part of the mesh and compare with `file`. Collective."""
     reference = torch.load(file, weights_only=True)
-    measurement, weights, gradients = _train(config, world_size)
-    measurement.weights = _boxes(weights, reference["weights"])
-    measurement.gradients = _boxes(gradients, reference["gradients"])
+    measurement, tensors = _measure(config, world_size, file.parent)
+    measurement.weights = _boxes(tensors["weights"], reference["weights"])
+    measurement.gradients = _boxes(tensors["gradients"], reference["gradients"])
+    measurement.updates = _boxes(tensors["updates"], reference["updates"])
     return measurement
 
 
-def _train(config: JobConfig, world_size: int) -> tuple[Measurement, Tensors, Tensors]:
-    """The trainer's own parts, in its order; and this rank's weights and gradients at step 1."""
+def _measure(
+    config: JobConfig, world_size: int, folder: Path
+) -> tuple[Measurement, dict[str, Tensors]]:
+    """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
+    "gradients" at step 1, and the "updates", by which the first steps have changed them.
+
+    Args:
+        folder: where the checkpoint goes, the same on every rank.
+    """
     torch.compiler.reset()  # what other cases compiled in this process counts against a limit
-    plan, device, seen = preflight(config, world_size), torch.device("cpu"), Measurement()
+    plan = preflight(config, world_size)
+    vocabulary = Vocabulary(plan.model_args.vocab_size)
+    plan, seen = dataclasses.replace(plan, tokenizer=vocabulary), Measurement()
     training = plan.config.training
+    source, held_out = (
+        open_source(training, vocabulary.vocab_size, training.seed + n) for n in (0, 1)
+    )
     torch.manual_seed(training.seed)
-    meshes = _meshes(plan.dims, device.type)
-    model = build_model(plan, meshes, device)
-    optimizer = build_optimizer(model.parameters(), plan.config.optimizer)
-    for stage in model.stages:
+    meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
+    job = Job(plan, meshes, source)
+    for stage in job.model.stages:
         initialize(stage, training.seed)
-    weights = {name: _copy(parameter) for name, parameter in model.named_parameters()}
-    early = EarlyStep(optimizer) if plan.config.optimizer.early_step_in_backward else None
-    gradients, done = _keep_gradients(model, optimizer)
-    loader = build_loader(plan, open_training_data(plan.config), meshes, device, Cursor())
-    reduction = plan.config.parallelism.fsdp_reduce_gradients
-    health, lr_at = Health.on(device), learning_rate(plan.config)
+        show_attention(stage)
+    weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
+    gradients, done = _keep_gradients(job.model, job.optimizer)
+    validate = build_validation(plan, [held_out], meshes, cpu)
+    checkpoint = SmallCheckpoint(folder, world_size)
     for step in range(1, training.steps + 1):
-        batches = next(loader).batches
-        for number, batch in enumerate(batches):
-            first = (number * plan.dims.dp + meshes.dp.get_local_rank()) * len(batch.tokens)
-            parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
-            for index, sample in enumerate(zip(*parts, strict=True), first):
-                seen.samples[step, index] = _hash(*sample)
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step)
-        result = train_step(
-            model,
-            batches,
-            optimizer,
-            early,
-            step=step,
-            max_norm=training.max_norm
-            if step > 1
-            else float("inf"),  # to see gradients as they are
-            meshes=meshes,
-            health=health,
-            reduce_every_microbatch=reduction == "every_microbatch",
-        )
+        loss, grad_norm = job.step(step, seen.samples)
         done()
-        seen.losses.append(result.loss.item())
-        seen.grad_norms.append(result.grad_norm.item())
-    loader.close()
-    return seen, weights, gradients
+        seen.losses.append(loss)
+        seen.grad_norms.append(grad_norm)
+        if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
+            seen.validation = validate(job.model, lambda: False)
+        if step == SAVED_STEP:
+            seen.wrong_in_checkpoint = checkpoint.save(job, step)
+            saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
+        if step == LAST_RESUMED_STEP:
+            wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
+            now = dict(job.model.named_parameters())
+            updates = {name: now[name].detach() - before for name, before in weights.items()}
+    job.close()
+    tensors = {"weights": weights, "gradients": gradients, "updates": updates}
+    torch.compiler.reset()
+    resumed, missing = checkpoint.resume(plan, meshes, source)
+    seen.wrong_in_checkpoint += missing
+    if resumed is None:
+        return seen, tensors
+    seen.wrong_after_load = different(resumed.state_dict(), saved)
+    for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
+        figures = resumed.step(step, seen.resumed_samples)
+        if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
+            seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
+    resumed.close()
+    seen.wrong_after_resume += different(resumed.state_dict(), wanted)
+    return seen, tensors
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -143,18 +171,11 @@ def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:
     boxes = {}
     for name, tensor in local.items():
         mine, offset = local_box(tensor)
-        theirs = whole[name]
-        for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
-            theirs = theirs.narrow(dim, min(start, theirs.shape[dim]), length)
+        theirs = part_of(whole[name], tensor)
         difference = (mine.double() - theirs.double()).square().sum().item()
         different = int((mine != theirs).sum().item())
         boxes[name] = Box(tuple(offset), tuple(mine.shape), different, difference)
     return boxes
-
-
-def _hash(*parts: Tensor) -> str:
-    data = torch.cat(parts).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 Measure = Callable[[JobConfig, int, Path], Measurement]

@@ -3,19 +3,24 @@
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from meshwright.proof.cases import Case
-from meshwright.proof.compare import Reference, Verdict, compare
-from meshwright.proof.measure import Measure, Measurement, measure, record_reference
+from meshwright.config.job_config import JobConfig
+from meshwright.proof.cases import Case, Kind, reference_case
+from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
+from meshwright.proof.measure import Measure, measure, record_reference
 from meshwright.proof.ranks import RankError, RankPool
 
 PATIENCE_S = 300
 """For a collective: ranks compile side by side on few cores."""
+
+Run = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -27,16 +32,18 @@ class Row:
     seconds: float
 
 
-def prove(reference: Case, cases: Sequence[Case], measure_case: Measure = measure) -> Iterator[Row]:
-    """Run `reference` on one process, then every case on real ranks; a row as each is done.
+def prove(
+    small: JobConfig, cases: Sequence[Case], measure_case: Measure = measure
+) -> Iterator[Row]:
+    """Run `small` on one process, then every case on real ranks; a row as each is done.
 
     Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "reference.pt"
         with _pool(1) as pool:
-            (seen,) = pool.run(record_reference, reference.config, file)
-        wanted = read_reference(seen, file)
+            references = record_references(
+                pool.run, small, {case.kind for case in cases}, Path(folder)
+            )
         for world_size in sorted({case.world_size for case in cases}):
             waiting = [case for case in cases if case.world_size == world_size]
             while waiting:  # a case that fails on the way takes its ranks with it
@@ -44,9 +51,11 @@ def prove(reference: Case, cases: Sequence[Case], measure_case: Measure = measur
                     while waiting:
                         case = waiting.pop(0)
                         start = time.perf_counter()
+                        reference, file = references[case.kind]
                         try:
                             ranks = pool.run(measure_case, case.config, world_size, file)
-                            verdict, is_broken = compare(wanted, ranks), False
+                            bounds = BOUNDS[case.kind]
+                            verdict, is_broken = compare(reference, ranks, bounds), False
                         except RankError as error:
                             verdict, is_broken = Verdict([f"stopped: {error}"]), True
                         yield Row(case, verdict, time.perf_counter() - start)
@@ -63,11 +72,42 @@ def _pool(world_size: int) -> Iterator[RankPool]:
         pool.close()
 
 
-def read_reference(seen: Measurement, file: Path) -> Reference:
-    """What `record_reference` returned and wrote."""
+def record_references(
+    run: Run, small: JobConfig, kinds: Collection[Kind], folder: Path
+) -> dict[Kind, tuple[Reference, Path]]:
+    """One process's measurement for each of `kinds`, and the file of its tensors.
+
+    Args:
+        run: as `RankPool.run`, of a single rank.
+    """
+    in_fp32 = _record(run, reference_case(small), folder / "fp32.pt")
+    found: dict[Kind, tuple[Reference, Path]] = {"fp32": in_fp32}
+    if kinds - {"fp32"}:
+        in_bf16 = _record(run, reference_case(small, "bf16"), folder / "bf16.pt", in_fp32[1])
+        found |= {"bf16": in_bf16, "bf16 sums": in_bf16}
+    return found
+
+
+def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tuple[Reference, Path]:
+    """Run one process and read what it wrote.
+
+    Args:
+        exact: file of the same in fp32, if that is another.
+    """
+    (seen,) = run(record_reference, case.config, file)
     tensors = torch.load(file, weights_only=True)
-    return Reference(
-        seen,
-        {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()},
-        {name: tensor.double().norm().item() for name, tensor in tensors["gradients"].items()},
-    )
+    gradients = tensors["gradients"]
+    norms, update_norms = _norms(gradients), _norms(tensors["updates"])
+    roundings: dict[str, float] = {}
+    if exact is not None:
+        in_fp32 = torch.load(exact, weights_only=True)["gradients"]
+        roundings = {
+            name: (gradient.double() - in_fp32[name].double()).norm().item() / (norms[name] or 1)
+            for name, gradient in gradients.items()
+        }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
+    return Reference(seen, shapes, norms, update_norms, roundings), file
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: tensor.double().norm().item() for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ import torch
 import meshwright
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.proof.compare import GRADIENT_BOUND, LOSS_BOUND
+from meshwright.proof.compare import BOUNDS
 from meshwright.proof.prove import Row
 
 COLUMNS = (
@@ -24,16 +24,24 @@ COLUMNS = (
         "norm",
         "gradient",
         "of",
+        "update",
+        "validation",
+        "resume",
         "seconds",
         "verdict",
     ),
 )
+FP32 = BOUNDS["fp32"]
 EXPLANATION = (
     "Every case trains the same small model as one process does. weights, batches: how many "
     "initial weights and samples differ, bit by bit. loss, norm: largest relative error of the "
     "loss and of the gradient norm, over all steps and ranks. gradient: largest relative error "
     "(norm of the difference over norm) of a parameter's gradient at step 1, and the parameter. "
-    f"Bounds: 0, 0, {LOSS_BOUND:g}, {GRADIENT_BOUND:g}, {GRADIENT_BOUND:g}."
+    "update: the same of the sum of its first updates. validation: largest relative error of its "
+    "figures. resume: tensors and figures that a save and a resume have changed, bit by bit. "
+    f"Bounds of cases in fp32: 0, 0, {FP32.loss:g}, {FP32.grad_norm:g}, {FP32.gradient:g}, "
+    f"{FP32.update:g}, {FP32.later_loss:g}, 0; "
+    "docs/parallelisms.md derives them, and those of bf16."
 )
 
 
@@ -49,6 +57,9 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{verdict.norm_error:.1e}",
         f"{verdict.gradient_error:.1e}",
         verdict.worst_gradient or "-",
+        f"{verdict.update_error:.1e}",
+        f"{verdict.validation_error:.1e}",
+        str(verdict.num_different_resumed),
         f"{row.seconds:.1f}",
         "FAILED" if verdict.failures else "equal",
     )
@@ -56,7 +67,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def line(texts: Sequence[str]) -> str:
     """One line of the table on a console."""
-    widths = (48, 5, 7, 7, 8, 8, 8, 32, 7, 7)
+    widths = (48, 5, 7, 7, 8, 8, 8, 32, 8, 10, 6, 7, 7)
     return "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
 
 
@@ -75,12 +86,13 @@ def _as_json(small: JobConfig, rows: Sequence[Row]) -> dict[str, object]:
     return {
         "proved": not any(row.verdict.failures for row in rows),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
-        "bounds": {"loss": LOSS_BOUND, "grad_norm": GRADIENT_BOUND, "gradient": GRADIENT_BOUND},
+        "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
         "config": small.model_dump(),
         "cases": [
             {
                 "name": row.case.name,
                 "ranks": row.case.world_size,
+                "bounds": row.case.kind,
                 "seconds": round(row.seconds, 2),
                 **dataclasses.asdict(row.verdict),
             }

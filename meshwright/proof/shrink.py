@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from meshwright.config.job_config import (
@@ -15,50 +16,97 @@ from meshwright.config.job_config import (
     Profiling,
     Validation,
 )
+from meshwright.datasets import find_dataset
+from meshwright.datasets.opening import entries, is_streamed
 from meshwright.models.args import DecoderArgs
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 SEQ_LEN = 32
-STEPS = 20
+STEPS = 10
+NUM_VALIDATED = 11  # samples: a whole global batch, and one that is filled up
 NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
+MOST_LAYERS = 9
 VOCAB_SIZE = 259  # odd, and room for bytes
 HEAD_DIM = 4
-LARGEST_TP = 4
-DIMENSIONS = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
+MOST_SHARDS = 16  # of a stream: each has documents for several samples
+LARGEST_TP, MAX_RANKS = 4, 8
+KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
+"""Fields of the model's args that stay the user's; all others follow from the small size."""
 
 
-def largest_tp(args: DecoderArgs) -> int:
-    """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut."""
-    return math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim, LARGEST_TP)
+def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
+    """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut.
+
+    Args:
+        degree: the user's, if that is above `LARGEST_TP`.
+    """
+    most = MAX_RANKS if degree >= MAX_RANKS else LARGEST_TP
+    return math.gcd(*args.table.parts.values(), most)
+
+
+def small_parts(parts: Sequence[Sequence[str]], num_layers: int) -> list[list[str]]:
+    """The stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
+    is_small = num_layers <= MOST_LAYERS
+    most = num_layers if is_small else max(1, MOST_LAYERS // len(parts))
+    small, count = [], 0
+    for part in parts:
+        layers = [name for name in part if name.startswith("layers.")][:most]
+        before = [name for name in part if name == "tok_embeddings"]
+        after = [name for name in part if name in ("norm", "output")]
+        names = [f"layers.{count + index}" for index in range(len(layers))]
+        small.append([*before, *names, *after])
+        count += len(layers)
+    return small
+
+
+def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
+    """Enough for the user's stages, uneven over them."""
+    if parts := parallelism.module_fqns_per_model_part:
+        names = [name for part in small_parts(parts, num_layers) for name in part]
+        return sum(name.startswith("layers.") for name in names)
+    pp = min(parallelism.pipeline_parallel_degree, MAX_RANKS)
+    stages = pp * max(parallelism.pipeline_parallel_stages_per_rank, 1)
+    return max(NUM_LAYERS, min(stages + 1, MOST_LAYERS))
+
+
+def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Those of `patterns` that the small model has a name for."""
+    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     """The job on one process that every mesh is compared with.
 
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
-    clipping. Replaced: dimensions, by small ones that divide where the user's do and are odd where
-    that finds mistakes; data, by the standard library's source as bytes; precision, by fp32.
+    clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
+    that divide where the user's do and are odd where that finds mistakes; data, by that of
+    `data.py`; precision, by bf16, which cases in fp32 change.
     """
-    tp = largest_tp(args)
+    tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
     heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
     small_args = dataclasses.replace(
         args,
         dim=heads * HEAD_DIM,
-        n_layers=NUM_LAYERS,
+        n_layers=_num_layers(config.parallelism, args.n_layers),
         n_heads=heads,
         n_kv_heads=kv_heads,
         hidden_dim=22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
         vocab_size=VOCAB_SIZE,
+        head_dim=OWN_HEAD_DIM if args.head_dim else None,
     )
-    dimensions = {name: getattr(small_args, name) for name in DIMENSIONS}
-    frozen = [  # patterns of layers that the small model has
-        pattern
-        for pattern in config.model.frozen
-        if any(fnmatchcase(name, pattern) for name in small_args.parameter_names())
-    ]
+    user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
+    dimensions = {
+        field.name: getattr(small_args, field.name)
+        for field in dataclasses.fields(small_args)
+        if field.name not in KEPT and getattr(small_args, field.name) is not None
+    }
+    first = entries(config.training, "training")[0]
+    has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
+    frozen = _found(config.model.frozen, [*small_args.parameter_names()])
     model = {
-        "args": config.model.args | dimensions,
+        "args": user_args | dimensions,
         "tokenizer_path": BYTES,
         "frozen": frozen,
     }
@@ -69,7 +117,8 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "dataset_split": "train",
         "dataset_column": "text",
         "dataset_format": "",
-        "dataset_mode": "auto",
+        "dataset_mode": "streamed" if has_stream else "cached",
+        "stream_shards": min(config.training.stream_shards, MOST_SHARDS),
         "datasets": [],
         "max_epochs": 0,
         "local_batch_size": GLOBAL_BATCH,
@@ -77,20 +126,23 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "seq_len": SEQ_LEN,
         "steps": STEPS,
         "dtype": "float32",
-        "mixed_precision_param": "float32",
-        "fp32_modules": [],
+        "mixed_precision_param": "bfloat16",
+        "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
         "mixed_precision_reduce": "float32",
+        "enable_cpu_offload": False,  # cases have it, as all that must not change the model
     }
+    optimizer = {"early_step_in_backward": False}
     warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
             "training": config.training.model_copy(update=training),
+            "optimizer": config.optimizer.model_copy(update=optimizer),
             "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
-            "validation": Validation(),
+            "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),
             "profiling": Profiling(),

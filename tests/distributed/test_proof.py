@@ -1,6 +1,7 @@
 """`meshwright prove` finds nothing where nothing is wrong, and the mistake where there is one."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -14,27 +15,39 @@ from meshwright.config.loader import load_config
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight
-from meshwright.proof.cases import KEYS, default_cases, every_mesh
-from meshwright.proof.compare import Reference, Verdict, compare
-from meshwright.proof.measure import Measurement, measure, record_reference
-from meshwright.proof.prove import Row, prove, read_reference
+from meshwright.proof.cases import KEYS, Case, Kind, default_cases, every_mesh
+from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
+from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
+from meshwright.proof.prove import Row, prove, record_references
 from meshwright.proof.shrink import largest_tp, shrink
 from tests.helpers.faults import FAULTS
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 ARGS = FLAVORS["debugmodel"]
-SMALL = shrink(JobConfig(), ARGS)
+
+
+def small_job(*words: str) -> JobConfig:
+    """As short as a proof can be."""
+    small = shrink(load_config([*words])[0], ARGS)
+    return small.model_copy(
+        update={"training": small.training.model_copy(update={"steps": LAST_RESUMED_STEP})}
+    )
+
+
+SMALL = small_job()
+WITH_DOCUMENTS = small_job("--training.mask_documents=true")
+STREAMED = small_job("--training.dataset_mode=streamed")
 
 
 @pytest.fixture(scope="module")
-def reference_file(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("proof") / "reference.pt"
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("proof")
 
 
-@pytest.fixture
-def reference(on_ranks, reference_file) -> Reference:
-    (seen,) = on_ranks(1, record_reference, SMALL, reference_file)
-    return read_reference(seen, reference_file)
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict[Kind, tuple[Reference, Path]]]:
+    """Those that tests have needed so far, by their config."""
+    return {}
 
 
 def measure_with(fault: str, config: JobConfig, world_size: int, file: Path) -> Measurement:
@@ -42,20 +55,25 @@ def measure_with(fault: str, config: JobConfig, world_size: int, file: Path) -> 
         return measure(config, world_size, file)
 
 
-def case_on(small: JobConfig = SMALL, **mesh: int):
-    wanted = {KEYS[axis]: degree for axis, degree in mesh.items()}
+def case_on(small: JobConfig = SMALL, kind: Kind = "fp32", **mesh: int) -> Case:
     for case in every_mesh(small, ARGS):
-        parallelism = case.config.parallelism
-        if all(getattr(parallelism, key) == wanted.get(key, 1) for key in KEYS.values()):
+        if case.mesh == mesh and case.kind == kind:
             return case
     raise AssertionError(mesh)
 
 
 @pytest.fixture
-def verdict_of(on_ranks, reference, reference_file):
-    def run(case, fault: str = "none") -> Verdict:
-        n = case.world_size
-        return compare(reference, on_ranks(n, measure_with, fault, case.config, n, reference_file))
+def verdict_of(on_ranks, references, folder):
+    def run(case: Case, fault: str = "none", small: JobConfig = SMALL) -> Verdict:
+        key, n = f"{small.model_dump_json()} {case.kind}", case.world_size
+        if key not in references:
+            mine = folder / str(len(references))
+            mine.mkdir()
+            run_on_one = functools.partial(on_ranks, 1)
+            references[key] = record_references(run_on_one, small, {case.kind}, mine)
+        reference, file = references[key][case.kind]
+        ranks = on_ranks(n, measure_with, fault, case.config, n, file)
+        return compare(reference, ranks, BOUNDS[case.kind])
 
     return run
 
@@ -107,13 +125,92 @@ def test_swapped_microbatches(verdict_of) -> None:
     config = case.config.model_copy(update={"training": training})
     verdict = verdict_of(dataclasses.replace(case, config=config), "swapped_microbatches")
     (failure,) = verdict.failures  # the sum over microbatches, and so all else, is the same
-    assert failure.startswith("batches: 160 samples differ; the first is sample 0 of step 1, on ")
+    assert failure.startswith("batches: 48 samples differ; the first is sample 0 of step 1, on ")
 
 
 def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
     verdict = verdict_of(case_on(cp=2), "labels_shifted_after_the_cut")
     assert verdict.num_different_weights == verdict.num_different_samples == 0
     assert re.search(r"^loss: .* at step 1 ", "\n".join(verdict.failures), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mesh", "words"),
+    [
+        (
+            "mean_of_means",
+            {"dp_shard": 2},
+            [r"gradient norm: .* at step 1 ", r"gradient of layers"],
+        ),
+        ("mean_of_means", {"pp": 2}, [r"gradient norm: .* at step 1 ", r"gradient of layers"]),
+        ("upper_ids_clamped", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of tok_embeddings"]),
+        ("upper_labels_ignored", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
+        ("validation_of_own_samples", {"dp_shard": 2}, ["validation/loss: .* on rank 1"]),
+        ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
+        ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
+        ("resume_a_batch_late", {"dp_shard": 2}, ["resume: .* samples, .* on rank 1"]),
+        (
+            "rows_saved_in_another_order",
+            {"dp_shard": 2},
+            ["checkpoint: .* model.layers.0.attention.wk"],
+        ),
+    ],
+)
+def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
+    text = "\n".join(verdict_of(case_on(**mesh), fault).failures)
+    for pattern in words:
+        assert re.search(pattern, text), text
+    if words[0].startswith(("validation", "loaded", "resume", "checkpoint")):
+        assert "gradient of" not in text  # training itself is right
+
+
+@pytest.mark.parametrize(
+    ("fault", "mesh"),
+    [
+        ("attention_across_documents", {"cp": 2}),
+        ("positions_not_restarted", {"cp": 2}),
+        ("documents_lost_by_the_pipeline", {"pp": 2}),
+        ("none", {"dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
+    verdict = verdict_of(case_on(WITH_DOCUMENTS, **mesh), fault, WITH_DOCUMENTS)
+    text = "\n".join(verdict.failures)
+    assert bool(re.search(r"loss: .* at step 1 ", text)) == (fault != "none"), text
+    assert bool(re.search(r"gradient of layers.0.attention.wk", text)) == (fault != "none")
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        ("none", None),
+        ("gradients_summed_in_bf16", "gradient of layers.0.attention.wq"),
+        ("loss_in_bf16", "gradient of output"),
+        ("rotary_cache_in_bf16", "gradient of layers.0.attention.wq"),
+    ],
+)
+def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, word) -> None:
+    verdict = verdict_of(case_on(kind="bf16 sums", dp_replicate=2, dp_shard=2), fault)
+    if word is None:
+        assert verdict.failures == []
+        assert verdict.gradient_error < 1e-7  # nothing but sums in another order
+    else:
+        assert any(text.startswith(word) for text in verdict.failures), verdict.failures
+
+
+def test_bf16_where_products_are_cut(verdict_of) -> None:
+    verdict = verdict_of(case_on(kind="bf16", tp=2))
+    assert verdict.failures == []
+    assert 1e-3 < verdict.gradient_error < 0.05
+
+
+@pytest.mark.parametrize("fault", ["none", "places_of_own_shards_saved"])
+def test_a_stream_on_a_mesh(verdict_of, fault) -> None:
+    verdict = verdict_of(case_on(STREAMED, dp_shard=2), fault, STREAMED)
+    if fault == "none":
+        assert verdict.failures == []
+    else:
+        assert "samples" in "\n".join(verdict.failures)
 
 
 def break_off(config: JobConfig, world_size: int, file: Path) -> Measurement:
@@ -133,6 +230,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
     monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
     cases = [case_on(tp=2), case_on(dp_shard=2)]
+    monkeypatch.setattr("meshwright.cli.prove.shrink", lambda *_: SMALL)
     monkeypatch.setattr("meshwright.cli.prove.default_cases", lambda *_: cases)
     monkeypatch.setattr("meshwright.cli.prove.prove", prove_with_a_break)
     with pytest.raises(SystemExit) as exit_code:

@@ -3,17 +3,27 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
+from meshwright.datasets import loader
+from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader
-from meshwright.loss import token_loss
+from meshwright.loss import IGNORE, token_loss
 from meshwright.models import initialize
+from meshwright.models.llama import model as llama
 from meshwright.parallelisms import data_parallel, tensor_parallel
+from meshwright.parallelisms.pipeline_parallel import Pipeline
 
 
 @contextmanager
@@ -105,6 +115,194 @@ def labels_shifted_after_the_cut() -> Iterator[None]:
 
 
 @contextmanager
+def mean_of_means() -> Iterator[None]:
+    """Each rank's microbatch is divided by its own number of labels, and the means averaged."""
+
+    def averaged(logits, labels, num_labels):
+        own = (labels != IGNORE).sum()
+        num_microbatches = 8 // len(labels)  # over all ranks
+        return token_loss(logits, labels, own * num_microbatches)
+
+    with patch("meshwright.step.token_loss", averaged):
+        yield
+
+
+@contextmanager
+def attention_across_documents() -> Iterator[None]:
+    """Only causal, where documents were to be kept apart."""
+    real = llama.build_mask
+
+    def causal(documents, positions=None):
+        return real(torch.zeros_like(documents), positions)
+
+    with patch.object(llama, "build_mask", causal):
+        yield
+
+
+@contextmanager
+def positions_not_restarted() -> Iterator[None]:
+    """A document's first token has the position that it has in the sequence."""
+    with patch.object(llama, "positions_in_document", lambda _, positions: positions):
+        yield
+
+
+@contextmanager
+def documents_lost_by_the_pipeline() -> Iterator[None]:
+    """Stages get no documents."""
+    real = Pipeline.run
+
+    def run(self, batches, positions, loss_fn):
+        bare = [dataclasses.replace(batch, documents=None) for batch in batches]
+        return real(self, bare, positions, loss_fn)
+
+    with patch.object(Pipeline, "run", run):
+        yield
+
+
+@contextmanager
+def gradients_summed_in_bf16() -> Iterator[None]:
+    """Over ranks, where fp32 was asked for."""
+    real = data_parallel.MixedPrecisionPolicy
+
+    def low(**options):
+        return real(**options | {"reduce_dtype": torch.bfloat16})
+
+    with patch.object(data_parallel, "MixedPrecisionPolicy", low):
+        yield
+
+
+@contextmanager
+def loss_in_bf16() -> Iterator[None]:
+    """The logits are not cast to fp32 before the loss."""
+
+    def low(logits, labels, num_labels):
+        flat = logits.flatten(0, 1).bfloat16()
+        total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return total.float() / num_labels
+
+    with patch("meshwright.step.token_loss", low):
+        yield
+
+
+@contextmanager
+def rotary_cache_in_bf16() -> Iterator[None]:
+    """Cast with the parameters."""
+    real = llama.Llama.init_buffers
+
+    def low(self):
+        real(self)
+        self.cos.copy_(self.cos.bfloat16())
+
+    with patch.object(llama.Llama, "init_buffers", low):
+        yield
+
+
+@contextmanager
+def upper_ids_clamped() -> Iterator[None]:
+    """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
+    real = llama.Llama.forward
+
+    def clamped(self, tokens, *others):
+        if self.tok_embeddings is not None:
+            tokens = tokens.clamp(max=127)
+        return real(self, tokens, *others)
+
+    with patch.object(llama.Llama, "forward", clamped):
+        yield
+
+
+@contextmanager
+def upper_labels_ignored() -> Iterator[None]:
+    """Labels from 128 on do not count."""
+
+    def ignored(logits, labels, num_labels):
+        return token_loss(logits, labels.where(labels < 128, IGNORE), num_labels)
+
+    with patch("meshwright.step.token_loss", ignored):
+        yield
+
+
+@contextmanager
+def validation_of_own_samples() -> Iterator[None]:
+    """Its figures are this rank's, not those of all."""
+    with patch("meshwright.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
+        yield
+
+
+@contextmanager
+def validation_counts_padding() -> Iterator[None]:
+    """What fills the last global batch up counts."""
+    real = loader.blank_sample
+
+    def counted(length):
+        return dataclasses.replace(real(length), raw=np.zeros(length, np.uint32))
+
+    with patch.object(loader, "blank_sample", counted):
+        yield
+
+
+@contextmanager
+def resume_without_optimizer() -> Iterator[None]:
+    """Its state begins anew."""
+    real = TrainingTensors.load_state_dict
+
+    def weights_only(self, state):
+        real(self, {name: t for name, t in state.items() if not name.startswith(OPTIMIZER)})
+
+    with patch.object(TrainingTensors, "load_state_dict", weights_only):
+        yield
+
+
+@contextmanager
+def resume_a_batch_late() -> Iterator[None]:
+    """The cursor is that of the batch after."""
+    real = Cursor.from_json
+
+    def late(value):
+        cursor = real(value)
+        return dataclasses.replace(cursor, sample=cursor.sample + 8, counts=(cursor.counts[0] + 8,))
+
+    with patch.object(Cursor, "from_json", late):
+        yield
+
+
+@contextmanager
+def places_of_own_shards_saved() -> Iterator[None]:
+    """A stream's cursor lacks the shards that only other ranks read."""
+    with patch("meshwright.proof.resume.whole_cursor", lambda cursor: cursor):
+        yield
+
+
+@contextmanager
+def rows_saved_in_another_order() -> Iterator[None]:
+    """A checkpoint that the same mesh would load as it was, and another one would not."""
+    real = CheckpointManager.save
+
+    class Turned:
+        def __init__(self, state):
+            self._state = state
+
+        def state_dict(self):
+            tensors = self._state.state_dict()
+            for name in tensors:
+                if isinstance(tensors[name], DTensor):
+                    tensors[name] = _turned(tensors[name])
+            return tensors
+
+    def save(self, step, state, manifest, is_last):
+        real(self, step, Turned(state), manifest, is_last)
+
+    with patch.object(CheckpointManager, "save", save):
+        yield
+
+
+def _turned(tensor: DTensor) -> DTensor:
+    """With the first half of its rows behind the second."""
+    whole = tensor.full_tensor()
+    return distribute_tensor(whole.roll(len(whole) // 2, 0), tensor.device_mesh, tensor.placements)
+
+
+@contextmanager
 def loss_times(factor: float) -> Iterator[None]:
     """The loss of this rank's samples, and so their gradient, many times as large, or not finite.
 
@@ -134,5 +332,20 @@ FAULTS: dict[str, Callable[[], object]] = {
         norm_gradients_of_own_tokens,
         swapped_microbatches,
         labels_shifted_after_the_cut,
+        mean_of_means,
+        attention_across_documents,
+        positions_not_restarted,
+        documents_lost_by_the_pipeline,
+        gradients_summed_in_bf16,
+        loss_in_bf16,
+        rotary_cache_in_bf16,
+        upper_ids_clamped,
+        upper_labels_ignored,
+        validation_of_own_samples,
+        validation_counts_padding,
+        resume_without_optimizer,
+        resume_a_batch_late,
+        places_of_own_shards_saved,
+        rows_saved_in_another_order,
     )
 }

@@ -1,0 +1,230 @@
+"""Random configs on random meshes, each held against one process as `meshwright prove` does.
+
+    python benchmarks/random_configs.py --configs 60 --seed 1
+    python benchmarks/random_configs.py --configs 60 --seed 1 --only 17      (that one again)
+
+Draws a mesh, a schedule, policies, precision, documents, accumulation, frozen and tied parameters,
+activation checkpointing, compilation, offload and more, as words of a command line. What a real job
+would be refused is drawn again. Prints a line for each config, and exits with 1 if one is wrong.
+"""
+
+import argparse
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.checks import check_device
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.parallelisms.pipeline_split import SCHEDULES
+from meshwright.preflight import preflight, resolve_model
+from meshwright.proof.cases import HSDP, KEYS, Case, Kind, build_case, own_options
+from meshwright.proof.compare import BOUNDS, Reference, compare
+from meshwright.proof.measure import LAST_RESUMED_STEP, measure
+from meshwright.proof.prove import record_references
+from meshwright.proof.ranks import RankError, RankPool
+from meshwright.proof.shrink import GLOBAL_BATCH, shrink
+
+Maybe = Callable[..., list[str]]
+PATIENCE_S = 300
+ARGS = "--model.args.{}={}"
+FROZEN = (["tok_embeddings.*"], ["layers.0.*"], ["*norm.weight"], ["*.wq.*", "*.w2.*"])
+FP32 = (["output"], ["norm"], ["layers.*.attention_norm"], ["layers.1", "output"])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A config that can be run."""
+
+    number: int
+    words: list[str]
+    small: JobConfig
+    case: Case
+
+
+def draw(seed: int, number: int, most_ranks: int) -> Drawn:
+    """The config of that number: a function of the arguments."""
+    chance = random.Random(f"{seed} {number}")
+    mesh = _mesh(chance, most_ranks)
+    while True:  # until all the rest goes together with the mesh
+        words, microbatches = _words(chance, mesh), _microbatches(chance, mesh)
+        try:
+            config, _ = load_config(words)
+            case, small = _case(config, mesh, microbatches, f"config {number}")
+            plan = preflight(case.config, case.world_size)
+            check_device(plan.config, "cpu", fp32_modules=plan.fp32_modules)
+        except ConfigError:
+            continue
+        return Drawn(number, words, small, case)
+
+
+def _case(
+    config: JobConfig, mesh: dict[str, int], microbatches: int, name: str
+) -> tuple[Case, JobConfig]:
+    """`config` on `mesh`, and what it is compared with."""
+    _, args = resolve_model(config)
+    small = shrink(config, args)
+    steps = small.training.model_copy(update={"steps": LAST_RESUMED_STEP})
+    small = small.model_copy(update={"training": steps})
+    options, training = own_options(config), config.training
+    options["training"]["mixed_precision_reduce"] = training.mixed_precision_reduce
+    kind: Kind = "fp32"
+    if training.mixed_precision_param == "bfloat16":
+        is_exact = training.mixed_precision_reduce == "float32" and not config.compile.enable
+        if "pp" in mesh:  # torch adds up some microbatches' gradients of weights in bf16 (2.13)
+            schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+            is_exact = is_exact and not schedule.splits_backward
+        kind = "bf16 sums" if is_exact and not {"cp", "tp"} & mesh.keys() else "bf16"
+    per_rank = config.parallelism.pipeline_parallel_stages_per_rank
+    options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank
+    case = build_case(name, small, mesh, num_microbatches=microbatches, kind=kind, **options)
+    return case, small
+
+
+def _mesh(chance: random.Random, most_ranks: int) -> dict[str, int]:
+    sizes = [size for size in (1, 2, 2, 4, 4, 4, 4, 4, 8) if size <= most_ranks]
+    world_size, mesh = chance.choice(sizes), dict[str, int]()
+    while math.prod(mesh.values()) < world_size:
+        axis = chance.choice([*KEYS, "dp_shard", "pp"])
+        mesh[axis] = 2 * mesh.get(axis, 1)
+    return {axis: mesh[axis] for axis in KEYS if axis in mesh}
+
+
+def _microbatches(chance: random.Random, mesh: dict[str, int]) -> int:
+    dp = math.prod(mesh.get(axis, 1) for axis in HSDP)
+    return chance.choice([n for n in (1, 2, 4, 8) if n * dp <= GLOBAL_BATCH])
+
+
+def _words(chance: random.Random, mesh: dict[str, int]) -> list[str]:
+    """Words of a command line."""
+
+    def maybe(odds: float, *words: str) -> list[str]:
+        return [*words] if chance.random() < odds else []
+
+    words = [f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in mesh.items()]
+    policy = chance.choice(["default", "always", "never"])
+    words += maybe(0.6, f"--parallelism.fsdp_reshard_after_forward={policy}")
+    if "pp" in mesh:
+        words.append(f"--parallelism.pipeline_parallel_schedule={chance.choice([*SCHEDULES])}")
+        words += maybe(0.2, "--parallelism.pipeline_parallel_stages_per_rank=2")
+    else:
+        words += maybe(0.3, "--parallelism.fsdp_prefetch_layers=2")
+        words += maybe(0.3, "--parallelism.fsdp_reduce_gradients=every_microbatch")
+    if "cp" in mesh:
+        words += maybe(0.5, "--parallelism.context_parallel_attention=ring")
+    if "tp" in mesh:
+        words += maybe(0.3, "--parallelism.disable_loss_parallel=true")
+    return words + _model_words(chance, maybe)
+
+
+def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
+    words = maybe(0.4, "--training.mask_documents=true")
+    words += maybe(0.2, "--training.dataset_mode=streamed", "--training.stream_shards=8")
+    words += maybe(0.25, ARGS.format("tie_embeddings", "true"))
+    words += maybe(0.3, ARGS.format("n_kv_heads", chance.choice([1, 8])))
+    words += maybe(0.25, f"--model.frozen={chance.choice(FROZEN)}")
+    words += maybe(0.3, f"--optimizer.name={chance.choice(['Adam', 'AdamW'])}")
+    early = ["--training.max_norm=inf", "--optimizer.early_step_in_backward=true"]
+    words += maybe(0.15, *early) or [f"--training.max_norm={chance.choice(['0.5', '1', 'inf'])}"]
+    words += maybe(0.2, "--training.enable_cpu_offload=true")
+    words.append(f"--training.seed={chance.randrange(1000)}")
+    if chance.random() < 0.4:
+        words += maybe(0.3, "--training.mixed_precision_reduce=bfloat16")
+        words += maybe(0.5, f"--training.fp32_modules={chance.choice(FP32)}")
+    else:
+        words.append("--training.mixed_precision_param=float32")
+    mode = chance.choice(["none", "none", "full", "selective", "selective", "memory_budget"])
+    words.append(f"--activation_checkpoint.mode={mode}")
+    if mode == "selective":
+        option = chance.choice(["op", "1", "2"])
+        words.append(f"--activation_checkpoint.selective_ac_option={option}")
+    if chance.random() < (1.0 if mode == "memory_budget" else 0.15):
+        backend = chance.choice(["aot_eager", "aot_eager", "eager", "inductor"])
+        words += ["--compile.enable=true", f"--compile.backend={backend}"]
+    return words
+
+
+class Judge:
+    """Runs configs on ranks that it keeps, and compares them with one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pools = folder, dict[int, RankPool]()
+        self._references: dict[str, tuple[Reference, Path]] = {}
+
+    def failures(self, drawn: Drawn) -> list[str]:
+        """What is wrong; nothing if it is equal."""
+        case, n = drawn.case, drawn.case.world_size
+        try:
+            reference, file = self._reference(drawn)
+            ranks = self._pool(n).run(measure, case.config, n, file)
+        except RankError as error:
+            self.close()
+            return [f"stopped: {error}"]
+        return compare(reference, ranks, BOUNDS[case.kind]).failures
+
+    def close(self, kept: int = 0) -> None:
+        """End the ranks, but for the pool of size `kept` and the single one: while they idle, they
+        take time from those that work."""
+        for size in [size for size in self._pools if not kept or size not in (1, kept)]:
+            self._pools.pop(size).close()
+
+    def _reference(self, drawn: Drawn) -> tuple[Reference, Path]:
+        key = f"{drawn.case.kind} {drawn.small.model_dump_json()}"
+        if key not in self._references:
+            folder = self._folder / str(len(self._references))
+            folder.mkdir(exist_ok=True)
+            kind = drawn.case.kind
+            made = record_references(self._pool(1).run, drawn.small, {kind}, folder)
+            self._references[key] = made[kind]
+        return self._references[key]
+
+    def _pool(self, world_size: int) -> RankPool:
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size, PATIENCE_S)
+        return self._pools[world_size]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="number of the config to run, from 0")
+    parser.add_argument("--most-ranks", type=int, default=8)
+    options = parser.parse_args()
+    print(f"seed {options.seed}, up to {options.most_ranks} ranks", flush=True)
+    numbers = range(options.configs) if options.only is None else [options.only]
+    drawn = [draw(options.seed, number, options.most_ranks) for number in numbers]
+    drawn.sort(key=lambda d: d.case.world_size)
+    wrong = [number for number, failures in run(drawn) if failures]
+    print(f"{len(drawn)} configs, seed {options.seed}: {len(wrong)} wrong {wrong or ''}".rstrip())
+    sys.stdout.flush()
+    sys.exit(1 if wrong else 0)
+
+
+def run(configs: list[Drawn]) -> Iterator[tuple[int, list[str]]]:
+    """Judge one after the other, and print a line for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(Path(folder))
+        for drawn in configs:
+            judge.close(kept=drawn.case.world_size)
+            start = time.perf_counter()
+            failures = judge.failures(drawn)
+            seconds = time.perf_counter() - start
+            verdict, training = "WRONG" if failures else "equal", drawn.case.config.training
+            words = [*drawn.words, f"--training.local_batch_size={training.local_batch_size}"]
+            kind = f"{drawn.case.world_size} ranks, {drawn.case.kind}"
+            print(f"{drawn.number:4} {verdict} {seconds:5.1f} s, {kind}:", *words, flush=True)
+            for failure in failures:
+                print(f"     {failure}", flush=True)
+            yield drawn.number, failures
+        judge.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A checkpoint of a small job, held against what was to be saved, and resumed from."""
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.config.job_config import Checkpoint
+from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.loader import whole_cursor
+from meshwright.datasets.opening import OpenSource
+from meshwright.models.initialize import local_box
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.preflight import Plan
+from meshwright.proof.job import Job, show_attention
+
+NOTHING: dict[str, Any] = {
+    "tokens_seen": 0,
+    "loss": None,
+    "frozen": [],
+    **{key: {} for key in ("data_identity", "data_content", "model_args", "mesh")},
+    **{key: {} for key in ("versions", "config")},
+}
+"""In a manifest: by what a resume finds out that the job is another one, which it is not."""
+
+
+@functools.cache  # it makes a process group, which is never freed: one for all cases of a pool
+def _manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, Checkpoint(enable=True))
+
+
+class SmallCheckpoint:
+    """Where all cases on so many ranks save, one after the other. Every method is collective.
+
+    Args:
+        root: a folder that all ranks share.
+    """
+
+    def __init__(self, root: Path, world_size: int) -> None:
+        self._folder = root / f"checkpoints of {world_size}"
+        self._manager = _manager(self._folder)
+        if dist.get_rank() == 0:  # that of the case before, or of one that broke off
+            shutil.rmtree(self._folder, ignore_errors=True)
+        dist.barrier()
+
+    def save(self, job: Job, step: int) -> list[str]:
+        """Save; names of the tensors that are not, where this rank holds them, as in `job`.
+
+        Where a part of a tensor lies in the whole is known from the initial values, which one
+        process agrees with. So a checkpoint that equals the job is one that any mesh can load.
+        """
+        data = dataclasses.asdict(whole_cursor(job.cursor))
+        manifest = NOTHING | {"step": step, "data": data}
+        self._manager.save(step, job.tensors, manifest, is_last=True)
+        path = commit.step_folder(self._folder, step)
+        local = job.state_dict()
+        saved = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in local.items()
+        }
+        CheckpointWeights(Place("proof", path), str).load(saved)
+        wrong = different(local, {name: part_of(saved[name], local[name]) for name in local})
+        dist.barrier()  # nobody goes on, and saves anew, while another reads
+        return wrong
+
+    def resume(
+        self, plan: Plan, meshes: Meshes, source: OpenSource
+    ) -> tuple[Job | None, list[str]]:
+        """A new job, that goes on from what was saved; or None, if for some rank there is something
+        missing, and names of what is missing for this one."""
+        manifest = self._manager.find()
+        assert manifest is not None
+        job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
+        for parameter in job.model.parameters():  # memory might hold what the job before left there
+            local_box(parameter.detach())[0].fill_(torch.nan)
+        saved = PlainReader(commit.step_folder(self._folder, manifest["step"])).read_metadata()
+        missing = sorted(job.state_dict().keys() - saved.state_dict_metadata.keys())
+        of_ranks: list[list[str]] = [missing] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, missing)
+        if any(of_ranks):  # one rank would stop, and the others wait for it
+            job.close()
+            return None, missing
+        self._manager.load(job.tensors, manifest)
+        for stage in job.model.stages:
+            stage.init_buffers()
+            show_attention(stage)
+        return job, []
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Of `whole` what this rank holds of `like`, which is sharded or not."""
+    mine, offset = local_box(like)
+    for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
+def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors whose parts on this rank differ in a bit, or that one of the two lacks."""
+    return [
+        name
+        for name in sorted(mine.keys() | wanted.keys())
+        if name not in mine
+        or name not in wanted
+        or not torch.equal(local_box(mine[name])[0], local_box(wanted[name])[0])
+    ]
