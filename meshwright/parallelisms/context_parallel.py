@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
@@ -67,7 +68,8 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool, has_kernel:
     Collective in forward and backward.
 
     Args:
-        has_kernel: there is flash attention for its heads in 16 bits (`ring_attention.is_available`).
+        has_kernel: there is flash attention for its heads in 16 bits, as
+            `ring_attention.is_available` says.
     """
     ring = mesh.get_group().group_name if goes_around else None
     # one for all blocks, so that they share a graph
@@ -83,11 +85,14 @@ def attend(
     v: Tensor,
     mask: Mask | None = None,
     *,
+    scale: float,
     mesh: DeviceMesh,
     ring: str | None,
     has_kernel: bool = True,
 ) -> Tensor:
-    """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H).
+    """(B, N, S/cp, H), (B, K, S/cp, H), (B, K, S/cp, W) -> (B, N, S/cp, W).
+
+    It keeps the contract of `CausalAttention`.
 
     Args:
         mask: of this rank's queries and all keys; None: only causal.
@@ -96,23 +101,29 @@ def attend(
     """
     # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
     is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)
+    width = v.shape[-1]
+    if q.shape[-1] != width:  # zeros change neither scores nor what comes of other columns
+        widest = max(q.shape[-1], width)
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if ring is not None and mask is None and is_flash:
-        return ring_attention(q, k, v, ring)[0]
+        return ring_attention(q, k, v, ring, scale)[0][..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # leaves out by itself what comes later
-        return masked_attention(q, k, v, mask)
+        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
     if mask is None:
-        return gathered_attention(q, k, v, chunks, is_flash=is_flash)
+        attended = gathered_attention(q, k, v, chunks, scale=scale, is_flash=is_flash)
+        return attended[..., :width]
     length = q.shape[2] // 2
     outputs = []
     for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
         seen = slice(0, (chunk + 1) * length)  # no key that comes later
         keys, values = k[:, :, seen], v[:, :, seen]
-        outputs.append(masked_attention(q[:, :, rows], keys, values, mask[:, :, rows, seen]))
-    return torch.cat(outputs, dim=2)
+        part_mask = mask[:, :, rows, seen]
+        outputs.append(masked_attention(q[:, :, rows], keys, values, part_mask, scale=scale))
+    return torch.cat(outputs, dim=2)[..., :width]
 
 
 def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -110,7 +110,8 @@ def _attend_to_documents() -> None:
     mask = dense_mask(documents, positions)
     name = ring.keywords["group_name"]
     assert torch.equal(
-        attend(*own, mask, mesh=mesh, ring=name), attend(*own, mask, mesh=mesh, ring=None)
+        attend(*own, mask, scale=0.3, mesh=mesh, ring=name),
+        attend(*own, mask, scale=0.3, mesh=mesh, ring=None),
     )
 
 

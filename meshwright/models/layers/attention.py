@@ -1,5 +1,7 @@
 """Causal self-attention with grouped key and value heads."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,28 +12,41 @@ from meshwright.models.table import AttentionSpec
 
 
 class CausalAttention(nn.Module):
-    """softmax(Q K^T / sqrt(H)) V, where a position sees itself and those before it.
+    """softmax(scale Q K^T) V, where a position sees itself and those before it.
 
-    A module without parameters, so that parallelism has a name to replace it by.
+    The core of every attention: a module without parameters, named `attention.core`, so that
+    context parallelism, generation and other kernels have one thing to replace. Whatever stands in
+    its place takes these arguments and gives this result. Queries and keys come to it normalised
+    and rotated, heads may be those of one rank, and it keeps nothing from one sequence to the next
+    unless that is its purpose.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H); K divides N.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+    ) -> Tensor:
+        """(B, N, S, H), (B, K, S, H), (B, K, S, W) -> (B, N, S, W); K divides N.
+
+        Values have a width W of their own.
 
         Args:
             mask: that of `build_mask`, which is causal too; None: only causal.
+            scale: of products of queries with keys.
         """
-        return causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
+        if mask is None:
+            return causal_attention(q, k, v, scale=scale)
+        return masked_attention(q, k, v, mask, scale=scale)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Causal attention as `CausalAttention` without a mask."""
     if q.is_cuda and q.dtype == torch.float32:
         # flash and cuDNN's kernels take 16 bits; the memory-efficient one has no grouped heads
         # (torch 2.13), and without it SDPA makes an S x S matrix
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -48,6 +63,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
+        self.scale = 1 / math.sqrt(spec.head_dim)
         query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
         self.wq = nn.Linear(spec.dim, query, bias=False)
         self.wk = nn.Linear(spec.dim, kv, bias=False)
@@ -70,5 +86,5 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
-        out = self.core(q, k, v, mask)  # (B, N, S, H)
+        out = self.core(q, k, v, mask, scale=self.scale)  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))
