@@ -1,33 +1,20 @@
 """Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
 
 import functools
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-# Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
-# name (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
-# all_gather_into_tensor and reduce_scatter_tensor would do.
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
+from meshwright.parallelisms.all_gather import all_gather
 from meshwright.parallelisms.gathered_attention import gathered_attention
 from meshwright.parallelisms.ring_attention import ring_attention
-
-# torch 2.13 deprecates the only name that 2.11 has
-_all_gather: Callable[..., Tensor] = (
-    _functional_collectives.all_gather_single_autograd
-    if hasattr(_functional_collectives, "all_gather_single_autograd")
-    else _functional_collectives.all_gather_tensor_autograd
-)
-
 
 Attention = Literal["auto", "gather", "ring"]
 
@@ -128,7 +115,7 @@ def attend(
 
 def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
-    gathered = _all_gather(x.contiguous(), gather_dim=0, group=(mesh, 0))
+    gathered = all_gather(x, mesh)
     parts = gathered.unflatten(0, (mesh.size(), 2))  # (cp, 2, B, K, S/cp, H)
     early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
     return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)

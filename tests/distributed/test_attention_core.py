@@ -1,4 +1,4 @@
-"""Whatever stands in the place of `attention.core` keeps its contract: scale, own width of values."""
+"""What stands in the place of `attention.core` keeps its contract: scale, own width of values."""
 
 import pytest
 import torch
