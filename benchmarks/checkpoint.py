@@ -40,7 +40,7 @@ ARGS = LlamaArgs(
     dim=768, n_layers=12, n_heads=8, n_kv_heads=8, hidden_dim=2048, vocab_size=8192
 )  # 98 M parameters, 1.2 GB with AdamW's state
 BATCH, SEQ_LEN = 1, 128
-MODES = ("disabled", "thread", "process")
+MODES = ("disabled", "thread")
 MANIFEST = {
     **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
     "versions": {},

@@ -111,7 +111,7 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
     model = build_model(plan, meshes, device)
     for stage in model.stages:
         initialize(stage, training.seed)
-    optimizer = build_optimizer(model.parameters(), plan.config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), plan.config.optimizer)
     generator = torch.Generator().manual_seed(meshes.dp.get_local_rank())
     shape = (training.local_batch_size, training.seq_len)
     watch = Watch(meshes)

@@ -3,6 +3,7 @@
     python benchmarks/data.py rates --megabytes 64    against datasets.map and torch's DataLoader
     python benchmarks/data.py memory --gigabytes 1
     python benchmarks/data.py resume
+    python benchmarks/data.py mixture
     python benchmarks/data.py share outputs/debug_model/metrics.jsonl
 
 `rates` reads the Python files of this environment. Both sides tokenise them with the same
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from timeit import timeit
 
 import datasets
 import numpy as np
@@ -32,6 +34,7 @@ from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader
+from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource
 from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import Documents, IndexedDocuments
@@ -261,6 +264,16 @@ def resume() -> None:
         print(f"first batch at sample 12: {early * 1e3:.2f} ms, at 10^9: {late * 1e3:.2f} ms")
 
 
+def mixture() -> None:
+    """What it costs to choose the source of a sample, which every rank does for every sample."""
+    draws = 100_000
+    for sources in (1, 3, 10, 40):
+        rng = np.random.default_rng(0)
+        chosen = Mixture([round(weight, 3) for weight in rng.random(sources) + 0.001])
+        [seconds] = best_of_three(lambda _, draw=chosen.draw: timeit(draw, number=draws))
+        print(f"{sources:2} sources: {seconds / draws * 1e6:.2f} us a draw")
+
+
 def share(metrics: Path) -> None:
     """Of the time of a finished job's steps, what they waited for data."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -274,6 +287,7 @@ def main() -> None:
     commands.add_parser("rates").add_argument("--megabytes", type=int, default=64)
     commands.add_parser("memory").add_argument("--gigabytes", type=float, default=1)
     commands.add_parser("resume")
+    commands.add_parser("mixture")
     commands.add_parser("share").add_argument("metrics", type=Path)
     options = parser.parse_args()
     if options.command == "rates":
@@ -282,6 +296,8 @@ def main() -> None:
         memory(options.gigabytes)
     elif options.command == "resume":
         resume()
+    elif options.command == "mixture":
+        mixture()
     else:
         share(options.metrics)
 

@@ -192,7 +192,7 @@ def interrupt(
     done, rounds = Counter[str](), 0
     while True:
         current = folder / f"round_{rounds}"
-        start = Start(current, steps, is_compiled, chance.choice(("disabled", "thread", "process")))
+        start = Start(current, steps, is_compiled, chance.choice(("disabled", "thread")))
         how = ""
         try:
             if plan:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from meshwright.datasets.global_order import Cursor
 from meshwright.errors import TrainingError
 from meshwright.health import FIGURES, BadStep, Health
 from meshwright.log import logger
-from meshwright.metrics.sinks import JsonLines
+from meshwright.metrics.sinks import JsonLines, Spared
 
 FILE = "skipped_steps.jsonl"
 
@@ -49,10 +50,10 @@ class BadStepLog:
         self._num_seen = 0
         # by step: how many samples of each source had been read behind it
         self._counts = {step: cursor.counts or (0,) * len(sources)}
-        self._file: JsonLines | None = None
+        self._file: Spared | None = None
         is_wanted = config.policy == "skip" or (folder / FILE).exists()
         if is_wanted and dist.get_rank() == 0:
-            self._file = JsonLines(folder / FILE, step)
+            self._file = Spared(FILE, partial(JsonLines, folder / FILE, step))
 
     @property
     def figures(self) -> dict[str, float]:

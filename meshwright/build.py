@@ -12,13 +12,8 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.checkpoint.initial_load import (
-    KEY,
-    Initial,
-    find_initial,
-    meta_form,
-    torchtitan_form,
-)
+from meshwright.checkpoint.initial_load import Initial, meta_form, torchtitan_form
+from meshwright.checkpoint.initial_on_ranks import open_initial
 from meshwright.checkpoint.meta_read import MetaWeights
 from meshwright.checkpoint.torchtitan_folder import find_names
 from meshwright.checkpoint.weights import CheckpointWeights
@@ -26,7 +21,6 @@ from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_steps
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
-from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -93,19 +87,13 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
-    start, initial = time.perf_counter(), find_initial(config)
-    place = initial.place
-    seen: list[Path | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, place.path)
-    if any(path != place.path for path in seen):  # the newest of a job that goes on
-        paths = ", ".join(sorted({str(path) for path in seen}))
-        raise ConfigError(
-            KEY, f"{KEY}: ranks see different checkpoints: {paths}\n  fix: name the step's folder"
-        )
-    _open_weights(plan, initial).load(dict(model.named_parameters()))
+    start = time.perf_counter()
+    with open_initial(config) as initial:
+        _open_weights(plan, initial).load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()
-    logger.info("first weights from %s in %.1f s", place.path, time.perf_counter() - start)
+    path = initial.place.path
+    logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
 
 
 def _open_weights(
@@ -243,13 +231,15 @@ def build_reporter(
     destinations: list[sinks.Sink] = []
     if dist.get_rank() == 0:
         destinations.append(sinks.Console(training.steps))
-        destinations.append(sinks.JsonLines(dump_folder / "metrics.jsonl", resumed_step))
+        lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
+        destinations.append(sinks.Spared("metrics.jsonl", lines))
         if metrics.enable_tensorboard:
-            destinations.append(
-                sinks.TensorBoard(dump_folder / metrics.save_tb_folder, resumed_step)
-            )
+            folder = dump_folder / metrics.save_tb_folder
+            events = partial(sinks.TensorBoard, folder, resumed_step)
+            destinations.append(sinks.Spared(f"{folder}, for TensorBoard,", events))
         if metrics.enable_wandb:
-            destinations.append(sinks.WeightsAndBiases(dump_folder, config.model_dump()))
+            tracked = partial(sinks.WeightsAndBiases, dump_folder, config.model_dump())
+            destinations.append(sinks.Spared("the run for Weights & Biases", tracked))
     work = Work(
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),

@@ -1,5 +1,6 @@
 """Errors that a user can act on, and the exit codes they end a job with."""
 
+import itertools
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -9,6 +10,8 @@ EXIT_SAVE = 4
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
 <sysexits.h>."""
+EXIT_INTERRUPTED = 130
+"""By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
 
 
 class ConfigError(ValueError):
@@ -48,3 +51,13 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1)
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+
+
+def in_ranges(ranks: Iterable[int]) -> str:
+    """Ranks as a person would write them: "0-3, 7"."""
+    parts = []
+    # in a run of successive numbers, number and place differ by the same
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
+    return ", ".join(parts)

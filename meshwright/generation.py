@@ -19,6 +19,10 @@ Choose = Callable[[Tensor], int]
 """(V,) fp32 logits of the next token -> a token."""
 
 
+class NotFiniteError(ValueError):
+    """Logits are infinite, or not numbers: there is no next token."""
+
+
 class CachedAttention(nn.Module):
     """Attention of new positions to themselves and to all before, whose keys and values it keeps.
 
@@ -82,6 +86,9 @@ def generate(
     Args:
         model: whole, on one device, made for sequences as long as prompt and new tokens together.
         prompt: at least one token.
+
+    Raises:
+        NotFiniteError: if the model gives no probabilities.
     """
 
     def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -98,6 +105,8 @@ def generate(
         for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
             here = torch.tensor([position], device=device)
             logits = logits_of(tokens[:, -1:], here)  # (1, 1, V)
+            if not logits.isfinite().all():
+                raise NotFiniteError(f"logits after {position + 1} tokens are not finite")
             token = choose(logits[0, -1].float())
             yield token
             if token in stop:
@@ -120,7 +129,11 @@ def sampler(temperature: float, top_p: float, seed: int) -> Choose:
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
-        chance, order = (logits.cpu() / temperature).softmax(-1).sort(descending=True)
+        # the largest becomes 0, so that a temperature near 0 makes no infinity of it; in float64,
+        # which has no temperature above 0 that is 0
+        wide = logits.cpu().double()
+        scaled = ((wide - wide.max()) / temperature).float()
+        chance, order = scaled.softmax(-1).sort(descending=True)
         before = chance.cumsum(-1) - chance  # of all that are likelier; so the first always stays
         chance[before >= top_p] = 0.0
         return int(order[torch.multinomial(chance, 1, generator=generator)])

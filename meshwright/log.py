@@ -31,6 +31,17 @@ def log_to_file(folder: Path, rank: int) -> None:
     except OSError as error:  # what no check of permissions foresees: a quota, /proc, ...
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
-    handler = logging.FileHandler(folder / f"rank_{rank}.log")
+    handler = RankFile(folder / f"rank_{rank}.log")
     handler.setFormatter(FORMAT)
     logger.addHandler(handler)
+
+
+class RankFile(logging.FileHandler):
+    """A file whose disk may be full: it warns once, and tries again with every record."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s cannot be written: %s", self.baseFilename, sys.exception())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.log import logger
-from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
+from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS, stop_signals
 
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""
@@ -48,6 +48,7 @@ class StopRequest:
         )
         # votes; the thread that reads signals writes its own, so that none is lost to a look
         self._asked = self._signalled = self._agreed = 0
+        self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
         self._look_at = self._begun
         self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
@@ -55,7 +56,7 @@ class StopRequest:
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, _nothing) for number in stop_signals()}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
@@ -140,6 +141,10 @@ class StopRequest:
             if self._signalled:
                 os._exit(128 + number)
             self._signalled = self._reasons.index(signal.Signals(number).name)
+            if number == signal.SIGINT and self._is_first_rank:  # someone sits there
+                os.write(
+                    2, b"meshwright: SIGINT: the job saves and stops; again: it ends at once\n"
+                )
             if number == signal.SIGTERM and dist.is_torchelastic_launched():
                 end = threading.Timer(PATIENCE_S, self._end_if_alone)
                 end.daemon = True

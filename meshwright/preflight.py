@@ -9,7 +9,6 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,21 +16,24 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.initial_load import check_initial
+from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.config.checks import (
     check_divisible,
-    check_sections,
     check_writable,
     fill_in,
     find_fp32_modules,
 )
+from meshwright.config.conditions import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
+from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS
@@ -79,18 +81,32 @@ class Plan:
         }
 
     @property
+    def idle_options(self) -> list[str]:
+        """Options that have no effect in this job, and why, one sentence each."""
+        names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
+        return [
+            *idle_options(self.config),
+            *idle_source_options(self.config),
+            *idle_groups(groups, names, self.frozen),
+        ]
+
+    @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
         return _num_microbatches(self.config)
 
 
-def preflight(config: JobConfig, world_size: int) -> Plan:
+def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True) -> Plan:
     """Check `config` for a job of `world_size` ranks.
+
+    Args:
+        looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
+            ranks of a job leave it to the first, once they can talk.
 
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    check_sections(config)
+    check_contradictions(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     check_divisible(config, model_args.table)
@@ -98,6 +114,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     fp32_modules = find_fp32_modules(config, model_args)
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen)
+    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     tokenizer = check_data(config)
     _check_budgets(config.training)
     check(
@@ -118,7 +135,7 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     check_writable(config.job.dump_folder)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     resume_step = None
-    if config.checkpoint.enable:
+    if config.checkpoint.enable and looks_at_files:
         resume_step = commit.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
@@ -141,9 +158,20 @@ def preflight(config: JobConfig, world_size: int) -> Plan:
     )
     if resume_step is not None:
         drift_of(plan).check()
-    elif config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, model_args, spec)
+    elif looks_at_files:
+        check_first_weights(plan)
     return plan
+
+
+def check_first_weights(plan: Plan) -> None:
+    """Check `checkpoint.initial_load_path`, if it is given.
+
+    Raises:
+        ConfigError: if it does not hold the weights of the model.
+    """
+    config, spec = plan.config, plan.spec
+    if config.checkpoint.initial_load_path:
+        check_initial(config.checkpoint, plan.model_args, spec)
 
 
 def check_data(config: JobConfig) -> Tokenizer:
@@ -188,10 +216,7 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
     """Names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        shown = f"{names[0]}, {names[1]}, ..., {names[-1]}"
-        check(bool(found), key, pattern, "matches no parameter", f"their names are {shown}")
-        frozen |= found
+        frozen |= find_names(key, pattern, names)
     check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
     return frozenset(frozen)
 
@@ -314,9 +339,13 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def drift_of(plan: Plan) -> Drift:
-    """How the job differs from the one that saved the checkpoint to resume from."""
+def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
+    """How the job differs from the one that saved the checkpoint to resume from.
+
+    Args:
+        manifest: of that checkpoint, if it has been read.
+    """
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
-    manifest = commit.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
     return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

@@ -19,9 +19,13 @@ def build_profiler(
 
     def write(profiler: torch.profiler.profile) -> None:
         path = folder / f"step_{resumed_step + profiler.step_num}" / f"rank_{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        logger.info("wrote trace %s", path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            logger.warning("trace %s cannot be written: %s", path, error)
+        else:
+            logger.info("wrote trace %s", path)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

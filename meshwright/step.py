@@ -15,6 +15,7 @@ from meshwright.health import Health
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.gradients import clip_gradients, local_square_sum
 from meshwright.parallelisms.local_model import LocalModel
@@ -97,13 +98,7 @@ def train_step(
 
     is_held_back = health.judge(step, loss, grad_norm, is_finite_here)
     if early is None:
-        # torch's fused optimizers read this attribute, as GradScaler sets it: 1 leaves parameters
-        # and state, the count of its steps included, as they are, decided on the device
-        found_inf = is_held_back.float()
-        # the optimizer would move it itself, but not wait: too early a read for offloaded weights
-        parameter_device = next(model.parameters()).device
-        optimizer.found_inf = found_inf.to(parameter_device)  # type: ignore[attr-defined]
-        optimizer.step()
+        update(optimizer, is_held_back)
         optimizer.zero_grad()
     return StepResult(loss, grad_norm, num_labels)
 

@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""What Slurm and others send some time before they kill."""
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""What Slurm and others send some time before they kill; and Ctrl-C."""
 FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
 """Environment variable of the ranks that names a file on their machine: the launcher writes the
 name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to
@@ -15,6 +15,12 @@ LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """Environment variable of the ranks: process number of the launcher that started them."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return those to heed: a shell without job control has its background ignore Ctrl-C."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return [n for n in STOP_SIGNALS if n != signal.SIGINT or not is_ignored]
 
 
 def die_with_parent(parent: int) -> None:

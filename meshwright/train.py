@@ -1,13 +1,13 @@
 """The job: build, loop, close."""
 
+import contextlib
 import dataclasses
 import gc
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import meshwright
 from meshwright import hardware
+from meshwright.agreement import check_agreement
 from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     build_loader,
@@ -26,8 +27,10 @@ from meshwright.build import (
     learning_rate,
     set_first_values,
 )
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
@@ -38,6 +41,7 @@ from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.errors import (
     EXIT_CONFIG,
+    EXIT_INTERRUPTED,
     EXIT_SAVE,
     EXIT_STOPPED,
     EXIT_TRAINING,
@@ -48,14 +52,15 @@ from meshwright.errors import (
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
+from meshwright.optim.groups import describe
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preemption import StopRequest
-from meshwright.preflight import Plan, drift_of, preflight
+from meshwright.preflight import Plan, check_first_weights, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import train_step
 from meshwright.supervise import LAUNCHER, die_with_parent
@@ -81,12 +86,13 @@ def main() -> None:
         logger.error("stopped: %s", error)
         code = EXIT_SAVE
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        code = EXIT_INTERRUPTED
     except Exception:
         logger.exception("failed")
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, where they go to files
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE) and int(os.environ.get("RANK", "0")) > 0:
         time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
@@ -101,7 +107,8 @@ SAID_BY_FIRST_S = 5
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
     with config_errors(provenance):
-        return run(preflight(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return run(preflight(config, world_size, looks_at_files=False))
 
 
 CHECKED = "MESHWRIGHT_CHECKED"
@@ -134,17 +141,22 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         config,
         device.type,
         has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
-        waits_for_offload=torch.__version__ >= (2, 13),  # pytorch pull request 180666
+        waits_for_offload=torch.__version__ >= "2.13",  # pytorch pull request 180666
         fp32_modules=plan.fp32_modules,
     )
     if device.type == "cuda":
         check_memory(config, plan.least_bytes, hardware.memory_gib(device))
     start_process_group(device, config.comm.init_timeout_seconds)
+    sources, held_out = open_training_data(config), open_validation_data(config)
+    check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
-    found, is_said = checkpoints.find(), CHECKED in os.environ
-    if found is not None and found["step"] != plan.resume_step:  # what that read was too little
-        plan, is_said = dataclasses.replace(plan, resume_step=found["step"]), False
-        drift_of(plan).check()
+    checkpoints.claim()
+    found = checkpoints.find()
+    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
+    if found is not None:
+        drift_of(plan, found).check()
+    else:
+        checkpoints.tell(lambda: check_first_weights(plan))
     if plan.resume_step >= steps:
         logger.info(
             "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
@@ -153,32 +165,32 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             plan.resume_step,
             steps,
         )
+        checkpoints.release()
         dist.destroy_process_group()
         return True
-    # before anything is written: what torch or the data lacks shows only now
+    # before anything is written: what torch lacks shows only now
     find_ops(config.activation_checkpoint.saved_ops)
-    sources, held_out = open_training_data(config), open_validation_data(config)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan).log(is_said)
+        drift_of(plan, found).log(_is_said(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
     model = build_model(plan, meshes, device)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     checkpoints.guard(optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     tensors = TrainingTensors(model, optimizer, dist.get_rank())
-    saved, cursor = found, Cursor()
-    if saved is None:
+    saved: Mapping[str, Any] = found or {"step": 0, "tokens_seen": 0, "bad_steps": None}
+    cursor = Cursor()
+    if found is None:
         set_first_values(plan, model)
-        saved = {"step": 0, "tokens_seen": 0}
     else:
-        cursor = _place_in_data(plan, saved, sources)
-        checkpoints.load(tensors, saved)
+        cursor = _place_in_data(plan, found, sources)
+        checkpoints.load(tensors, found)
         for stage in model.stages:
             stage.init_buffers()
     loader = build_loader(plan, sources, meshes, device, cursor)
@@ -192,7 +204,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         sources=[source.entry.name for source in sources],
         step=saved["step"],
         cursor=cursor,
-        saved=saved.get("bad_steps"),  # checkpoints from before have none
+        saved=saved["bad_steps"],  # checkpoints from before have none
     )
     lr_at = learning_rate(config)
     reduction = config.parallelism.fsdp_reduce_gradients
@@ -215,8 +227,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             data_time_s = time.perf_counter() - asked
             batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(optimizer, lr)
             result = train_step(
                 model,
                 batches,
@@ -285,6 +296,14 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     return is_last
 
 
+def _is_said(plan: Plan) -> bool:
+    """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
+    load_step = plan.config.checkpoint.load_step
+    return CHECKED in os.environ and plan.resume_step == commit.choose_step(
+        plan.checkpoint_folder, load_step
+    )
+
+
 def _check_goes_on(config: Checkpoint, stopped: str) -> None:
     """Raise if a job that was stopped and is started again with the same words does not go on from
     there: what starts it again by itself would do so for ever.
@@ -304,6 +323,8 @@ def _announce(plan: Plan, device: torch.device) -> None:
     if config.job.description:
         logger.info("%s", config.job.description)
     logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
+    for text in plan.idle_options:
+        logger.info("%s", text, extra={"is_said": CHECKED in os.environ})
     degrees = dataclasses.asdict(plan.dims).items()
     logger.info(
         "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",
@@ -315,8 +336,17 @@ def _announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
+    num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
+    logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     if dist.get_rank() == 0:
-        (Path(config.job.dump_folder) / "config.toml").write_text(to_toml(config), "utf-8")
+        path = Path(config.job.dump_folder) / "config.toml"
+        unfinished = path.with_suffix(".tmp")
+        try:
+            unfinished.write_text(to_toml(config), "utf-8")
+            unfinished.replace(path)
+        except OSError as error:  # a full disk: training can go on
+            logger.warning("%s cannot be written: %s", path, error)
+            unfinished.unlink(missing_ok=True)
 
 
 def check_has_data(step: int) -> None:
@@ -329,7 +359,7 @@ def check_has_data(step: int) -> None:
         )
 
 
-def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSource]) -> Cursor:
+def _place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
     """Where a resume goes on reading; it means something only in the data it was noted for."""
     if DATALOADER in left_out(plan.config.checkpoint, saved):
         return Cursor()
@@ -344,7 +374,7 @@ def _place_in_data(plan: Plan, saved: dict[str, Any], sources: Sequence[OpenSour
                 "training.shuffle_window too), or use another job.dump_folder",
             )
     cursor = Cursor.from_json(saved["data"])
-    return cursor.reweighted() if drift_of(plan).is_reweighted else cursor
+    return cursor.reweighted() if drift_of(plan, saved).is_reweighted else cursor
 
 
 def _manifest(

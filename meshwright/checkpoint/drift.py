@@ -5,9 +5,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.checkpoint.exclude import DATALOADER, OPTIMIZER, left_out
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import (
     ABSENT,
     Difference,
@@ -112,7 +112,7 @@ def _change(difference: Difference) -> str:
 
 
 def find_drift(
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     checkpoint: Path,
     config: JobConfig,
     args: DecoderArgs,
@@ -152,16 +152,13 @@ def find_drift(
     )
 
 
-def _model_changes(
-    manifest: Mapping[str, Any], config: JobConfig, args: DecoderArgs
-) -> list[Difference]:
+def _model_changes(manifest: Manifest, config: JobConfig, args: DecoderArgs) -> list[Difference]:
     prefix = "model.args."
     fields = dataclasses.fields(args)
     defaults = {prefix + f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     saved = {prefix + name: value for name, value in manifest["model_args"].items()}
     here = {prefix + name: value for name, value in dataclasses.asdict(args).items()}
     found = [*changes(saved, here, defaults)]
-    name = manifest.get("model_name", ABSENT)
-    if name not in (ABSENT, config.model.name):
-        found.insert(0, Difference("model.name", name, config.model.name))
+    if manifest["model_name"] != config.model.name:
+        found.insert(0, Difference("model.name", manifest["model_name"], config.model.name))
     return found

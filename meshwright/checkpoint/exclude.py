@@ -1,14 +1,12 @@
 """What of a checkpoint a resume leaves out. Free of torch."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import Checkpoint
 
 OPTIMIZER, DATALOADER = "optimizer", "dataloader"
 
 
-def left_out(config: Checkpoint, manifest: Mapping[str, Any]) -> frozenset[str]:
+def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
     """What `exclude_from_loading` keeps from being loaded of the checkpoint that `manifest` is of.
 
     It is left out once: a checkpoint saved by a job with the same exclusion has begun anew already,

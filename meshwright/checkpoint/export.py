@@ -3,17 +3,20 @@
 import importlib
 import importlib.util
 import json
-import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import UNFINISHED
+from meshwright.checkpoint.flushing import make_folder, sync_file, sync_folder
 from meshwright.checkpoint.hf_folder import CONFIG, GENERATION_CONFIG, Place
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
 from meshwright.checkpoint.hf_write import write_weights
@@ -29,6 +32,7 @@ TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
 
+LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 OWN_READER = "meshwright's own reader (transformers is not installed)"
 
 
@@ -45,8 +49,12 @@ class Job:
     max_shard_bytes: int
     special_tokens: Mapping[str, int]
     """bos_token_id, eos_token_id."""
-    other_files: Mapping[str, Path]
-    """To be copied, by their names in the folder."""
+    other_files: Mapping[str, Path | str]
+    """Files to copy, or their content, by their names in the folder."""
+    encode: Callable[[str], list[int]] | None
+    """Text to ids, without special tokens; None: no tokenizer is exported."""
+    texts: Iterable[str]
+    """To compare ids on."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,17 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     """
     place = Place("OUT", out)
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
-    unfinished = out.with_name(out.name + UNFINISHED)
+    unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
     try:
-        if unfinished.exists():  # of an export that was killed
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
+        for left in _left_by_killed(out):
+            say(f"an export that was killed, or still runs, has left {left}")
+        make_folder(out.parent)
+        unfinished.mkdir()
         try:
             _write(job, unfinished, say)
             _verify(job, Place("OUT", unfinished), say)
             unfinished.rename(out)
+            sync_folder(out.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
@@ -92,9 +102,19 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     say(f"exported to {out}")
 
 
+def _left_by_killed(out: Path) -> list[Path]:
+    name = re.compile(re.escape(out.name) + r"\.[0-9a-f]{16}" + re.escape(UNFINISHED))
+    parent = out.parent
+    return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
+
+
 def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
-    for name, file in job.other_files.items():
-        shutil.copyfile(file, folder / name)
+    for name, content in job.other_files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (folder / name).write_text(content, "utf-8")
+        else:
+            shutil.copyfile(content, folder / name)
     config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
     config["torch_dtype"] = str(job.dtype).removeprefix("torch.")
     _write_json(folder / CONFIG, config)
@@ -104,12 +124,12 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
     size = sum(file.stat().st_size for file in files)
     say(f"wrote {len(tensors)} tensors, {size:,} bytes in {len(files)} files, as {job.dtype}")
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # what is in a folder, first
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with open(path, "rb") as file:
+            sync_file(file.fileno(), path)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -131,7 +151,14 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
         del want, got
     rounded = "" if job.dtype == torch.float32 else f", rounded to {job.dtype},"
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
+    if job.encode is not None:
+        _verify_tokenizer(job, job.encode, place, say)
     result = compare_logits(job, place)
+    place.check(
+        result.scale > 0,  # equal on both sides, and no comparison
+        "the checkpoint's logits are all 0: its weights are not those of a model that was trained",
+        "export another checkpoint",
+    )
     place.check(
         result.difference <= TOLERANCE * result.scale,
         f"its logits by {result.by} differ by {result.difference:.2e} from the checkpoint's, of "
@@ -141,6 +168,53 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
         f"compared logits of {result.num_tokens} tokens, in fp32, with {result.by}: largest "
         f"difference {result.difference:.2e}, largest logit {result.scale:.2e}"
     )
+
+
+def _verify_tokenizer(
+    job: Job, encode: Callable[[str], list[int]], place: Place, say: Callable[[str], None]
+) -> None:
+    """Hold the folder's tokenizer against the one of training, on ids and on special tokens."""
+    try:
+        theirs, special, by = _read_tokenizer(place.path)
+    except Exception as error:  # whatever a library makes of a file
+        place.check(False, f"its tokenizer cannot be read: {error}", LEAVE_OUT)
+        raise AssertionError from None
+    count = 0
+    for text in job.texts:
+        want, got = encode(text), theirs(text)
+        where = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), 0)
+        place.check(
+            got == want,
+            f"its tokenizer by {by} gives other ids for {text[:40]!r}: from the {where + 1}. on "
+            f"{got[where : where + 4]}, and {want[where : where + 4]} in training",
+            LEAVE_OUT,
+        )
+        count += len(want)
+    for name, token in special.items():
+        place.check(
+            token == job.special_tokens.get(name, token),
+            f"its {name} by {by} is {token}, and {job.special_tokens.get(name)} in training",
+            LEAVE_OUT,
+        )
+    say(f"compared {count:,} ids of {by} with the tokenizer of training: equal")
+
+
+def _read_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], dict[str, int | None], str]:
+    """From text to ids, without special tokens; the ids of those; and what reads it."""
+    if importlib.util.find_spec("transformers") is None:
+        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        by = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
+        return lambda text: read.encode(text, add_special_tokens=False).ids, {}, by
+    transformers: Any = importlib.import_module("transformers")  # only to compare with
+    transformers.logging.set_verbosity_error()
+    auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    special = {name: getattr(auto, name) for name in ("bos_token_id", "eos_token_id")}
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = auto(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return encode, special, f"transformers {transformers.__version__} (AutoTokenizer)"
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -200,15 +274,3 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
     place.check(not wrong, f"transformers does not find in it what it expects: {wrong}")
     logits: Tensor = model(tokens).logits
     return logits, f"transformers {transformers.__version__}"
-
-
-def tokenizer_files(file: Path, standard_name: str, names: Sequence[str]) -> dict[str, Path]:
-    """What goes with a tokenizer, by the names to give it: the file alone where it has a name of
-    its own, for then what lies beside it may be another's.
-
-    Args:
-        names: of all that may go with it.
-    """
-    if file.name not in names:
-        return {standard_name: file}
-    return {name: file.parent / name for name in names if (file.parent / name).is_file()}

@@ -1,84 +1,147 @@
-"""Which checkpoint of ours a path means. Free of torch."""
+"""Which checkpoint of ours a path means, and how to read it: verified, and held meanwhile. Free of
+torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
 
 
-def find_checkpoint(place: Place) -> Place | None:
-    """The step's folder that `place` is, or the newest in it, or in a folder in it (which is how a
-    dump folder has them); None if there is none.
+class Opened(NamedTuple):
+    """A checkpoint that may be read."""
+
+    place: Place
+    """Its step's folder."""
+    manifest: Manifest
+
+
+def find_candidates(place: Place) -> list[Place]:
+    """Return the step's folder that `place` is, or all in it, or all in a folder in it (which is
+    how a dump folder has them), the newest first; nothing if there is none.
 
     Raises:
         ConfigError: if several folders in it hold checkpoints.
     """
     path = place.path
-    if (path / commit.MANIFEST).is_file():
-        for suffix in (commit.UNFINISHED, commit.DELETED):
-            place.check(not path.name.endswith(suffix), "is not a complete checkpoint")
-        return place
+    if (path / MANIFEST).is_file() or commit.STEP_FOLDER.fullmatch(path.name):
+        is_partial = path.name.endswith((commit.UNFINISHED, commit.DELETED))
+        place.check(not is_partial, "is not a complete checkpoint")
+        return [place] if path.is_dir() else []
     if not path.is_dir():
-        return None
+        return []
     folders = [path] if commit.saved_steps(path) else []
     folders = folders or [inner for inner in sorted(path.iterdir()) if commit.saved_steps(inner)]
     if not folders:
-        return None
+        return []
     names = ", ".join(str(folder) for folder in folders)
     place.check(len(folders) == 1, f"holds several folders of checkpoints: {names}", "name one")
-    newest = commit.saved_steps(folders[0])[-1]
-    return Place(place.key, commit.step_folder(folders[0], newest))
+    steps = reversed(commit.saved_steps(folders[0]))
+    return [Place(place.key, commit.step_folder(folders[0], step)) for step in steps]
 
 
-def read_manifest(place: Place) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+def find_checkpoint(place: Place, damaged: Mapping[Path, str] | None = None) -> Opened | None:
+    """Return the step's folder that `place` is, or the newest in it whose files are all there in
+    full; their content is not read. None if `place` holds no checkpoint at all.
+
+    Args:
+        damaged: folders that are known to be, and how.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: if the one that is named is damaged, or all are.
     """
-    with _telling(place):
-        return commit.read_manifest(place.path)
+    candidates = find_candidates(place)
+    passed_over: list[str] = []
+    for found in candidates:
+        try:
+            if damaged and found.path in damaged:
+                raise DamagedError(found.path, damaged[found.path])
+            return Opened(found, commit.inspect(found.path))
+        except DamagedError as error:
+            passed_over.append(f"{found.path.name}: {error.what}")
+    if not candidates:
+        return None
+    raise _all_damaged(place, candidates, passed_over)
 
 
 @contextmanager
-def being_read(place: Place) -> Iterator[None]:
-    """Keep every job's retention from deleting the checkpoint meanwhile.
+def open_checkpoint(
+    place: Place, say: Callable[[str], None], names: Sequence[str] | None = None
+) -> Iterator[Opened]:
+    """Give the checkpoint that `place` means, every byte of which was compared with its checksum,
+    and keep every job's retention from deleting it meanwhile.
+
+    In a folder of several it is the newest that is good.
+
+    Args:
+        say: is told which are passed over, and why.
+        names: files whose content is read; None: all.
 
     Raises:
-        ConfigError: if it is not there, or no longer.
+        ConfigError: if there is none, if the one that is named is damaged, or if all are.
     """
+    candidates = find_candidates(place)
+    if not candidates:
+        raise ConfigError("", f"{place.key} = {str(place.path)!r}: holds no checkpoint")
+    passed_over: list[str] = []
     with ExitStack() as stack:
-        with _telling(place):
-            stack.enter_context(commit.being_read(place.path))
-        yield
+        for found in candidates:
+            try:
+                with ExitStack() as held:
+                    held.enter_context(being_read(found.path))
+                    manifest = commit.inspect(found.path)
+                    files = sorted(manifest["files"]) if names is None else names
+                    if wrong := commit.verify(found.path, manifest, files):
+                        raise DamagedError(found.path, "; ".join(wrong))
+                    stack.push(held.pop_all())
+                break
+            except DamagedError as error:
+                passed_over.append(f"{found.path.name}: {error.what}")
+        else:
+            raise _all_damaged(place, candidates, passed_over)
+        for what in passed_over:
+            say(f"passed over {what}")
+        yield Opened(found, manifest)
 
 
-@contextmanager
-def _telling(place: Place) -> Iterator[None]:
-    """Say by which key a damaged checkpoint was given."""
-    try:
-        yield
-    except commit.DamagedError as error:
-        place.check(False, f"is damaged: {error.what}", "name another step's folder")
+def _all_damaged(place: Place, candidates: list[Place], passed_over: list[str]) -> ConfigError:
+    named = f"{place.key} = {str(place.path)!r}"
+    if candidates == [place]:
+        what = passed_over[0].partition(": ")[2]
+        return ConfigError(
+            place.key, f"{named}: is damaged: {what}\n  fix: name another step's folder"
+        )
+    each = "; ".join(passed_over)
+    return ConfigError(place.key, f"{named}: every checkpoint in it is damaged: {each}")
 
 
-def saved_args(place: Place, manifest: dict[str, Any], kind: type[DecoderArgs]) -> DecoderArgs:
-    """Dimensions of the model that the checkpoint is of.
+def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
+    """Return the dimensions of the model that the checkpoint is of.
 
     Args:
         kind: those of its family.
 
     Raises:
-        ConfigError: if it does not say.
+        ConfigError: if it does not say, or says more than its files can hold.
     """
     try:
-        return TypeAdapter(kind).validate_python(manifest.get("model_args"))
+        args = TypeAdapter(kind).validate_python(manifest["model_args"])
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        place.check(False, f"{commit.MANIFEST} has no model_args of a model: {reason}")
+        place.check(False, f"{MANIFEST} has no model_args of a model: {reason}")
         raise AssertionError from None
+    num_bytes = sum(record["bytes"] for record in manifest["files"].values())
+    place.check(
+        args.table.num_params <= num_bytes,  # a parameter has a byte at least
+        f"{MANIFEST} has model_args of {args.table.num_params:,} parameters, but its files have "
+        f"{num_bytes:,} bytes",
+    )
+    return args

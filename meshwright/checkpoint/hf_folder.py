@@ -36,7 +36,7 @@ class Place:
         """The JSON object in the file `name` of the folder."""
         try:
             content = json.loads((self.path / name).read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
                 self.key, f"{self.key} = {str(self.path)!r}: {name} cannot be read: {reason}"

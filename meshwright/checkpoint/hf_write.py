@@ -63,7 +63,12 @@ def _write_file(
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """One safetensors file; its format is described in `safetensors_file`."""
+    """One safetensors file, without a copy of its tensors in memory.
+
+    Format: 8 bytes, the length of the header (little endian); the header, a JSON object of name ->
+    {dtype, shape, data_offsets}; the tensors, row by row, little endian. Source: the README of
+    https://github.com/huggingface/safetensors.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for foreign in tensors.values():

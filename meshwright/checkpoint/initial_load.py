@@ -1,12 +1,14 @@
 """Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import find_checkpoint, read_manifest, saved_args
+from meshwright.checkpoint.find import find_candidates, find_checkpoint, saved_args
 from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, is_hf_folder
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
@@ -24,13 +26,18 @@ class Initial(NamedTuple):
     kind: Literal["ours", "hf", "meta", "torchtitan"]
     place: Place
     """A step's folder, of those that have steps."""
+    manifest: Manifest | None = None
+    """Of ours."""
 
 
-def find_initial(config: Checkpoint) -> Initial:
-    """The folder to start from.
+def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) -> Initial:
+    """Return the folder to start from; the content of its files is not read.
+
+    Args:
+        damaged: step's folders of ours that are known to be, and how.
 
     Raises:
-        ConfigError: if it is not there, or not of the kind that is said.
+        ConfigError: if it is not there, not of the kind that is said, or damaged.
     """
     place = Place(KEY, Path(config.initial_load_path))
     place.check(place.path.exists(), "no such folder")
@@ -40,14 +47,19 @@ def find_initial(config: Checkpoint) -> Initial:
         return Initial("hf", place)
     if is_meta_folder(place.path):
         return Initial("meta", place)
-    found = place if is_torchtitan_folder(place.path) else find_checkpoint(place)
+    if is_torchtitan_folder(place.path):
+        is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
+        place.check(not is_partial, "is not a complete checkpoint")
+        return Initial("torchtitan", place)
+    candidates = find_candidates(place)
+    if candidates and all(is_torchtitan_folder(inner.path) for inner in candidates):
+        return Initial("torchtitan", candidates[0])
+    found = find_checkpoint(place, damaged)
     if found is None:
         is_hf = is_hf_folder(place.path)
         place.check(False, "holds no checkpoint", _other(True) if is_hf else "")
         raise AssertionError
-    for suffix in (commit.UNFINISHED, commit.DELETED):
-        place.check(not found.path.name.endswith(suffix), "is not a complete checkpoint")
-    return Initial("torchtitan" if is_torchtitan_folder(found.path) else "ours", found)
+    return Initial("ours", found.place, found.manifest)
 
 
 def _other(is_hf: bool) -> str:
@@ -68,7 +80,7 @@ def check_initial(
     Raises:
         ConfigError: naming what is wrong.
     """
-    kind, place = find_initial(config)
+    kind, place, manifest = find_initial(config)
     match kind:
         case "hf":
             check_hf_folder(place, family.hf, args)
@@ -77,8 +89,8 @@ def check_initial(
         case "torchtitan":
             find_names(place, torchtitan_form(place, family), args)
         case "ours":
-            manifest = read_manifest(place)
-            name = manifest.get("model_name", family.name)  # older checkpoints do not say it
+            assert manifest is not None
+            name = manifest["model_name"]
             check(
                 name == family.name,
                 "model.name",

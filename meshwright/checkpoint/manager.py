@@ -1,11 +1,13 @@
 """When a job saves, and what it finds when it starts."""
 
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,18 +15,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit, exclude
+from meshwright.checkpoint import commit, exclude, shared_folder
+from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.exclude import left_out
+from meshwright.checkpoint.flushing import make_folder
+from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.checkpoint.write_process import RemoteWriter, WriteProcess
+from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError
+from meshwright.errors import ConfigError, SaveError, in_ranges
 from meshwright.log import logger
 
 PATIENCE = timedelta(hours=1)
+
+T = TypeVar("T")
 
 
 class HasTensors(Protocol):
@@ -46,63 +55,91 @@ class CheckpointManager:
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._staging, self._process = None, None
+        nonce = [new_nonce()]
+        dist.broadcast_object_list(nonce, group=self._group)
+        self._nonce, self._saves = nonce[0], 0
+        self._claim = Claim(folder, self._nonce)
+        self._retention = Retention(folder, config.keep_latest_k, config.keep_every_n_steps)
+        self._staging = None
         if config.enable and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
             self._in_flight: Future[None] | None = None
-            if config.async_mode == "process":
-                self._process = WriteProcess(self._staging)
 
     def __enter__(self) -> "CheckpointManager":
-        if self._process is not None:
-            self._writing.submit(self._process.start)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._wait()
+            self._retention.wait()
+            if kind is None:  # the first rank may delete for longer than a step may take
+                dist.barrier(group=self._group)
         except Exception as error:
             if kind is None:
                 raise
             logger.error("%s", error)  # and what ended the job goes on its way
         finally:
-            if self._process is not None:
-                self._process.close()
+            self.release()
 
-    def find(self) -> dict[str, Any] | None:
-        """The manifest of the checkpoint to resume from, every byte of which was compared with its
-        checksum, a part of the files on each rank; None if there is nothing to resume from.
+    def claim(self) -> None:
+        """Make this job the one that writes to the folder, until `release`; and begin to remove
+        what killed saves have left there.
 
-        Those that are damaged are named in the log, and passed over for the newest that is not.
+        Raises:
+            ConfigError: on every rank, if another job writes to it.
+        """
+        if self._config.enable:
+            self.tell(self._claim_folder)
+
+    def _claim_folder(self) -> None:
+        try:
+            make_folder(self._folder)
+            self._claim.take()
+            self._retention.clean_up()
+        except OSError as error:  # saves will say so, if they fail too
+            logger.warning(
+                "%s could not be claimed, so another job may write to it too: %s",
+                self._folder,
+                error,
+            )
+
+    def release(self) -> None:
+        """Let other jobs write to the folder."""
+        self._claim.give_back()
+
+    def find(self) -> Manifest | None:
+        """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
+
+        The first rank chooses, and tells the others. Each verifies a part of the files. Damaged
+        checkpoints are named in the log, and passed over for the newest good one. None: there is
+        none.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
-                not see the same checkpoints.
+                not share the folder.
         """
         if not self._config.enable:
             return None
-        damaged: dict[int, str] = {}
-        while True:
-            choice = commit.choose(self._folder, self._config.load_step, damaged)
-            steps = self._gather(choice.step)
-            if any(step != choice.step for step in steps):
-                raise ConfigError(
-                    "job.dump_folder",
-                    f"{self._folder}: ranks see different checkpoints there: {steps}"
-                    "\n  fix: put job.dump_folder on a file system that all machines share",
-                )
-            if choice.step is None:
-                return None
-            checkpoint = commit.step_folder(self._folder, choice.step)
-            names = sorted(choice.manifest["files"])
-            mine = names[dist.get_rank() :: dist.get_world_size()]
-            with commit.being_read(checkpoint):
-                wrong = self._gather(commit.verify(checkpoint, choice.manifest, mine))
-            if not any(wrong):
-                break
-            damaged[choice.step] = "; ".join(what for of_rank in wrong for what in of_rank)
+        token, damaged = None, dict[int, str]()
+        if self._is_first_rank and dist.get_world_size() > 1:
+            token = shared_folder.leave_token(self._folder)
+        try:
+            while True:
+                choice, token = self.tell(partial(self._choose, damaged, token))
+                if token is not None:
+                    self._check_shared(token)
+                if choice.step is None or choice.manifest is None:
+                    return None
+                checkpoint = commit.step_folder(self._folder, choice.step)
+                wrong = verify_on_ranks(checkpoint, choice.manifest, self._group)
+                if not wrong:
+                    break
+                damaged[choice.step] = wrong
+        finally:
+            if self._is_first_rank and token is not None:
+                shared_folder.remove_token(self._folder, token)
         if self._is_first_rank:
             for step, what in choice.passed_over.items():
                 logger.warning(
@@ -112,12 +149,47 @@ class CheckpointManager:
                 )
         return choice.manifest
 
+    def tell(self, find: Callable[[], T]) -> T:
+        """Return on every rank what `find` returns on the first, the only one to call it.
+
+        Raises:
+            ConfigError: on every rank, if `find` does.
+        """
+        told: list[Any] = [None]
+        if self._is_first_rank:
+            try:
+                told = [find()]
+            except ConfigError as error:
+                told = [error]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        if isinstance(told[0], ConfigError):
+            raise told[0]
+        return told[0]
+
+    def _choose(
+        self, damaged: Mapping[int, str], token: str | None
+    ) -> tuple[commit.Choice, str | None]:
+        return commit.choose(self._folder, self._config.load_step, damaged), token
+
+    def _check_shared(self, token: str) -> None:
+        """Raise on every rank unless all see the first rank's file."""
+        seen = self._gather((shared_folder.sees_token(self._folder, token), socket.gethostname()))
+        blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
+        hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
+        if blind:
+            raise ConfigError(
+                "job.dump_folder",
+                f"job.dump_folder: rank {in_ranges(blind)} (on {hosts}) does not see what rank 0 "
+                f"(on {seen[0][1]}) writes to {self._folder}"
+                "\n  fix: put job.dump_folder on a file system that all machines share",
+            )
+
     def _gather(self, mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine, group=self._group)
         return gathered
 
-    def load(self, state: HasTensors, manifest: Mapping[str, Any]) -> None:
+    def load(self, state: HasTensors, manifest: Manifest) -> None:
         """Restore `state` in place from the checkpoint that `find` found, without what
         `exclude_from_loading` leaves out: `state` is then not given it.
 
@@ -128,11 +200,11 @@ class CheckpointManager:
 
         Raises:
             ConfigError: if its index names anything but data, or a tensor is missing or has another
-                shape; `state` is as it was.
+                shape, and `state` is as it was; or if a later one cannot be set aside.
         """
         folder = commit.step_folder(self._folder, manifest["step"])
         start = time.perf_counter()
-        with commit.being_read(folder):
+        with being_read(folder):
             wanted = state.state_dict()
             reader = _open(folder)
             saved = reader.read_metadata().state_dict_metadata
@@ -155,14 +227,30 @@ class CheckpointManager:
                     )
             dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
+        self._set_aside_later(manifest["step"])
         if self._is_first_rank:
-            for path in commit.set_aside_later(self._folder, manifest["step"]):
-                logger.info("set aside a later checkpoint as %s", path)
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
             for part in {*self._config.exclude_from_loading} - excluded:
                 logger.info("%s was left out once, and is loaded now", part)
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
+
+    def _set_aside_later(self, step: int) -> None:
+        problem: list[str] = [""]
+        if self._is_first_rank:
+            try:
+                for path in set_aside_later(self._folder, step):
+                    logger.info("set aside a later checkpoint as %s", path)
+            except OSError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, group=self._group)
+        if problem[0]:
+            raise ConfigError(
+                "checkpoint.folder",
+                f"checkpoints after step {step} cannot be set aside: {problem[0]}; the next resume "
+                f"would take them for this job's\n  fix: make {self._folder} writable, or remove "
+                "them",
+            )
 
     def reserve(self, state: HasTensors) -> None:
         """Take the memory for saves in the background, in the background; once there is an
@@ -194,22 +282,26 @@ class CheckpointManager:
                 `on_save_failure` says so; else that is a warning.
         """
         if self._staging is None:
-            writer = CommittingWriter(self._folder, step, manifest)
+            writer = CommittingWriter(self._next_folder(step), manifest)
             self._write(step, state.state_dict(), writer, None, is_last)
             return
         self._wait()
+        unfinished = self._next_folder(step)
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        if self._process is None:
-            writer = CommittingWriter(self._folder, step, manifest, is_staged=True)
-        else:
-            writer = RemoteWriter(self._folder, step, manifest, self._process)
+        writer = CommittingWriter(unfinished, manifest, is_staged=True)
         self._in_flight = self._writing.submit(
             self._write, step, tensors, writer, self._staging, is_last
         )
         seconds = time.perf_counter() - start
         logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
+
+    def _next_folder(self, step: int) -> Path:
+        """Where to write a checkpoint; a name that no other save has."""
+        self._saves += 1
+        self._retention.nonce = f"{self._nonce}{self._saves:04x}"
+        return commit.unfinished_folder(self._folder, step, self._retention.nonce)
 
     @property
     def is_writing(self) -> bool:
@@ -259,7 +351,7 @@ class CheckpointManager:
         folder = commit.step_folder(self._folder, step)
         logger.info("saved %s in %.1f s", folder, time.perf_counter() - start)
         if self._is_first_rank:
-            self._retire()
+            self._retention.apply()
 
     def _give_up(self, step: int, error: CheckpointException, is_last: bool) -> None:
         """What a failed save leaves behind; every rank knows what failed on any."""
@@ -267,9 +359,12 @@ class CheckpointManager:
         if not all(isinstance(failure, OSError) for failure in failures.values()):
             raise RuntimeError(f"saving step {step}") from error
         if self._is_first_rank:
-            commit.discard(self._folder, step)
+            self._retention.nonce = ""
+            self._retention.clean_up()
         rank, failure = min(failures.items())
         what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"
+        if any(isinstance(failure, TakenOverError) for failure in failures.values()):
+            raise SaveError(f"{what}. This job ends: the other goes on")
         if is_last:
             raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
         if self._config.on_save_failure == "stop":
@@ -277,18 +372,6 @@ class CheckpointManager:
         steps = commit.saved_steps(self._folder)
         newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
         logger.warning("%s; training goes on; %s", what, newest)
-
-    def _retire(self) -> None:
-        """Delete what is no longer wanted; that it cannot be deleted harms no one."""
-        config = self._config
-        try:
-            spared = commit.retire(self._folder, config.keep_latest_k, config.keep_every_n_steps)
-        except OSError as error:
-            logger.warning("old checkpoints could not be deleted: %s", error)
-            return
-        for step in spared:
-            checkpoint = commit.step_folder(self._folder, step)
-            logger.info("%s is being read: it is deleted another time", checkpoint)
 
 
 def _open(checkpoint: Path) -> PlainReader:

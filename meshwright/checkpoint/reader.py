@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from meshwright.checkpoint.commit import is_file_name
 from meshwright.checkpoint.inert_pickle import Record
+from meshwright.checkpoint.manifest import is_file_name
 from meshwright.checkpoint.saved_tensors import is_tensor, read_index, read_tensor
 
 

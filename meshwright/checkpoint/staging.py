@@ -2,7 +2,6 @@
 goes on."""
 
 import mmap
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,20 +62,13 @@ def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
-def open_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """The memory behind `descriptor`."""
-    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-
-
 class Staging:
     """Memory for one copy, taken at the first save and used again for every other.
 
-    It is a file without a name, so that another process can be given it, and pinned where there
-    is a CUDA device. (Not in /dev/shm, which in containers is often of 64 MiB.)
+    It is pinned where there is a CUDA device.
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("meshwright-checkpoint")
         self.layout: Layout = {}
         self.num_bytes = 0
         self._memory: mmap.mmap | None = None
@@ -144,8 +136,7 @@ class Staging:
         if num_bytes != self.num_bytes:
             if self._memory is not None and torch.cuda.is_available():
                 torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
-            os.ftruncate(self.descriptor, num_bytes)
-            self._memory = open_memory(self.descriptor, num_bytes)
+            self._memory = mmap.mmap(-1, num_bytes)
             if torch.cuda.is_available():
                 address = _address(self._memory)
                 if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)):

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+HYPERPARAMETERS = "param_groups."
+"""torch's name for them in an optimizer's flat state."""
 
 
 class TrainingTensors:
@@ -27,12 +29,22 @@ class TrainingTensors:
         self._model, self._optimizer, self._rank = model, optimizer, rank
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that share memory with the model and the optimizer; RNG states are copies."""
+        """Tensors that share memory with the model and the optimizer; RNG states are copies.
+
+        Raises:
+            TypeError: if the optimizer keeps any state that is no tensor.
+        """
         model_state: dict[str, Any] = get_model_state_dict(self._model)
         state: dict[str, Tensor] = {MODEL + k: v for k, v in model_state.items()}
         for key, value in self._optimizer_state().items():
-            if isinstance(value, Tensor):
-                state[OPTIMIZER + key] = value
+            if key.startswith(HYPERPARAMETERS):
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"optimizer {key} is of type {type(value).__name__}: a checkpoint holds only "
+                    "tensors, and a resume would go on without it"
+                )
+            state[OPTIMIZER + key] = value
         state[f"{RNG}cpu.rank_{self._rank}"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             state[f"{RNG}cuda.rank_{self._rank}"] = torch.cuda.get_rng_state()

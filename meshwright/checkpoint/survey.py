@@ -3,12 +3,16 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from meshwright.errors import ConfigError
 
-NAME = re.compile(r"step-(\d+)(?:\.(unfinished|deleted|aside\d+))?")
+NAME = re.compile(
+    rf"{commit.STEP_FOLDER.pattern}(?:\.[0-9a-f]{{16}}(?=\.[ud]))?(?:\.(unfinished|deleted|aside\d+))?"
+)
+"""Those of earlier versions have no nonce."""
 STATES = {None: "complete", "unfinished": "unfinished", "deleted": "being deleted"}
 
 
@@ -21,7 +25,7 @@ class Entry:
     """complete, unfinished, being deleted, set aside, or damaged: and how."""
     num_bytes: int
     """Of the files that are there."""
-    manifest: dict[str, Any] | None
+    manifest: Manifest | None
     """None: it cannot be read."""
 
 
@@ -33,7 +37,7 @@ def find_entries(place: Place) -> list[Path]:
     """
     path = place.path
     place.check(path.is_dir(), "no such folder")
-    if (path / commit.MANIFEST).is_file() or NAME.fullmatch(path.name):
+    if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
         return [path]
     folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
     names = ", ".join(map(str, folders))
@@ -66,10 +70,12 @@ def look_at(path: Path) -> Entry:
     state = STATES.get(suffix, "set aside")
     if suffix in ("unfinished", "deleted"):
         return Entry(path, state, num_bytes, None)
-    manifest: dict[str, Any] | None = None
+    manifest: Manifest | None = None
     try:
-        manifest = commit.read_manifest(path)
+        manifest = read_manifest(path)
         commit.inspect(path)
-    except commit.DamagedError as error:
+    except DamagedError as error:
         state = f"{state}, damaged: {error.what}" if suffix else f"damaged: {error.what}"
+    except ConfigError:
+        state = "of a later version of meshwright"
     return Entry(path, state, num_bytes, manifest)

@@ -7,8 +7,8 @@ rotation) is the config's.
 
 from pathlib import Path
 
-from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
@@ -20,7 +20,7 @@ SHOWN = 10
 
 def is_torchtitan_folder(path: Path) -> bool:
     """Whether `path` looks like a step's folder of torchtitan's."""
-    return (path / INDEX).is_file() and not (path / commit.MANIFEST).exists()
+    return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
 def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
@@ -38,7 +38,7 @@ def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[st
         ) from None
     place.check(
         not any(name.startswith("rng.") for name in saved),
-        f"is a checkpoint of meshwright's that is damaged: it has no {commit.MANIFEST}",
+        f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",
         "name another step's folder",
     )
     shapes = args.parameter_shapes()

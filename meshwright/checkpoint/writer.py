@@ -21,6 +21,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.flushing import make_folder, sync_file
+from meshwright.checkpoint.manifest import FileRecord
 
 FLUSH_BYTES = 16 * 2**20
 COPY_AHEAD_BYTES = 10_000_000
@@ -30,27 +32,29 @@ COPY_AHEAD_BYTES = 10_000_000
 class WriteResults(list[WriteResult]):
     """What torch wants to know of what a rank wrote, and what we do."""
 
-    files: dict[str, commit.FileRecord]
+    files: dict[str, FileRecord]
 
 
 class CommittingWriter(dcp.FileSystemWriter):
-    """Writes to the unfinished checkpoint of `step`, and as its last act publishes that.
+    """Writes to the folder `unfinished`, and as its last act publishes that.
 
     Args:
-        manifest: what it is to hold beside the records of its files.
+        unfinished: as `commit.unfinished_folder` names it.
+        manifest: its content, apart from the records of files.
         is_staged: tensors are in host memory. Otherwise torch copies them from a GPU a few at a
             time, and waits for its current stream, which is the training's.
     """
 
     def __init__(
-        self, folder: Path, step: int, manifest: Mapping[str, Any], is_staged: bool = False
+        self, unfinished: Path, manifest: Mapping[str, Any], is_staged: bool = False
     ) -> None:
         super().__init__(
-            commit.unfinished_folder(folder, step),
+            unfinished,
+            sync_files=False,  # torch's way fails where there is no fsync
             per_thread_copy_ahead=0 if is_staged else COPY_AHEAD_BYTES,
         )
         self.fs: _ChecksummingFileSystem = _ChecksummingFileSystem()
-        self._folder, self._step, self._manifest = folder, step, manifest
+        self._unfinished, self._manifest = unfinished, manifest
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the folder to the first rank."""
@@ -58,9 +62,8 @@ class CommittingWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder; runs on the first rank, before any writes."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        commit.clean_up(self._folder)
-        commit.unfinished_folder(self._folder, self._step).mkdir()
+        make_folder(self._unfinished.parent)
+        self._unfinished.mkdir()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -79,7 +82,7 @@ class CommittingWriter(dcp.FileSystemWriter):
         for of_rank in results:
             assert isinstance(of_rank, WriteResults)
             files |= of_rank.files
-        commit.publish(self._folder, self._step, self._manifest, files)
+        commit.publish(self._unfinished, self._manifest, files)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing: torch's holds the folder's unfinished name, and a random number."""
@@ -101,7 +104,7 @@ class _ChecksummingFileSystem(FileSystem):
     """Keeps a record of every file that is written."""
 
     def __init__(self) -> None:
-        self.written: dict[str, commit.FileRecord] = {}
+        self.written: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(
@@ -132,6 +135,7 @@ class _ChecksummingStream(io.BufferedIOBase):
         self.crc32 = self._length = self._flushed = 0
         self.error: OSError | None = None
         """What torch.save may have hidden."""
+        self._path = Path(path)
         self._file = open(path, "wb")  # noqa: SIM115
 
     def write(self, data: Any) -> int:
@@ -146,7 +150,8 @@ class _ChecksummingStream(io.BufferedIOBase):
         if self._length - self._flushed >= FLUSH_BYTES:
             # has Linux begin to write them to the disk, which else is idle until the fsync
             length = self._length - self._flushed
-            os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is advice, which some file systems do not take
+                os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
             self._flushed = self._length
         return len(view)
 
@@ -154,13 +159,17 @@ class _ChecksummingStream(io.BufferedIOBase):
         if not self._file.closed:
             self._file.flush()
 
-    def fileno(self) -> int:
-        self.flush()  # torch syncs .metadata without having flushed it
-        return self._file.fileno()
-
     def tell(self) -> int:
         return self._length
 
     def close(self) -> None:
-        self._file.close()
+        if not self._file.closed:
+            try:
+                self._file.flush()
+                sync_file(self._file.fileno(), self._path)
+            except OSError as error:
+                self.error = self.error or error
+                raise
+            finally:
+                self._file.close()
         super().close()

@@ -11,12 +11,13 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import being_read, find_checkpoint, read_manifest
+from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.hf_folder import Place
-from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
+from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.survey import Entry, find_entries, look_at
 from meshwright.cli.plain_text import align, flatten, human_bytes
 from meshwright.errors import ConfigError
@@ -53,12 +54,12 @@ def main(arguments: Sequence[str]) -> None:
             case "ls":
                 _list(Place("FOLDER", given.folder))
             case "show":
-                _show(_find("CHECKPOINT", given.checkpoint), given.tensors)
+                _show(Place("CHECKPOINT", given.checkpoint), given.tensors)
             case "verify":
                 _exit_unless(_verify(Place("CHECKPOINT_OR_FOLDER", given.folder)))
             case "diff":  # torch is loaded for it alone
                 diff = resolve_name("meshwright.cli.checkpoint_diff:diff")
-                _exit_unless(diff(_find("A", given.a), _find("B", given.b), given.tensors))
+                _exit_unless(diff(Place("A", given.a), Place("B", given.b), given.tensors))
     except BrokenPipeError:  # of head, which has seen enough
         sys.stderr.close()
     except OSError as error:  # what may not be read, or is no longer there
@@ -68,13 +69,6 @@ def main(arguments: Sequence[str]) -> None:
 def _exit_unless(is_good: bool) -> None:
     if not is_good:
         sys.exit(1)
-
-
-def _find(key: str, path: Path) -> Place:
-    place = find_checkpoint(Place(key, path))
-    if place is None:
-        raise ConfigError("", f"{key} = {str(path)!r}: holds no checkpoint")
-    return place
 
 
 def _list(place: Place) -> None:
@@ -95,7 +89,7 @@ def _row(entry: Entry) -> tuple[object, ...]:
     if entry.manifest is None:
         return entry.path.name, _date(entry.path), size, "-", "-", "-"
     tokens = f"{entry.manifest['tokens_seen']:,}"
-    when = _date(entry.path / commit.MANIFEST)
+    when = _date(entry.path / MANIFEST)
     return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
 
 
@@ -103,7 +97,7 @@ def _date(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _loss(manifest: dict[str, Any]) -> str:
+def _loss(manifest: Manifest) -> str:
     return "not-finite" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
 
 
@@ -113,14 +107,17 @@ def _mesh(mesh: dict[str, int]) -> str:
 
 
 def _show(place: Place, with_tensors: bool) -> None:
-    with being_read(place):
-        manifest = read_manifest(place)
-        entry = look_at(place.path)
+    with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
+        entry = look_at(found.path)
         try:
-            tensors = read_saved_tensors(place.path)
+            tensors = read_saved_tensors(found.path)
         except (OSError, ValueError) as error:
-            place.check(False, f"the index of its tensors cannot be read: {error}")
-        print(align(list(_facts(entry, manifest, tensors))))
+            found.check(False, f"the index of its tensors cannot be read: {error}")
+        try:
+            facts = list(_facts(entry, manifest, tensors))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # whoever made it lied
+            found.check(False, f"{MANIFEST} makes no sense: {error}")
+        print(align(facts))
     if with_tensors:
         rows = [
             (name, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.num_bytes)
@@ -130,16 +127,16 @@ def _show(place: Place, with_tensors: bool) -> None:
 
 
 def _facts(
-    entry: Entry, manifest: dict[str, Any], tensors: dict[str, SavedTensor]
+    entry: Entry, manifest: Manifest, tensors: dict[str, SavedTensor]
 ) -> Iterator[tuple[str, object]]:
     yield "checkpoint", entry.path
     yield "state", f"{entry.state} (content: meshwright checkpoint verify)"
-    yield "saved", _date(entry.path / commit.MANIFEST)
+    yield "saved", _date(entry.path / MANIFEST)
     yield "step", manifest["step"]
     yield "tokens seen", f"{manifest['tokens_seen']:,}"
     yield "loss", _loss(manifest)
     parameters = sum(t.numel for name, t in tensors.items() if name.startswith("model."))
-    yield "model", f"{manifest.get('model_name', 'unknown')}, {parameters:,} parameters"
+    yield "model", f"{manifest['model_name']}, {parameters:,} parameters"
     for key, value in flatten(manifest["model_args"]).items():
         yield f"  {key}", value
     if manifest["frozen"]:
@@ -147,7 +144,7 @@ def _facts(
     yield "mesh", f"{_mesh(manifest['mesh'])} ({math.prod(manifest['mesh'].values())} ranks)"
     for name, version in manifest["versions"].items():
         yield name, version
-    yield "tokenizer", manifest.get("tokenizer_path", "unknown")
+    yield "tokenizer", manifest["tokenizer_path"] or "unknown"
     yield from _data(manifest)
     for role in ROLES:
         of_role = [t for name, t in tensors.items() if name.startswith(f"{role}.")]
@@ -156,12 +153,12 @@ def _facts(
         yield f"{role} tensors", f"{len(of_role)}, {size}, {types}" if of_role else "none"
     files = manifest["files"]
     size = human_bytes(sum(record["bytes"] for record in files.values()))
-    yield "files", f"{len(files)}, {size}, beside {commit.MANIFEST}"
+    yield "files", f"{len(files)}, {size}, beside {MANIFEST}"
     for name, record in files.items():
         yield f"  {name}", f"{record['bytes']:,} bytes, crc32 {record['crc32']}"
 
 
-def _data(manifest: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
     """Where in the data it stands: samples taken of each source, and epochs where known."""
     data, content = manifest["data"], manifest["data_content"]
     yield "samples", f"{data.get('sample', 0):,}"
@@ -200,8 +197,8 @@ def _verify(place: Place) -> bool:
 def _damage(checkpoint: Path) -> list[str]:
     """All that is wrong with it."""
     try:
-        with commit.being_read(checkpoint):
-            manifest = commit.read_manifest(checkpoint)
+        with being_read(checkpoint):
+            manifest = commit.inspect(checkpoint)
             return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
-    except commit.DamagedError as error:
+    except DamagedError as error:
         return [error.what]

@@ -4,34 +4,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.checkpoint.compare import Difference, compare_tensors
-from meshwright.checkpoint.find import being_read, read_manifest
+from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.plain_text import align
 from meshwright.config.changes import ABSENT, differences
 
-OF_FILES = ("files", "crc32")
-"""Keys of the manifest that say how it is stored: on other meshes in other files."""
+APART = ("files", "crc32", "config")
+"""Keys of the manifest that say how it is stored, on other meshes in other files; and one that is
+compared by itself."""
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
 
 
 def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
-    """Print in what they differ; whether they do not.
+    """Print in what they differ; return whether they do not.
 
     Raises:
-        ConfigError: if one cannot be read.
+        ConfigError: if there is no checkpoint, or it is damaged.
     """
-    print(f"A: {a.path}\nB: {b.path}")
-    with being_read(a), being_read(b):
-        manifests = read_manifest(a), read_manifest(b)
-        are_equal = tensors_alone or _diff_manifests(*manifests)
-        return _diff_tensors(a, b) and are_equal
+    with open_checkpoint(a, print) as of_a, open_checkpoint(b, print) as of_b:
+        print(f"A: {of_a.place.path}\nB: {of_b.place.path}")
+        are_equal = tensors_alone or _diff_manifests(of_a.manifest, of_b.manifest)
+        return _diff_tensors(of_a.place, of_b.place) and are_equal
 
 
-def _diff_manifests(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    configs = [manifest.pop("config") for manifest in (a, b)]
-    others = [{k: v for k, v in m.items() if k not in OF_FILES} for m in (a, b)]
+def _diff_manifests(a: Manifest, b: Manifest) -> bool:
+    configs = [manifest["config"] for manifest in (a, b)]
+    others = [{k: v for k, v in m.items() if k not in APART} for m in (a, b)]
     are_equal = _diff_tables("manifest", *others)
     return _diff_tables("config", *configs) and are_equal
 

@@ -2,7 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright import hardware
-from meshwright.checkpoint.find import find_checkpoint, read_manifest, saved_args
+from meshwright.checkpoint.find import find_candidates, open_checkpoint, saved_args
 from meshwright.checkpoint.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -24,7 +26,7 @@ from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
-from meshwright.generation import generate, greedy, sampler
+from meshwright.generation import NotFiniteError, generate, greedy, sampler
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.specs import MODELS
@@ -65,44 +67,64 @@ def main(arguments: Sequence[str]) -> None:
     check(is_finite, "--temperature", given.temperature, "must be 0 or more")
     check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
     check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
-    source = _open(Place(KEY, given.source), given.tokenizer)
+    with _open(Place(KEY, given.source), given.tokenizer) as source:
+        prompt = _encode(source, given.prompt)
+        model = _build(source, len(prompt) + given.max_new_tokens, given.dtype)
+    is_greedy = given.temperature == 0
+    choose = greedy if is_greedy else sampler(given.temperature, given.top_p, given.seed)
+    follow = partial(generate, max_new_tokens=given.max_new_tokens, choose=choose, stop=source.stop)
+    _print_text(source, given.prompt, follow(model, prompt))
+
+
+def _encode(source: Source, text: str) -> list[int]:
     tokenizer = source.tokenizer
     prompt = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompt += tokenizer.encode(given.prompt)
-    check(bool(prompt), "--prompt", given.prompt, "is no token, and the tokenizer has no BOS")
+    prompt += tokenizer.encode(text)
+    check(bool(prompt), "--prompt", text, "is no token, and the tokenizer has no BOS")
     check(
         max(prompt) < source.args.vocab_size,
         "--prompt",
-        given.prompt,
+        text,
         f"has token {max(prompt)}, and the model a vocabulary of {source.args.vocab_size}",
         "name the tokenizer that the model was trained with: --tokenizer PATH",
     )
-    model = _build(source, len(prompt) + given.max_new_tokens, given.dtype)
-    is_greedy = given.temperature == 0
-    choose = greedy if is_greedy else sampler(given.temperature, given.top_p, given.seed)
-    new: list[int] = []
-    shown = tokenizer.decode(tokenizer.encode(given.prompt))
+    return prompt
+
+
+def _print_text(source: Source, prompt: str, tokens: Iterator[int]) -> None:
+    """Print `prompt` and what `tokens` stand for, as they come."""
+    tokenizer, new = source.tokenizer, list[int]()
+    shown = tokenizer.decode(tokenizer.encode(prompt))
     print(shown, end="", flush=True)
-    follow = partial(generate, max_new_tokens=given.max_new_tokens, choose=choose, stop=source.stop)
-    for token in follow(model, prompt):
-        if token in source.stop:
-            break
-        new.append(token)
-        text = tokenizer.decode([*tokenizer.encode(given.prompt), *new])
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete yet
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    text = tokenizer.decode([*tokenizer.encode(given.prompt), *new])
+    try:
+        for token in tokens:
+            if token in source.stop:
+                break
+            new.append(token)
+            text = tokenizer.decode([*tokenizer.encode(prompt), *new])
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be incomplete yet
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+    except NotFiniteError as error:
+        print(flush=True)
+        raise ConfigError("", f"{KEY}: {error}\n  fix: generate from another checkpoint") from None
+    text = tokenizer.decode([*tokenizer.encode(prompt), *new])
     print(text[len(shown) :])
 
 
-def _open(place: Place, tokenizer_path: str | None) -> Source:
-    found = find_checkpoint(place)
-    if found is not None:
-        manifest = read_manifest(found)
+@contextmanager
+def _open(place: Place, tokenizer_path: str | None) -> Iterator[Source]:
+    """Give the model that `place` means; a checkpoint is verified, and held meanwhile."""
+    if not find_candidates(place):
+        yield _open_hf(place, tokenizer_path)
+        return
+    with open_checkpoint(place, partial(print, file=sys.stderr)) as (found, manifest):
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
         args = saved_args(found, manifest, saved_spec(found, manifest).args)
-        return Source(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
+        yield Source(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
+
+
+def _open_hf(place: Place, tokenizer_path: str | None) -> Source:
     place.check(place.path.is_dir(), "no such folder")
     place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}")
     family = place.read_json(CONFIG).get("model_type")

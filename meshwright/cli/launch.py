@@ -5,18 +5,23 @@ python -m meshwright.cli.launch TORCHRUN_ARGUMENTS train.py --job.config_file CO
 
 import os
 import signal
+from types import FrameType
 
-from meshwright.errors import EXIT_STOPPED
-from meshwright.supervise import STOP_SIGNALS
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.supervise import stop_signals
 
 
 def main() -> None:
     """Run the job. What asks it to stop before there is a rank ends it here."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: os._exit(EXIT_STOPPED))
+    for number in stop_signals():
+        signal.signal(number, _end)
     from meshwright.cli.torchrun import launch  # takes seconds, for torch
 
     launch()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ COMMANDS = {
     ),
     "export": (
         "meshwright.cli.export:main",
-        "CHECKPOINT OUT [--dtype bfloat16|float32] [--max-shard-size 5GB] [--tokenizer PATH]",
+        "CHECKPOINT OUT [--dtype bfloat16|float32] [--max-shard-size 5GB] "
+        "[--tokenizer PATH]\n      [--without-tokenizer]",
         "a checkpoint as a model folder of Hugging Face, compared with it before it gets its name",
     ),
     "generate": (

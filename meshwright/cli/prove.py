@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.config.checks import check_divisible, check_sections
+from meshwright.config.checks import check_divisible
+from meshwright.config.conditions import check_contradictions
 from meshwright.config.loader import config_errors, load_config
 from meshwright.parallelisms.pipeline_split import assign_modules
 from meshwright.preflight import resolve_model
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(arguments)
     config, provenance = load_config(overrides)
     with config_errors(provenance):
-        check_sections(config)
+        check_contradictions(config)
         _, args = resolve_model(config)
         check_divisible(config, args.table)
         assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)

@@ -1,24 +1,21 @@
 """What goes with a checkpoint besides its tensors: the model's family and the tokenizer."""
 
-from typing import Any
-
 from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
 from meshwright.models.family import Family
 from meshwright.specs import MODELS
 
 
-def saved_spec(place: Place, manifest: dict[str, Any]) -> Family:
+def saved_spec(place: Place, manifest: Manifest) -> Family:
     """The family of the model that a checkpoint is of."""
-    name = manifest.get("model_name")
+    name = manifest["model_name"]
     place.check(name in MODELS, f"is of a model {name!r}, which is not known here")
-    return MODELS[str(name)]
+    return MODELS[name]
 
 
-def open_tokenizer(
-    place: Place, manifest: dict[str, Any], given: str | None
-) -> tuple[Tokenizer, str]:
+def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple[Tokenizer, str]:
     """The tokenizer that the checkpoint was trained with, and its path.
 
     Args:
@@ -27,14 +24,14 @@ def open_tokenizer(
     Raises:
         ConfigError: if it is not there, or another.
     """
-    path = given or str(manifest.get("tokenizer_path", ""))
+    path = given or manifest["tokenizer_path"]
     fix = "name the tokenizer that it was trained with: --tokenizer PATH"
     try:
         tokenizer = build_tokenizer(path)
     except ConfigError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
-    trained_with = manifest["data_identity"]["model.tokenizer_path"]
+    trained_with = manifest["data_identity"].get("model.tokenizer_path")
     check(
         tokenizer.fingerprint == trained_with,
         "--tokenizer",

@@ -17,11 +17,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import EXIT_CONFIG, EXIT_SAVE, EXIT_STOPPED, EXIT_TRAINING, ConfigError
-from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, STOP_SIGNALS
+from meshwright.errors import (
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_SAVE,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    ConfigError,
+)
+from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, stop_signals
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)
 """What the ranks have said themselves."""
+INTERRUPTED = signal.SIGINT.name
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """It ends the ranks that are left, by a signal that they may take time over."""
 
@@ -37,24 +45,25 @@ def launch() -> None:
         request = Path(folder) / "stop"
         os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, lambda number, _: _ask_to_stop(request, number))
-        others = "SIGINT,SIGHUP,SIGQUIT"  # for torchrun to handle
+        others = "SIGHUP,SIGQUIT"  # for torchrun to handle
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         try:
             run(args)
         except ChildFailedError as error:
             _report(error, is_asked=request.exists(), args=args)
         except SignalException as signalled:
-            sys.exit(128 + signalled.sigval)
+            sys.exit(EXIT_INTERRUPTED if str(signalled) == INTERRUPTED else 128 + signalled.sigval)
 
 
 def _ask_to_stop(request: Path, number: int) -> None:
-    if request.exists():
-        raise SignalException("a second signal", signal.SIGKILL)  # torchrun sends it on
-    if not any(request.parent.iterdir()):  # where torchrun makes a folder before it starts ranks
-        sys.exit(EXIT_STOPPED)  # it waits for other machines, for minutes
     name = signal.Signals(number).name
+    if request.exists():
+        raise SignalException(name, signal.SIGKILL)  # torchrun sends it on
+    if not any(request.parent.iterdir()):  # where torchrun makes a folder before it starts ranks
+        # it waits for other machines, for minutes
+        sys.exit(EXIT_INTERRUPTED if name == INTERRUPTED else EXIT_STOPPED)
     unfinished = request.with_suffix(".new")
     unfinished.write_text(name, "ascii")
     unfinished.rename(request)  # never seen empty

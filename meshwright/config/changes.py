@@ -71,7 +71,7 @@ EFFECTS: dict[str, Effect] = {
         bad_steps="policy spike_std spike_window",
         training="mask_documents global_batch_size max_norm steps dtype mixed_precision_param "
         "fp32_modules mixed_precision_reduce",
-        optimizer="name lr beta1 beta2 eps weight_decay",
+        optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
         parallelism="fsdp_reduce_gradients",
         checkpoint="exclude_from_loading",
@@ -149,10 +149,14 @@ def changes(
             yield inner._replace(old=ABSENT)
 
 
+BEFORE_THE_KEY = {"optimizer.decay_norm_and_bias": True}
+"""What a job did that was saved before there was the key, where that is not today's default."""
+
+
 def config_defaults() -> dict[str, Any]:
-    """Of every section and every key, by dotted key."""
+    """Return the meaning of every section and key that a saved config lacks, by dotted key."""
     sections = to_json(JobConfig())
     keys = {
         f"{name}.{key}": value for name, table in sections.items() for key, value in table.items()
     }
-    return sections | keys
+    return sections | keys | BEFORE_THE_KEY

@@ -7,7 +7,9 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -15,9 +17,30 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import PydanticCustomError
+
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def check_is_path(value: str) -> str:
+    """Refuse an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
+    if match := ADDRESS.match(value):
+        raise ValueError(
+            f"{match[0]} begins an address, and a path of this machine's file systems is needed"
+            "\n  fix: "
+            + (
+                "leave out file://"
+                if match[1].lower() == "file"
+                else "mount it as a file system, or copy it, and name the path"
+            )
+        )
+    return value
+
+
+LocalPath = Annotated[str, AfterValidator(check_is_path)]
 
 INPUT_PATH = "input path"
-InputPath = Annotated[str, INPUT_PATH]
+InputPath = Annotated[LocalPath, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
@@ -53,7 +76,7 @@ class Job(Section):
     config_file: InputPath = ""
     """TOML to read (command line only)."""
 
-    dump_folder: Annotated[str, Field(min_length=1), OUTPUT_PATH] = "./outputs"
+    dump_folder: Annotated[LocalPath, Field(min_length=1), OUTPUT_PATH] = "./outputs"
     """Folder for checkpoints, logs, metrics and the resolved config; relative to the working
     directory. Starting again in the same folder resumes if `checkpoint.enable`; else it starts
     over, and metrics.jsonl with it."""
@@ -165,7 +188,7 @@ class Training(Source):
     are dealt out to them, so that there are no more than files. Best a multiple or a divisor of
     the global batch: a rank then reads no more than it needs."""
 
-    token_cache_folder: Annotated[str, OUTPUT_PATH] = ""
+    token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
     local_batch_size: PositiveInt = 8
@@ -231,6 +254,20 @@ class Validation(Source):
     """Several datasets, each with its own loss, instead of `dataset` and what goes with it."""
 
 
+class ParameterGroup(Section):
+    """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: Annotated[list[str], Field(min_length=1)]
+    """Glob patterns of parameter names: ["tok_embeddings.*"], ["layers.[01].*", "*norm.weight"]. A
+    parameter is in the first group that matches it."""
+
+    lr_scale: PositiveFloat = 1.0
+    """Factor on the learning rate of every step."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """Instead of the parameter's usual one. Absent: the usual one."""
+
+
 class Optimizer(Section):
     """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
@@ -250,7 +287,14 @@ class Optimizer(Section):
     """Added to the denominator."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Applied to every parameter."""
+    """Of parameters with two dimensions: matrices and embeddings."""
+
+    decay_norm_and_bias: bool = False
+    """Apply weight decay to parameters with one dimension too: weights of norms, biases."""
+
+    groups: list[ParameterGroup] = []
+    """Parameters, by name, with a learning rate or a weight decay of their own. The first group
+    that matches a parameter counts."""
 
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
@@ -291,7 +335,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the peak that the decay ends at."""
+    """Fraction of the peak that the decay ends at, one step after the last: a decay to 0 leaves the
+    last step a rate above 0."""
 
 
 class Parallelism(Section):
@@ -398,13 +443,19 @@ class Compile(Section):
     """Backend of torch.compile; all but inductor are for finding faults."""
 
 
+def _no_write_process(mode: object) -> object:
+    if mode == "process":
+        raise PydanticCustomError("removed", 'was removed, as it was no faster: write "thread"')
+    return mode
+
+
 class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
     enable: bool = False
     """Save, and resume from what the dump folder holds."""
 
-    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
+    folder: Annotated[LocalPath, Field(min_length=1)] = "checkpoint"
     """Folder inside `job.dump_folder`."""
 
     interval: PositiveInt = 500
@@ -419,9 +470,11 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
-    async_mode: Literal["disabled", "thread", "process"] = "disabled"
-    """Write checkpoints while training goes on, from a copy in host memory as large as the rank's
-    part: in a thread of the rank, or in a process of its own, which does not slow its Python."""
+    async_mode: Annotated[Literal["disabled", "thread"], BeforeValidator(_no_write_process)] = (
+        "disabled"
+    )
+    """Write checkpoints while training goes on: a thread of each rank writes from a copy in host
+    memory, as large as the rank's part."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
     """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
@@ -452,7 +505,7 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
-    save_tb_folder: Annotated[str, Field(min_length=1)] = "tb"
+    save_tb_folder: Annotated[LocalPath, Field(min_length=1)] = "tb"
     """Folder for them inside `job.dump_folder`."""
 
     enable_wandb: bool = False
@@ -465,7 +518,7 @@ class Profiling(Section):
     enable_profiling: bool = False
     """Write traces."""
 
-    save_traces_folder: Annotated[str, Field(min_length=1)] = "profile_traces"
+    save_traces_folder: Annotated[LocalPath, Field(min_length=1)] = "profile_traces"
     """Folder for them inside `job.dump_folder`."""
 
     profile_freq: PositiveInt = 10

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from meshwright.config.job_config import (
+    ADDRESS,
     BYTES,
     INPUT_PATH,
     MODULE_OBJECT,
@@ -176,6 +177,8 @@ def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
                 value = "true"
             else:
                 raise ConfigError("", f"--{name}: needs a value")
+        if key in overrides:
+            raise ConfigError("", f"--{name}: given twice\n  fix: leave out one of the two")
         overrides[key] = value
     return overrides
 
@@ -241,6 +244,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
         field = _field(key)
         if field is None or not (isinstance(value, str) and value):
             continue
+        if ADDRESS.match(value):  # refused as it was written
+            continue
         if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
             raw[name] = os.path.normpath(folder / Path(value).expanduser())
         elif OUTPUT_PATH in field.metadata:
@@ -259,7 +264,8 @@ def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
         kind = "key" if tables else "section"
         valid = [".".join([*tables, field]) for field in section.model_fields]
         return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(key, valid)}"
-    message = mistake["msg"][0].lower() + mistake["msg"][1:]
+    message = mistake["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
     return f"{prefix}{key} = {mistake['input']!r}: {message}"
 
 

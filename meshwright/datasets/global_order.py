@@ -140,7 +140,8 @@ class GlobalOrder:
         """
         is_asked_for = self._sample % self._batch in self._slots
         source = self._mixture.draw()
-        samples, index = self._samples[source], self._counts[source] - 1
+        samples = self._samples[source]
+        index = self._before[source] + self._mixture.counts[source] - 1
         sample = None
         if isinstance(samples, CachedSamples):
             if self._max_epochs and index >= self._max_epochs * samples.samples_per_epoch:

@@ -1,8 +1,9 @@
 """Which source each sample of a mixture comes from."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 
 
 class Mixture:
@@ -15,27 +16,55 @@ class Mixture:
 
     Args:
         weights: any positive numbers; what counts is their ratio, exact in their decimal digits.
-        counts: draws so far, by source.
+        counts: draws so far, by source, as draws with these weights made them.
     """
 
     def __init__(self, weights: Sequence[float], counts: Sequence[int] = ()) -> None:
         fractions = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(fraction.denominator for fraction in fractions))
-        self._weights = [int(fraction * scale) for fraction in fractions]
-        self._total = sum(self._weights)
-        self._slack = Fraction(self._total, max(2 * len(weights) - 2, 1))
+        whole = [int(fraction * scale) for fraction in fractions]
         self.counts = list(counts) or [0] * len(weights)
+        self._sources = _draws(whole, self.counts)
 
     def draw(self) -> int:
         """The source of the next sample."""
-        n = sum(self.counts) + 1
-        if len(self.counts) == 1:
-            self.counts[0] = n
-            return 0
-        # all in units of 1 / total: how far each is behind its share once n are drawn
-        pairs = zip(self._weights, self.counts, strict=True)
-        behind = [weight * n - count * self._total for weight, count in pairs]
-        late = [k for k, distance in enumerate(behind) if distance >= self._slack]
-        chosen = min(late, key=lambda k: (self._total - self._slack - behind[k]) / self._weights[k])
-        self.counts[chosen] += 1
-        return chosen
+        source = next(self._sources)
+        self.counts[source] += 1
+        return source
+
+
+def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
+    """Yield the sources of all draws that follow `counts`, without end.
+
+    A task is to draw source k, of weight w, once more after c times. With the total weight T and
+    d = 2K - 2, the task is open from draw T(cd + 1) / (wd) on, and due at T((c + 1)d - 1) / (wd).
+    Each draw does the open task that is due first; of equals, that of the first source. Two heaps
+    find it in log K steps, without a look at every source.
+    """
+    sources, total, n = len(weights), sum(weights), sum(counts)
+    d = max(2 * sources - 2, 1)
+    count = list(counts)
+    # Heaps of single numbers, as they are compared much faster than tuples: value * K + k.
+    # What all dues share, T / d, is left out; the multiple makes them whole.
+    multiple = math.lcm(*weights)
+    due_step = [multiple // weight * d * sources for weight in weights]
+    due = [
+        multiple // weight * ((c + 1) * d - 1) * sources + k
+        for k, (weight, c) in enumerate(zip(weights, count, strict=True))
+    ]
+
+    def opens(k: int) -> int:
+        """The first draw, rounded up, at which the next task of source k is open; with k."""
+        return -(-total * (count[k] * d + 1) // (weights[k] * d)) * sources + k
+
+    waiting, ready = [opens(k) for k in range(sources)], list[int]()
+    heapify(waiting)
+    while True:
+        n += 1
+        while waiting and waiting[0] < (n + 1) * sources:
+            heappush(ready, due[heappop(waiting) % sources])
+        k = heappop(ready) % sources
+        count[k] += 1
+        due[k] += due_step[k]
+        heappush(waiting, opens(k))
+        yield k

@@ -39,6 +39,8 @@ class StreamedSource:
     """Documents that are shuffled together."""
     outline: str
     """Hash of its settings and of the names and sizes of its files."""
+    sampled: str = ""
+    """Hash of a little of their content."""
 
     @property
     def content(self) -> str:
@@ -139,4 +141,5 @@ def _open(
         num_shards=min(training.stream_shards, documents.max_shards),
         window=training.shuffle_window,
         outline=recipe.outline(),
+        sampled=recipe.sampled(),
     )

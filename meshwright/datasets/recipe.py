@@ -9,7 +9,7 @@ from meshwright.datasets import find_dataset
 from meshwright.datasets.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.sources import Documents, fingerprint
+from meshwright.datasets.sources import Documents, fingerprint, sampled
 from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.errors import ConfigError
 
@@ -49,6 +49,12 @@ class Recipe:
         spec = find_dataset(self.entry.source.dataset)
         assert spec is not None
         return fingerprint(self.entry, spec.files(self.entry), is_portable=True)
+
+    def sampled(self) -> str:
+        """Hash of a little of the documents' content, for files that differ in nothing else."""
+        spec = find_dataset(self.entry.source.dataset)
+        assert spec is not None
+        return sampled(spec.files(self.entry))
 
     def identity(self) -> str:
         """Hash of the documents, the tokenizer and the chat template."""

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
@@ -29,15 +29,21 @@ def row_reader(entry: Entry) -> ToDocument:
             document = function(row) if function else row[column]
         except Exception as error:  # whatever the user's function raises
             raise entry.error(key, f"{which}: {type(error).__name__}: {error}") from error
-        if not isinstance(document, str) and not _are_messages(document):
-            raise entry.error(
-                key,
-                f"{which} holds {_shortened(document)}, which is neither text nor a list of "
-                "{role, content}",
-            )
+        if not is_document(document):
+            raise entry.error(key, f"{which} holds {no_document(document)}")
         return document
 
     return to_document
+
+
+def is_document(value: object) -> TypeGuard[Document]:
+    """Whether it is a text or a conversation."""
+    return isinstance(value, str) or _are_messages(value)
+
+
+def no_document(value: object) -> str:
+    """How an error calls it."""
+    return f"{shortened(value)}, which is neither text nor a list of {{role, content}}"
 
 
 def _are_messages(value: object) -> bool:
@@ -49,7 +55,7 @@ def _are_messages(value: object) -> bool:
     )
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 

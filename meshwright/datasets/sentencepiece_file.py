@@ -1,8 +1,11 @@
 """The `tokenizer.model` of Llama 2: a sentencepiece model."""
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -11,6 +14,20 @@ from numpy.typing import NDArray
 from meshwright.datasets.well_formed import well_formed
 
 SPACE = "\u2581"  # a space in a piece
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a sentencepiece model treats text. Source: sentencepiece_model.proto."""
+
+    is_unigram: bool
+    """Otherwise it is a BPE."""
+    has_byte_fallback: bool
+    charsmap: bytes
+    """Characters to be replaced, in sentencepiece's own form."""
+    has_dummy_prefix: bool
+    """A space is put before a text."""
+    drops_extra_spaces: bool
 
 
 class SentencePieceTokenizer:
@@ -23,6 +40,8 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._model.vocab_size()
         self.bos_id = _id_or_none(self._model.bos_id())
         self.eos_id = _id_or_none(self._model.eos_id())
+        self.unknown_id = _id_or_none(self._model.unk_id())
+        self._content = content
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64]:
@@ -37,6 +56,52 @@ class SentencePieceTokenizer:
         piece: str = self._model.id_to_piece(token_id)
         return len(piece.replace(SPACE, " ").encode("utf-8"))
 
+    @property
+    def pieces(self) -> list[tuple[str, float]]:
+        """Each id's piece and score."""
+        model = self._model
+        return [(model.id_to_piece(i), model.get_score(i)) for i in range(self.vocab_size)]
+
+    def is_usual(self, token_id: int) -> bool:
+        """Whether the piece is found in text as it stands: it is not special, nor of a byte."""
+        model = self._model
+        return not (
+            model.is_control(token_id)
+            or model.is_unknown(token_id)
+            or model.is_byte(token_id)
+            or model.is_unused(token_id)
+        )
+
+    @property
+    def special_pieces(self) -> dict[int, str]:
+        """Pieces that are never found in text, by id."""
+        model = self._model
+        return {
+            i: model.id_to_piece(i)
+            for i in range(self.vocab_size)
+            if model.is_control(i) or model.is_unknown(i)
+        }
+
+    @cached_property
+    def settings(self) -> Settings:
+        """How the model treats text, as its file says.
+
+        Raises:
+            ValueError: if the file cannot be read.
+        """
+        fields = dict(_read_fields(self._content))  # of several pieces the last, which is not used
+        trainer, normalizer = (dict(_read_fields(fields.get(key, b""))) for key in (2, 3))
+        kind = trainer.get(3, 1)
+        if kind not in (1, 2):
+            raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
+        return Settings(
+            is_unigram=kind == 1,
+            has_byte_fallback=bool(trainer.get(35, 0)),
+            charsmap=normalizer.get(2, b""),
+            has_dummy_prefix=bool(normalizer.get(3, 1)),
+            drops_extra_spaces=bool(normalizer.get(4, 1)),
+        )
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(well_formed(text))
         return ids
@@ -44,6 +109,37 @@ class SentencePieceTokenizer:
     def decode(self, ids: list[int]) -> str:
         text: str = self._model.decode(ids)
         return text
+
+
+def _read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a protocol buffer: bytes, or for a varint an int.
+
+    Source: https://protobuf.dev/programming-guides/encoding.
+    """
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    try:
+        while place < len(message):
+            key = varint()
+            if key & 7 == 0:
+                yield key >> 3, varint()
+                continue
+            length = {1: 8, 5: 4}.get(key & 7) or varint()
+            yield key >> 3, message[place : place + length]
+            place += length
+    except IndexError:
+        raise ValueError("it is cut off") from None
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
+from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, row_reader
 from meshwright.errors import ConfigError, check
 
@@ -94,21 +95,30 @@ class _IndexReader:
 class StreamedRows:
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
-    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
+    def __init__(
+        self, rows: Any, entry: Entry, to_document: ToDocument, files: Sequence[str]
+    ) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self.max_shards = self.parts = rows.num_shards
+        self._files = files
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         rows = self._rows.shard(num_shards, shard)
         if state is not None:
             rows.load_state_dict(state)
-        return _RowReader(rows, self._entry, self._to_document)
+        # as `datasets` deals them out: in order, the first shards one more
+        size, more = divmod(len(self._files), num_shards)
+        begin = shard * size + min(shard, more)
+        files = self._files[begin : begin + size + (shard < more)]
+        return _RowReader(rows, self._entry, self._to_document, files)
 
 
 class _RowReader:
-    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
+    def __init__(
+        self, rows: Any, entry: Entry, to_document: ToDocument, files: Sequence[str]
+    ) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
-        self._iterator, self._count = iter(rows), 0
+        self._iterator, self._count, self._files = iter(rows), 0, files
 
     @property
     def state(self) -> Any:
@@ -118,12 +128,26 @@ class _RowReader:
         return self
 
     def __next__(self) -> Document:
-        with _openable(self._entry):
+        with _openable(self._entry, self._near_files):
             row = next(self._iterator, None)
-        if row is None:
-            raise StopIteration
-        self._count += 1
-        return self._to_document(row, f"row {self._count} since the start")
+            self._count += 1
+            if row is not None:
+                return self._to_document(row, f"row {self._count} since the start")
+        raise StopIteration
+
+    def _near_files(self) -> Sequence[str]:
+        """The file that is being read and its neighbours: rows are read ahead."""
+        number = _file_number(self._rows.state_dict())
+        return self._files[max(number - 1, 0) : number + 2]
+
+
+def _file_number(state: Any) -> int:
+    """The file that a state of `datasets` is in, among the shard's; 0 if it says none."""
+    while "shard_idx" not in state:
+        state = state.get("examples_iterable")
+        if not isinstance(state, dict):
+            return 0
+    return int(state["shard_idx"])
 
 
 def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) -> str:
@@ -151,6 +175,21 @@ def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) ->
         parts.append(function)
         parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
+
+
+def sampled(files: list[str]) -> str:
+    """Hash of the first and the last bytes of some of the files, evenly spread, that are local."""
+    files = [file for file in files if os.path.isfile(file)]
+    found, step = hashlib.sha256(), -(-len(files) // SAMPLED_FILES) or 1
+    for path in files[::step]:
+        with open(path, "rb") as file:
+            found.update(file.read(SAMPLED_BYTES))
+            file.seek(max(file.seek(0, os.SEEK_END) - SAMPLED_BYTES, 0))
+            found.update(file.read())
+    return found.hexdigest()[:16]
 
 
 def stdlib_files(entry: Entry) -> list[str]:
@@ -189,7 +228,10 @@ def local_files(builder: str, entry: Entry) -> list[str]:
         found = [str(p) for p in Path(path).rglob("*") if p.name.endswith(suffixes)]
         wanted = f"a file ending in {', '.join(suffixes)}"
     else:
-        found = glob.glob(path, recursive=True)
+        literal = path  # as much of it as is there, even if it reads as a pattern
+        while literal and not os.path.exists(literal):
+            literal = os.path.dirname(literal)
+        found = glob.glob(glob.escape(literal) + path[len(literal) :], recursive=True)
         wanted = "such a file or folder"
     if not found:
         raise entry.error("dataset_path", f"there is not {wanted}")
@@ -198,12 +240,12 @@ def local_files(builder: str, entry: Entry) -> list[str]:
 
 def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
-    options = {"sample_by": "document"} if builder == "text" else {}
+    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
     kept_in = _arrow_folder(entry, files)
-    return _load(
-        entry, streamed, builder, data_files=files, split="train", cache_dir=kept_in, **options
-    )
+    # `datasets` takes every name for a pattern
+    options["data_files"] = [glob.escape(file) for file in files]
+    return _load(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
 
 
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
@@ -240,39 +282,53 @@ def _subset(entry: Entry, usual: str) -> str | None:
     return entry.source.dataset_subset or usual or None
 
 
-def _load(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
-    """`datasets.load_dataset`, with its failures as ours."""
+def _load(
+    entry: Entry, streamed: bool, path: str, files: Sequence[str] = (), **options: Any
+) -> Documents:
+    """`datasets.load_dataset`, with its failures as ours.
+
+    Args:
+        files: local ones that it reads, in order, to find one that is at fault.
+    """
     import datasets  # as above
 
     datasets.disable_progress_bars()
     to_document = row_reader(entry)
-    with _openable(entry):
+    with _openable(entry, lambda: files):
         rows = datasets.load_dataset(path, streaming=streamed, **options)
         columns = rows.column_names or list(next(iter(rows), {}))
     column = entry.source.dataset_column
     if columns and not entry.source.dataset_format and column not in columns:
-        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
+        fault = find_fault(entry, files[:1]) or "no such column"
+        raise entry.error("dataset_column", fault, f"choose from {', '.join(columns)}")
     if streamed:
-        return StreamedRows(rows, entry, to_document)
+        return StreamedRows(rows, entry, to_document, files)
 
     def get(index: int) -> Document:
-        with _openable(entry):  # JSON is decoded only now
-            row = rows[index]
-        return to_document(row, f"row {index}")
+        with _openable(entry, lambda: files):  # JSON is decoded only now
+            return to_document(rows[index], f"row {index}")
 
     return IndexedDocuments(len(rows), get)
 
 
 @contextmanager
-def _openable(entry: Entry) -> Iterator[None]:
-    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`."""
+def _openable(entry: Entry, files: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`.
+
+    Args:
+        files: local ones, in which to look for a fault that the error does not place.
+    """
     key = "dataset_path" if entry.source.dataset_path else "dataset"
     try:
         yield
-    except ConfigError:
-        raise
+    except ConfigError as error:  # a row that holds no document
+        if entry.source.dataset_format:
+            raise
+        fault = find_fault(entry, files())
+        raise entry.error("dataset_column", fault) if fault else error from error
     except Exception as error:
-        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
+        fault = find_fault(entry, files())
+        raise entry.error(key, f"cannot be opened: {fault or _reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -303,11 +359,18 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
     check(
         not path or spec.path != "none", key, path, f"dataset {name!r} reads no path", "leave out"
     )
+    is_hub = spec.path == "optional"
+    check(
+        not (is_hub and glob.has_magic(path)),
+        key,
+        path,
+        "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
+        "rename the folder",
+    )
     if spec.path == "required":
         spec.files(entry)
     elif path:
         check(Path(path).exists(), key, path, "no such file or folder")
-    is_hub = spec.path == "optional"
     if source.dataset_subset and not is_hub:
         raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
     splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)

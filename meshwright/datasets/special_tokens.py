@@ -38,7 +38,7 @@ def read_json_object(file: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file.name} beside it cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file.name} beside it holds no JSON object")

@@ -54,7 +54,7 @@ class TiktokenTokenizer:
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        ranks = read_ranks(content)
+        self.ranks = ranks = read_ranks(content)
         self.special_ids = {
             token: len(ranks) + i for i, token in enumerate(llama3_special_tokens())
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.mapping import map_file
 from meshwright.errors import ConfigError
 
 BLOCK_BYTES = 1 << 16
@@ -110,7 +111,7 @@ class TokenCache:
             _check_size(part.tokens, size)
         _check_size(folder / "lengths", 4 * self.num_documents)
         self._tokens = functools.cache(self._map_tokens)
-        self._lengths = np.memmap(folder / "lengths", np.uint32, "r")
+        self._lengths: Lengths = map_file(folder / "lengths", np.uint32)
 
     def lengths(self, block: int) -> Lengths:
         """Tokens of each document in a block, in the order in which they lie."""
@@ -139,14 +140,14 @@ class TokenCache:
 
     def _map_tokens(
         self, number: int
-    ) -> tuple[np.memmap, npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
+    ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
         """A part's tokens, which of its blocks have been checked, and all checksums."""
         part = self._parts[number]
         try:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]
         except DamagedError as error:
             raise self._forget(part, f"{part.index}: damaged: {error}") from error
-        tokens = np.memmap(part.tokens, self._dtype, "r")
+        tokens = map_file(part.tokens, self._dtype)
         return tokens, np.zeros(len(expected), np.bool_), expected
 
     def _forget(self, part: Part | None, what: str) -> ConfigError:

@@ -1,13 +1,19 @@
 """Where reports go: one protocol, four destinations."""
 
+import io
 import json
 import math
 import os
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from meshwright.log import logger
 
@@ -22,6 +28,58 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing is written afterwards."""
+
+
+class Spared:
+    """A sink whose files may fail: it warns once, and tries again with every record.
+
+    Args:
+        name: of what is written, for the warning.
+        make: the sink.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name, self._make = name, make
+        self._sink: Sink | None = None
+        self._has_warned = False
+        self._try(lambda sink: None)
+
+    def write(self, record: Record) -> None:
+        self._try(lambda sink: sink.write(record))
+
+    def close(self) -> None:
+        self._try(lambda sink: sink.close())
+
+    def _try(self, do: Callable[[Sink], None]) -> None:
+        try:
+            if self._sink is None:
+                self._sink = self._make()
+            do(self._sink)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s cannot be written: %s; training goes on", self._name, error)
+            self._has_warned = True
+
+
+class WholeRecords:
+    """A file to which a record is appended whole, or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by `close`
+
+    def append(self, record: bytes) -> None:
+        """Raises: OSError, on a full disk for one; the file is then as it was."""
+        end, written = os.fstat(self._file.fileno()).st_size, 0
+        try:
+            while written < len(record):
+                written += self._file.write(record[written:]) or 0
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Console:
@@ -71,14 +129,14 @@ class JsonLines:
         shortened = path.with_suffix(".tmp")
         shortened.write_text("".join(line + "\n" for line in kept), "utf-8")
         os.replace(shortened, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  a line at once
+        self._file = WholeRecords(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         writable = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(writable) + "\n")
+        self._file.append(json.dumps(writable).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -93,18 +151,36 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoard:
-    """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from."""
+    """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from.
+
+    Not torch's SummaryWriter, whose thread writes half a record to a full disk, and dies of it.
+    """
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        # as SummaryWriter names it; TensorBoard looks for "tfevents"
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = WholeRecords(folder / name)
+        try:
+            self._add(0, file_version="brain.Event:2")
+            self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+        except OSError:
+            (folder / name).unlink()
+            raise
 
     def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
+        figures = {name: value for name, value in record.items() if name != "step"}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._add(int(record["step"]), summary=Summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        framed = io.BytesIO()
+        event = Event(wall_time=time.time(), step=step, **content)
+        RecordWriter(framed).write(event.SerializeToString())
+        self._file.append(framed.getvalue())
 
 
 class WeightsAndBiases:

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from meshwright.optim.optimizers import update
 from meshwright.parallelisms.gradients import local_square_sum
 
 
@@ -14,7 +15,7 @@ class EarlyStep:
     Its state and learning rate stay where they are, so checkpoints are the same with or without.
 
     Args:
-        optimizer: fused.
+        optimizer: of `build_optimizer`.
     """
 
     square_sum: Tensor
@@ -46,12 +47,10 @@ class EarlyStep:
         square_sum = local_square_sum([parameter], self.square_sum.device)
         self.square_sum += square_sum
         optimizer = self._optimizer
-        # as in step.py; what other parameters and ranks have got is not known yet
+        # what other parameters and ranks have got is not known yet
         is_bad = self._is_held_back | ~torch.isfinite(square_sum)
-        found_inf = is_bad.float().to(parameter.device)
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         groups = optimizer.param_groups
         optimizer.param_groups = [groups[group] | {"params": [parameter]}]
-        optimizer.step()
+        update(optimizer, is_bad)
         optimizer.param_groups = groups
         parameter.grad = None

@@ -1,29 +1,77 @@
-"""Optimizers over sharded fp32 parameters."""
+"""The optimizers by name, and the contract between them and the rest of the trainer.
 
+An optimizer of the table
+
+* has its parameters in groups with `LR_SCALE` and `weight_decay`, and takes the learning rate from
+  `set_learning_rate` before every update;
+* is updated by `update` alone, which can hold an update back: parameters and state, its count of
+  steps included, then stay bitwise the same, and the host does not learn of it;
+* updates a parameter from that parameter, its gradient and its state alone, so that `EarlyStep` may
+  update one at a time;
+* keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
+  nothing else (`checkpoint/state.py` refuses other state).
+
+`tests/unit/test_optimizers.py` holds every entry to it.
+"""
+
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.config.job_config import Optimizer
+from meshwright.optim.groups import Settings, settings_of
 
 OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
 }
 
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: factor on the job's learning rate."""
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that `config` names; to be built after the parameters are sharded.
 
-    Fused: one kernel for all parameters, and one that can be told on the device, by `found_inf`,
-    to leave them as they are (see `step.py`).
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: Optimizer
+) -> torch.optim.Optimizer:
+    """Build the optimizer that `config` names, one parameter group for all of the same settings.
+
+    To be built after the parameters are sharded. Fused: one kernel for each group, which reads on
+    the device whether the update is held back.
+
+    Args:
+        named_parameters: with their names in the plain model; of a pipeline, this rank's.
     """
-    return OPTIMIZERS[config.name](
-        parameters,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+    by_settings: dict[Settings, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named_parameters:
+        by_settings[settings_of(name, parameter.ndim, config)].append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
+        for settings, parameters in by_settings.items()
+    ]
+    optimizer = OPTIMIZERS[config.name](
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
+    set_learning_rate(optimizer, config.lr)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the job's learning rate times its own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group[LR_SCALE]
+
+
+def update(optimizer: torch.optim.Optimizer, is_held_back: Tensor) -> None:
+    """Update the parameters of `optimizer`, unless they are to stay as they are.
+
+    Args:
+        is_held_back: () bool, on the device: leave parameters and state bitwise unchanged.
+    """
+    # The optimizer would move it itself, but not wait: too early a read for offloaded weights.
+    parameter_device = optimizer.param_groups[0]["params"][0].device
+    # torch's fused optimizers read this attribute, as GradScaler sets it; without it they would
+    # update all the same. It is not documented: the test of the contract fails if it goes.
+    optimizer.found_inf = is_held_back.float().to(parameter_device)  # type: ignore[attr-defined]
+    optimizer.step()

@@ -17,9 +17,12 @@ def warmup_stable_decay(
 ) -> float:
     """Fraction of the peak learning rate at optimizer step `step`, counted from 1.
 
-    Linear from 0 to the peak over `warmup_steps`, then the peak, then down to `min_lr_factor` at
-    the last step. Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is
-    1 - sqrt(part decayed), of Haegele et al. 2024, arXiv:2405.18392.
+    Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
+    step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
+    the last step is (D - 1) / D of the way down. torchtitan 0.2 and transformers count alike.
+
+    Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
+    decayed), of Haegele et al. 2024, arXiv:2405.18392.
 
     Args:
         steps: of the whole job.
@@ -28,7 +31,7 @@ def warmup_stable_decay(
     if step <= warmup_steps:
         return step / warmup_steps
     decay_steps = steps - warmup_steps if decay_ratio is None else round(steps * decay_ratio)
-    decayed = step - (steps - decay_steps)
+    decayed = step - 1 - (steps - decay_steps)
     if decayed <= 0:
         return 1.0
     done = decayed / decay_steps

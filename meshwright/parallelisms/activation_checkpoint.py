@@ -39,10 +39,12 @@ def apply_ac(
     With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
 
     Args:
-        selective_ac_option: with mode "selective", "op" or the n of "every n-th block".
+        blocks: of the model or of a stage, by their number in the model.
+        selective_ac_option: with mode "selective", "op" or the n of "every n-th block", counted
+            from the model's first whatever the stage.
         saved_ops: with "op", as `find_ops` takes them.
     """
-    for name, block in blocks.items():  # names count from the first layer of the whole model
+    for number, block in blocks.items():
         if mode == "full":
             _recompute(block)
         elif mode == "selective" and selective_ac_option == "op":
@@ -53,7 +55,7 @@ def apply_ac(
                     functools.partial(_policy, frozenset(find_ops(saved_ops))),
                 ),
             )
-        elif mode == "selective" and int(name) % int(selective_ac_option) == 0:
+        elif mode == "selective" and int(number) % int(selective_ac_option) == 0:
             _recompute(block)
 
 

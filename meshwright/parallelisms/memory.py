@@ -57,7 +57,7 @@ def heaviest_load(
 
 
 def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> JobConfig:
-    """`config` with `fsdp_reduce_gradients` chosen where that is "auto".
+    """Return `config` with `fsdp_reduce_gradients` chosen if that is "auto" and has an effect.
 
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
     It is chosen if there are several microbatches, nothing else needs whole gradients, and either
@@ -73,10 +73,9 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     width = BYTES[training.mixed_precision_reduce]
     saved = load.trained * (width - BYTES[training.dtype] / shards)
     limit = LARGEST_PART * (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
-    if reduction == "auto":
+    if reduction == "auto" and num_microbatches > 1:
         is_possible = (
-            num_microbatches > 1
-            and parallelism.pipeline_parallel_degree == 1
+            parallelism.pipeline_parallel_degree == 1
             and not config.optimizer.early_step_in_backward
             and training.dtype == "float32"  # shards are added up in it
         )

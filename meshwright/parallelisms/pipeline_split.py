@@ -131,20 +131,13 @@ def assign_modules(
     key = "parallelism.module_fqns_per_model_part"
     given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
     check(
-        not given or parallelism.pipeline_parallel_degree > 1,
-        key,
-        given,
-        "there is no pipeline to split the model for",
-        "set pipeline_parallel_degree, or leave it out",
-    )
-    check(
         stages <= num_layers,
         "parallelism.pipeline_parallel_degree",
         parallelism.pipeline_parallel_degree,
         f"makes {stages} stages, but the model has {num_layers} layers, and each needs one",
         f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
     )
-    if not given:
+    if not given or parallelism.pipeline_parallel_degree == 1:
         return split_evenly(num_layers, stages, layer=layer, embedding=embedding, output=output)
     check(
         len(given) == stages,

@@ -13,7 +13,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.health import Health
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import train_step
@@ -36,7 +36,7 @@ class Job:
         device, config = torch.device("cpu"), plan.config
         self._plan, self._meshes = plan, meshes
         self.model = build_model(plan, meshes, device)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
         self._early = EarlyStep(self.optimizer) if is_early else None
         self.cursor = cursor or Cursor()
@@ -56,8 +56,7 @@ class Job:
             parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
             for index, sample in enumerate(zip(*parts, strict=True), first):
                 samples[step, index] = _hash(*sample)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr_at(step)
+        set_learning_rate(self.optimizer, self._lr_at(step))
         reduction = self._plan.config.parallelism.fsdp_reduce_gradients
         result = train_step(
             self.model,

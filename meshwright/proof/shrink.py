@@ -19,6 +19,7 @@ from meshwright.config.job_config import (
 from meshwright.datasets import find_dataset
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.models.args import DecoderArgs
+from meshwright.optim.groups import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 SEQ_LEN = 32
@@ -104,7 +105,9 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     }
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
-    frozen = _found(config.model.frozen, [*small_args.parameter_names()])
+    names = [*small_args.parameter_names()]
+    groups = fitted_groups(config.optimizer.groups, names)
+    frozen = _found(config.model.frozen, names)
     model = {
         "args": user_args | dimensions,
         "tokenizer_path": BYTES,
@@ -131,7 +134,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "mixed_precision_reduce": "float32",
         "enable_cpu_offload": False,  # cases have it, as all that must not change the model
     }
-    optimizer = {"early_step_in_backward": False}
+    optimizer = {"early_step_in_backward": False, "groups": groups}
     warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
     return config.model_copy(
         update={

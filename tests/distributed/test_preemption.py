@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright import preemption
 from meshwright.checkpoint import commit
+from meshwright.errors import EXIT_INTERRUPTED
 from meshwright.preemption import STOP_FILE, StopRequest
 from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
 
@@ -51,6 +52,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     [
         ("SIGUSR1", "SIGUSR1"),
         ("SIGTERM", "SIGTERM"),
+        ("SIGINT", "SIGINT"),
         ("launcher", "SIGTERM"),
         ("file", "STOP is there"),
         ("clock", "job.max_run_seconds = 1 are over"),
@@ -139,6 +141,7 @@ def test_a_signal_is_not_lost_and_a_failing_file_system_ends_nothing(tmp_path: P
 def test_a_second_signal_ends_a_rank_at_once_whatever_it_does(tmp_path: Path) -> None:
     assert signalled(tmp_path, IN_C, signal.SIGTERM) == (0, "asked\n")
     assert signalled(tmp_path, IN_C, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+    assert signalled(tmp_path, IN_C, signal.SIGINT, signal.SIGINT) == (EXIT_INTERRUPTED, "")
 
 
 def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:

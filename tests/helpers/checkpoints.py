@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import MANIFEST, FileRecord
+from meshwright.checkpoint.manifest import MANIFEST, FileRecord, read_manifest
 
 BARE = {
     **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
@@ -36,11 +36,11 @@ def set_manifest(checkpoint: Path, **values: object) -> None:
 
 def republish(folder: Path, step: int) -> None:
     """Make the manifest of `step` agree with its files, as whoever swaps a file can."""
-    manifest = commit.read_manifest(commit.step_folder(folder, step))
+    manifest = read_manifest(commit.step_folder(folder, step))
     unfinished = commit.unfinished_folder(folder, step)
     commit.step_folder(folder, step).rename(unfinished)
-    (unfinished / commit.MANIFEST).unlink()
-    commit.publish(folder, step, manifest, records_of(unfinished))
+    (unfinished / MANIFEST).unlink()
+    commit.publish(unfinished, manifest, records_of(unfinished))
 
 
 class Trap:

@@ -83,5 +83,6 @@ def save_checkpoint(
         },
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        commit.publish(folder, step, manifest, records_of(commit.unfinished_folder(folder, step)))
+        unfinished = commit.unfinished_folder(folder, step)
+        commit.publish(unfinished, manifest, records_of(unfinished))
     return commit.step_folder(folder, step)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright.cli.check_job import main as check_job
 from meshwright.cli.checkpoint import main as checkpoint_tool
@@ -118,8 +120,15 @@ def rewrite_header(file: Path, change) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
+def rewrite_tensors(file: Path, change) -> None:
+    """Change the tensors, in a file that is in order."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
 def drop_tensor(folder: Path) -> None:
-    rewrite_header(shard(folder, NORM), lambda header: header.pop(NORM))
+    rewrite_tensors(shard(folder, NORM), lambda tensors: tensors.pop(NORM))
     file = folder / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     index["weight_map"].pop(NORM)
@@ -139,14 +148,17 @@ def other_bytes(folder: Path) -> None:
 
 
 def other_type(folder: Path) -> None:
-    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(dtype="F8_E4M3"))
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[NORM] = tensors[NORM].to(torch.float8_e4m3fn)
+
+    rewrite_tensors(shard(folder, NORM), convert)
 
 
 def extra_tensor(folder: Path) -> None:
-    def add(header: dict) -> None:
-        header["model.layers.1.self_attn.q_proj.bias"] = header[NORM]
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.self_attn.q_proj.bias"] = tensors[NORM].clone()
 
-    rewrite_header(shard(folder, NORM), add)
+    rewrite_tensors(shard(folder, NORM), add)
 
 
 def cut_off(folder: Path) -> None:
@@ -192,12 +204,12 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
         (drop_tensor, (NORM, "our layers.1.attention_norm.weight", "is in none of its files")),
         (rename_in_file, ("index.json says that", NORM, "but it is not")),
         (other_shape, (f"{NORM} in model-0", "has shape (8, 4), not (32,)")),
-        (other_bytes, (f"{NORM} has 128 bytes for a shape of (33,)",)),
+        (other_bytes, (".safetensors is damaged, or is not", "offset for tensor")),
         (other_type, (f"{NORM} in model-0", "is of type F8_E4M3, not F32, BF16, F16")),
         (extra_tensor, ("q_proj.bias, for which the model has no place",)),
-        (cut_off, ("is cut off: ", "fix: download or export")),
-        (cut_in_header, ("is cut off: 50 bytes",)),
-        (empty_file, ("is not a safetensors file",)),
+        (cut_off, ("is damaged, or", "file not fully covered", "fix: download or export")),
+        (cut_in_header, (": invalid header length", "fix: download")),
+        (empty_file, ("is not a safetensors file: header too small",)),
         (no_shard, ("is missing, which model.safetensors.index.json names",)),
         (outside, ("no weight_map of tensors to files in the folder",)),
         (broken_config, ("config.json cannot be read",)),

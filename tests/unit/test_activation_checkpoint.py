@@ -71,6 +71,18 @@ def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> N
     assert_equal(gradients, plain_gradients)
 
 
+def test_every_nth_block_is_counted_from_the_models_first() -> None:
+    """A stage that begins with another must not shift it."""
+    stage = plain_model()
+    del stage.layers["0"]
+    forwards = {number: block.forward for number, block in stage.layers.items()}
+    apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
+    wrapped = [
+        number for number, block in stage.layers.items() if block.forward != forwards[number]
+    ]
+    assert wrapped == ["2"]
+
+
 @pytest.mark.parametrize("saved", ["aten.mm", ATTENTION, "aten.rsqrt", "aten.silu"])
 def test_what_is_saved_is_not_recomputed(saved: str) -> None:
     plain, _, plain_gradients = backward(llama("none"))

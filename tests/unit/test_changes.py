@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
@@ -65,7 +66,9 @@ def resume(tmp_path: Path):
             "frozen": sorted(plan.frozen),
             "config": to_json(plan.config),
         }
-        commit.publish(plan.checkpoint_folder, STEP, BARE | of_job | manifest, {})
+        commit.publish(
+            commit.unfinished_folder(plan.checkpoint_folder, STEP), BARE | of_job | manifest, {}
+        )
 
     def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> Drift:
         if not commit.saved_steps(tmp_path / "checkpoint"):
@@ -95,6 +98,7 @@ def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) 
         *("--training.dtype", "bfloat16", "--lr_scheduler.decay_ratio", "0.1"),
         *("--training.global_batch_size", "4", "--model.frozen", '["norm.weight"]'),
         *("--metrics.log_freq", "5", "--activation_checkpoint.saved_ops", '["aten.mm"]'),
+        *("--optimizer.groups", "[{parameters=['*norm.weight'], lr_scale=0.5}]"),
         *("--compile.enable", "--validation.datasets", "[{dataset='python_stdlib'}]"),
     )
     *warnings, (level, harmless) = said(drift, caplog)
@@ -103,6 +107,8 @@ def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) 
         for text in (
             "lr_scheduler.decay_ratio = 0.1 (was absent)",
             "model.frozen = ['norm.weight'] (was [])",
+            "optimizer.groups.0 = {'parameters': ['*norm.weight'], 'lr_scale': 0.5, "
+            "'weight_decay': None} (was absent)",
             "optimizer.lr = 0.001 (was 0.0008)",
             "training.dtype = 'bfloat16' (was 'float32')",
             "training.global_batch_size = 4 (was 2)",
@@ -183,7 +189,7 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
         "training.datasets.1.weight = 2.0 (was 3.0)"
     ]
     assert not resume(*saved).is_reweighted
-    manifest = commit.read_manifest(drift.checkpoint)
+    manifest = read_manifest(drift.checkpoint)
     manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
@@ -193,9 +199,10 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
 
 def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:
     exclude = ("--checkpoint.exclude_from_loading", '["dataloader"]')
-    drift = resume(*exclude, "--training.seed", "1", "--training.seq_len", "32")
+    split = ("--training.dataset_split", "validation")
+    drift = resume(*exclude, "--training.seed", "1", *split)
     assert [text.partition(": ")[2] for level, text in said(drift, caplog) if level > 20] == [
-        "training.seq_len = 32 (was 64)",
+        "training.dataset_split = 'validation' (was 'train')",
         "training.seed = 1 (was 0)",
         "checkpoint.exclude_from_loading = ['dataloader'] (was [])",
     ]
@@ -221,6 +228,7 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
     """It lacks keys and a section, has some that are gone, and values of other types."""
     config = to_json(JobConfig())
     del config["validation"], config["optimizer"]["eps"], config["checkpoint"]["enable"]
+    del config["optimizer"]["decay_norm_and_bias"]  # when it did so always
     config["optimizer"]["momentum"] = 0.9
     config["fp8"] = {"enable": True}
     config["comm"], config["checkpoint"]["exclude_from_loading"] = 3, "optimizer"
@@ -233,6 +241,7 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
     for text in (
         "a change that training will show: optimizer.beta1 = 0.8 (was 0.9)",
         "a change that training will show: training.steps = 10000 (was 'many')",
+        "a change that training will show: optimizer.decay_norm_and_bias = False (was absent)",
         "a key less: optimizer.momentum = absent (was 0.9)",
         "a key less: fp8 = absent (was {'enable': True})",
     ):

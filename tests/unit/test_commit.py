@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, locks
+from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
+from meshwright.checkpoint.retention import clean_up, retire, set_aside_later
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import flip_bit
@@ -19,7 +22,7 @@ def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
     unfinished.mkdir(parents=True)
     (unfinished / "tensors").write_text(text)
     record = {"bytes": len(text), "crc32": f"{zlib.crc32(text.encode()):08x}"}
-    commit.publish(folder, step, BARE | {"step": step} | manifest, {"tensors": record})
+    commit.publish(unfinished, BARE | {"step": step} | manifest, {"tensors": record})
     return commit.step_folder(folder, step)
 
 
@@ -27,7 +30,7 @@ def damage(checkpoint: Path) -> list[str]:
     """Everything that a load would find."""
     try:
         manifest = commit.inspect(checkpoint)
-    except commit.DamagedError as error:
+    except DamagedError as error:
         return [error.what]
     return commit.verify(checkpoint, manifest, list(manifest["files"]))
 
@@ -43,8 +46,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert commit.choose_step(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
         commit.choose_step(tmp_path, 15)
-    (tmp_path / "step-4.deleted").mkdir()  # killed while deleting
-    commit.clean_up(tmp_path)
+    (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
+    clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-10", "step-20-copy", "step-5"]
 
@@ -72,9 +75,9 @@ def test_a_step_saved_again_takes_the_name_and_deletes_nothing(tmp_path: Path) -
 def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     for step in (4, 6, 8):
         save(tmp_path, step)
-    assert len(commit.set_aside_later(tmp_path, 4)) == 2
+    assert len(set_aside_later(tmp_path, 4)) == 2
     save(tmp_path, 5)
-    commit.retire(tmp_path, 1)
+    retire(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [5]
     assert (tmp_path / "step-8.aside0").is_dir()
 
@@ -102,37 +105,55 @@ def lose(checkpoint: Path) -> None:
 
 
 def lose_manifest(checkpoint: Path) -> None:
-    (checkpoint / commit.MANIFEST).unlink()
+    (checkpoint / MANIFEST).unlink()
 
 
 def no_json(checkpoint: Path) -> None:
-    (checkpoint / commit.MANIFEST).write_text("{")
+    (checkpoint / MANIFEST).write_text("{")
 
 
 def no_table(checkpoint: Path) -> None:
-    (checkpoint / commit.MANIFEST).write_text("[]")
+    (checkpoint / MANIFEST).write_text("[]")
 
 
 def lose_key(checkpoint: Path) -> None:
-    path = checkpoint / commit.MANIFEST
+    path = checkpoint / MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["data_identity"]
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(to_json(manifest))
 
 
 def wrong_kind(checkpoint: Path) -> None:
-    path = checkpoint / commit.MANIFEST
-    path.write_text(path.read_text().replace('"step": 15', '"step": "x"'))
+    set_manifest(checkpoint, step="x")
+
+
+def nested(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text('{"data": ' * 100_000)
+
+
+def nest_deeply(checkpoint: Path) -> None:
+    """Not so deep that Python cannot read it."""
+    table: dict[str, object] = {}
+    for _ in range(100):
+        table = {"inner": table}
+    set_manifest(checkpoint, data=table)
+
+
+def rename(checkpoint: Path) -> None:
+    set_manifest(checkpoint, step=20)
 
 
 HARM = {
     cut: "tensors has 4 bytes, but 7 were saved",
     lose: "tensors: No such file",
     lose_manifest: "checkpoint.json cannot be read: ",
-    no_json: "checkpoint.json cannot be read: ",
-    no_table: "checkpoint.json is no table",
-    lose_key: "checkpoint.json has no key 'data_identity'",
-    wrong_kind: "checkpoint.json: step is not what it should be",
+    no_json: "checkpoint.json: Expecting property name",
+    no_table: "checkpoint.json: is no table",
+    lose_key: "checkpoint.json: data_identity: field required",
+    wrong_kind: "checkpoint.json: step: input should be a valid integer",
+    nested: "checkpoint.json: has tables in tables without end",
+    nest_deeply: "checkpoint.json: has tables in tables without end",
+    rename: "it was saved as step-20, and has been renamed",
 }
 
 
@@ -160,11 +181,11 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 100, 20):
         save(tmp_path, step)
-    commit.retire(tmp_path, 0)
+    retire(tmp_path, 0)
     assert commit.saved_steps(tmp_path) == [5, 10, 20, 100]
-    commit.retire(tmp_path, 3)
+    retire(tmp_path, 3)
     assert commit.saved_steps(tmp_path) == [10, 20, 100]
-    commit.retire(tmp_path, 1)
+    retire(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
 
 
@@ -172,45 +193,52 @@ def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60, 70):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
     lose(tmp_path / "step-50")
-    commit.retire(tmp_path, 1, keep_every_n_steps=20)
+    retire(tmp_path, 1, keep_every_n_steps=20)
     assert commit.saved_steps(tmp_path) == [20, 40, 60, 70]
-    commit.retire(tmp_path, 1)
+    retire(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [40, 70]  # neither 60 nor 70 has a finite loss
     save(tmp_path, 80)
-    commit.retire(tmp_path, 1)
+    retire(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [80]
 
 
 def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
-    with commit.being_read(tmp_path / "step-10"), commit.being_read(tmp_path / "step-10"):
-        assert commit.retire(tmp_path, 1) == [10]
+    with being_read(tmp_path / "step-10"), being_read(tmp_path / "step-10"):
+        assert retire(tmp_path, 1) == [10]
         assert commit.saved_steps(tmp_path) == [10, 15]
-    assert commit.retire(tmp_path, 1) == []
+    assert retire(tmp_path, 1) == []
     assert commit.saved_steps(tmp_path) == [15]
     with pytest.raises(ConfigError, match="step-10 is damaged"):
-        commit.being_read(tmp_path / "step-10").__enter__()
+        being_read(tmp_path / "step-10").__enter__()
 
 
 def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path: Path, monkeypatch) -> None:
     checkpoint = save(tmp_path, 5)
 
-    def delete_first(file: object, kind: int) -> bool:
+    def delete_first(*of_flock: object) -> bool:
         shutil.rmtree(checkpoint)
         return True
 
-    monkeypatch.setattr(commit, "_lock", delete_first)
+    monkeypatch.setattr(locks, "lock", delete_first)
     with pytest.raises(ConfigError, match="another job has just deleted it"):
-        commit.being_read(checkpoint).__enter__()
+        being_read(checkpoint).__enter__()
 
 
 @pytest.mark.parametrize(
     "files",
-    [{"../outside": {"bytes": 3, "crc32": "00000000"}}, {"..": {}}, {"a": 3}, {"a": {"bytes": 3}}],
+    [
+        {"../outside": {"bytes": 3, "crc32": "00000000"}},
+        {"..": {"bytes": 3, "crc32": "00000000"}},
+        {"a": 3},
+        {"a": {"bytes": 3}},
+        {"a": {"bytes": "3", "crc32": "00000000"}},
+        {"a": {"bytes": -3, "crc32": "00000000"}},
+    ],
 )
 def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> None:
     """Its checksum is no secret: anybody can make one."""
     set_manifest(save(tmp_path, 5), files=files)
-    with pytest.raises(commit.DamagedError, match="no file of its folder"):
-        commit.read_manifest(tmp_path / "step-5")
+    with pytest.raises(DamagedError, match="no file of its folder|files.a|has -3 bytes"):
+        read_manifest(tmp_path / "step-5")

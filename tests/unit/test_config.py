@@ -130,6 +130,38 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
     assert len(error.splitlines()) <= 2
 
 
+PATH_KEYS = (
+    *("job.dump_folder", "model.tokenizer_path", "model.chat_template_path"),
+    *("training.dataset_path", "training.dataset_format", "training.token_cache_folder"),
+    *("validation.dataset_path", "validation.dataset_format"),
+    *("checkpoint.folder", "checkpoint.initial_load_path"),
+    *("metrics.save_tb_folder", "profiling.save_traces_folder"),
+)
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_an_address_is_no_path(toml, key) -> None:
+    """It would be a folder called "s3:"."""
+    section, name = key.split(".")
+    for arguments in (
+        ["--" + key, "s3://bucket/a"],
+        toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
+    ):
+        assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(arguments)
+    inside = '[[training.datasets]]\ndataset = "json"\ndataset_path = "hf://a/b"\n'
+    assert "training.datasets.0.dataset_path = 'hf://a/b'" in error_of(toml(inside))
+
+
+def test_every_path_key_is_among_those() -> None:
+    named = {
+        f"{section}.{name}"
+        for section, table in JobConfig.model_fields.items()
+        for name in table.annotation.model_fields
+        if re.search("_(path|folder|format)$|^folder$", name)
+    }
+    assert named == set(PATH_KEYS)
+
+
 RING = (
     *("--parallelism.context_parallel_degree", "2"),
     *("--parallelism.context_parallel_attention", "ring"),
@@ -147,6 +179,8 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
     [
         (["--training.stepz", "3"], "--training.stepz: unknown key training.stepz"),
         (["--training.steps"], "--training.steps: needs a value"),
+        (["--training.steps", "3", "--training.steps=3"], "--training.steps: given twice"),
+        (["--compile.enable", "--compile.enable=false"], "--compile.enable: given twice"),
         (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),
         (["training.steps", "3"], "'training.steps': expected --section.key value"),
         (["--training.steps.x", "3"], "training.steps = {'x': 3}: input should be a valid integer"),
@@ -162,8 +196,18 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.tokenizer_path", "/proc/self"], "holds no tokenizer.json or tokenizer.model"),
         (["--model.frozen", '["layer.*"]'], "model.frozen = 'layer.*': matches no parameter"),
         (["--model.frozen", '["tok*", "*.weight"]'], "leaves no parameter to train"),
+        (["--optimizer.groups", "[{lr_scale=2.0}]"], "groups.0.parameters = {'lr_scale': 2.0}: "),
+        (
+            ["--optimizer.groups", "[{parameters=['*.bias']}]"],
+            "--optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter",
+        ),
+        (
+            ["--optimizer.groups", "[{parameters=['norm.*'], lr_scale=0}]"],
+            "optimizer.groups.0.lr_scale = 0: input should be greater than 0",
+        ),
         (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
         (["--training.dataset", "c5"], "choose from arrow, c4, fineweb, "),
+        (["--training.dataset", "s3://bucket/a"], 'is written "owner/name"'),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
             ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],
@@ -201,9 +245,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
             "nothing is loaded while checkpoint.enable is false",
         ),
-        (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
-        (["--parallelism.context_parallel_attention", "ring"], "there is no context parallelism"),
-        ([*RING, "--training.mask_documents"], "a ring knows no documents"),
+        ([*RING, "--training.mask_documents"], "does not support training.mask_documents"),
         (
             ASYNC_TP,
             "nothing is compiled by inductor",
@@ -244,8 +286,15 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--checkpoint.enable=false", "--job.max_run_seconds", "60"], "would be lost"),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
-        (["--profiling.profile_freq", "2"], "raise it to 4 or more"),
+        (
+            ["--profiling.profile_freq", "2"],
+            "profiler_warmup 3 + profiler_active 1\n  fix: raise it to their sum or more",
+        ),
         (["--optimizer.early_step_in_backward"], "max_norm = 1.0 cannot be kept"),
+        (
+            [*EARLY, "--parallelism.fsdp_reduce_gradients", "every_microbatch"],
+            "would update with the gradients of one microbatch",
+        ),
         ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
         ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
         (["--bad_steps.budget", "0"], "bad_steps.budget = 0: input should be greater than or"),
@@ -271,7 +320,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 )
 def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb
-    base = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path / "out")]
+    base = ["--job.config_file", str(DEBUG)]
+    if "--job.dump_folder" not in words:
+        base += ["--job.dump_folder", str(tmp_path / "out")]
     error = error_of([*base, *words], ranks=2)
     assert says in error
     assert not (tmp_path / "out").exists()
@@ -353,7 +404,9 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
         "data_identity": plan.data_identity,
         "frozen": sorted(plan.frozen),
     }
-    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
+    commit.publish(
+        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
+    )
     assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
     more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
     assert preflight(more, 1).resume_step == 5
@@ -504,7 +557,9 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
         "data_identity": plan.data_identity,
     }
     commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
-    commit.publish(plan.checkpoint_folder, 5, BARE | {"step": 5} | manifest, {})
+    commit.publish(
+        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
+    )
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
     assert "training.datasets.1 = absent: checkpoint" in error

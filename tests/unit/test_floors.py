@@ -16,7 +16,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "datasets optim checkpoint metrics profiling validation generation health preemption",
     "specs step bad_steps",
     "preflight",
-    "build",
+    "agreement build",
     "train",
     "proof",
     "cli",

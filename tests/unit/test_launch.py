@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from meshwright.cli.torchrun import _ask_to_stop, _report
-from meshwright.errors import EXIT_STOPPED
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
@@ -18,6 +18,8 @@ def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
     request = tmp_path / "stop"
     with pytest.raises(SystemExit, match=str(EXIT_STOPPED)):
         _ask_to_stop(request, signal.SIGTERM)
+    with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
+        _ask_to_stop(request, signal.SIGINT)
     (tmp_path / "logs_of_ranks").mkdir()
     _ask_to_stop(request, signal.SIGUSR1)
     assert request.read_text() == "SIGUSR1"

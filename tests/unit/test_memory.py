@@ -51,7 +51,7 @@ SMALL = {"model__flavor": "llama3_1b"}
     [
         (EVERY, 8, 16, {}),
         (ONCE, 8, 16, {REDUCTION: ONCE}),
-        (ONCE, 8, 8, {}),  # one microbatch
+        ("auto", 8, 8, {}),  # one microbatch: no choice
         (EVERY, 8, 8, {REDUCTION: EVERY}),
         (ONCE, 8, 16, PIPELINE),
         (ONCE, 8, 16, EARLY),
@@ -62,7 +62,7 @@ SMALL = {"model__flavor": "llama3_1b"}
         (ONCE, 8, 16, SMALL),
         (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 24}),
         (EVERY, 8, 16, SMALL | BF16_SUMS),
-        (ONCE, 8, 8, SMALL | BF16_SUMS),
+        ("auto", 8, 8, SMALL | BF16_SUMS),
         (EVERY, 8, 16, {"training__enable_cpu_offload": True}),
     ],
 )
@@ -148,7 +148,7 @@ def test_presets_name_their_device_and_fit_it(preset) -> None:
 
 
 def test_a_rank_compares_the_gpu_that_it_finds(monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "pick_device", lambda rank: torch.device("cuda", 0))
+    monkeypatch.setattr(hardware, "pick_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(hardware, "memory_gib", lambda device: 14.5)
     monkeypatch.setattr(train.ring_attention, "is_available", lambda *_: True)
     with pytest.raises(ConfigError, match="at least 15.0 GiB of its device's 14.5"):

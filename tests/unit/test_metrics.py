@@ -1,14 +1,16 @@
 """Figures and where they go."""
 
 import json
+import logging
 import math
+import resource
 
 import pytest
 import torch
 
 from meshwright import hardware
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.sinks import JsonLines
+from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
 
 
 class Kept(list):
@@ -59,6 +61,51 @@ def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
     sink.write({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "samples": [1, 2]})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 3, "loss": null, "grad_norm": null, "lr": 0.5, "samples": [1, 2]}\n'
+
+
+class Full:
+    """Fails until there is room."""
+
+    def __init__(self, room: list) -> None:
+        self._room = room
+
+    def write(self, record) -> None:
+        if not self._room:
+            raise OSError(28, "No space left on device")
+        self._room.append(record)
+
+    def close(self) -> None:
+        return
+
+
+def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
+    room: list = []
+    logging.getLogger("meshwright").propagate = True
+    sink = Spared("a.jsonl", lambda: Full(room))
+    for _ in range(3):
+        sink.write({"step": 1})
+    room.append("some")
+    sink.write({"step": 2})
+    assert room == ["some", {"step": 2}]
+    assert caplog.messages == [
+        "a.jsonl cannot be written: [Errno 28] No space left on device; training goes on"
+    ]
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
+    """Past the limit, the first part of a record would still fit."""
+    file = WholeRecords(tmp_path / "a")
+    file.append(b"12345\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.append(b"67890\n")
+        assert (tmp_path / "a").read_bytes() == b"12345\n"
+        file.append(b"6\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "a").read_bytes() == b"12345\n6\n"
 
 
 @pytest.mark.parametrize(

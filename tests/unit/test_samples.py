@@ -15,7 +15,6 @@ from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
 from meshwright.datasets.loader import BatchShape, Loader, StepData, padded_steps
 from meshwright.datasets.lookup import find_samples
-from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.streamed_samples import EndOfData
@@ -215,32 +214,6 @@ def test_too_little_in_a_shard_is_an_error() -> None:
         take(streamed(("a",), num_shards=1), 1)
     with pytest.raises(ConfigError, match="holds no text"):
         take(streamed((), num_shards=1), 1)
-
-
-# mixing
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [[1], [1, 1], [0.7, 0.2, 0.1], [5, 3, 2, 7, 11], [1e-3, 1], [0.1] * 10, [3e9, 1e9, 7]],
-)
-def test_shares_are_within_one_sample_at_any_moment(weights: list[float]) -> None:
-    mixture, total = Mixture(weights), sum(weights)
-    for n in range(1, 3000):
-        mixture.draw()
-        assert sum(mixture.counts) == n
-        for count, weight in zip(mixture.counts, weights, strict=True):
-            assert abs(count - weight * n / total) < 1
-
-
-def test_a_mixture_goes_on_from_its_counts() -> None:
-    weights = [0.6, 0.3, 0.1]
-    whole = Mixture(weights)
-    drawn = [whole.draw() for _ in range(100)]
-    for n in (1, 37, 60):
-        first = [drawn[:n].count(source) for source in range(3)]
-        resumed = Mixture(weights, first)
-        assert [resumed.draw() for _ in range(100 - n)] == drawn[n:]
 
 
 # the loader

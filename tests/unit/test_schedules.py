@@ -1,4 +1,6 @@
-"""The learning rate at every step, against torch's own schedulers and by hand."""
+"""The learning rate at every step, against torch's own schedulers, formulas and by hand."""
+
+import math
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def of_torch(build) -> list[float]:
 def test_against_torch(decay_type, decay) -> None:
     want = of_torch(
         lambda o: theirs.SequentialLR(
-            o, [theirs.LinearLR(o, 1e-9, 1.0, total_iters=WARMUP), decay(o)], [WARMUP]
+            o, [theirs.LinearLR(o, 1e-9, 1.0, total_iters=WARMUP), decay(o)], [WARMUP + 1]
         )
     )
     got = ours(decay_type=decay_type, min_lr_factor=0.1)
@@ -46,9 +48,44 @@ def test_against_torch(decay_type, decay) -> None:
 
 def test_stable_phase_and_square_root() -> None:
     rates = ours(decay_ratio=0.25, decay_type="sqrt")
-    assert rates[WARMUP - 1 : 75] == [1.0] * 66
-    assert rates[75] == pytest.approx(1 - (1 / 25) ** 0.5)
-    assert rates[-1] == 0.0
+    assert rates[WARMUP - 1 : 76] == [1.0] * 67
+    assert rates[76] == pytest.approx(1 - (1 / 25) ** 0.5)
+    assert rates[-1] == pytest.approx(1 - (24 / 25) ** 0.5)
+
+
+@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("decay_type", "left"),
+    [
+        ("linear", lambda done: 1 - done),
+        ("sqrt", lambda done: 1 - math.sqrt(done)),
+        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
+    ],
+)
+@pytest.mark.parametrize("decay_ratio", [None, 0.3])
+def test_as_torchtitan_counts(decay_type, left, min_lr_factor, decay_ratio) -> None:
+    """Its formula, whose steps begin at 0: the decay would end at a step after the last."""
+    decay_steps = STEPS - WARMUP if decay_ratio is None else round(STEPS * decay_ratio)
+    stable_until = STEPS + 1 - decay_steps
+    want = []
+    for current_step in range(STEPS):
+        if current_step < WARMUP:
+            factor = (current_step + 1) / WARMUP
+        elif current_step < stable_until:
+            factor = 1.0
+        else:
+            factor = left((current_step + 1 - stable_until) / decay_steps)
+            factor = min_lr_factor + (1 - min_lr_factor) * factor
+        want.append(factor)
+    got = ours(decay_type=decay_type, min_lr_factor=min_lr_factor, decay_ratio=decay_ratio)
+    assert got == pytest.approx(want, abs=1e-12)
+    assert got[-1] > min_lr_factor
+
+
+def test_as_transformers_counts() -> None:
+    """get_linear_schedule_with_warmup after its warm-up, which is one step later than ours."""
+    want = [(STEPS - current) / (STEPS - WARMUP) for current in range(WARMUP, STEPS)]
+    assert ours()[WARMUP:] == pytest.approx(want)
 
 
 def test_edges() -> None:
@@ -56,5 +93,7 @@ def test_edges() -> None:
     common = {"decay_type": "linear", "min_lr_factor": 0.2}
     assert rate(1, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
     assert rate(9, steps=9, warmup_steps=0, decay_ratio=0.0, **common) == 1.0
-    assert rate(9, steps=9, warmup_steps=0, decay_ratio=None, **common) == pytest.approx(0.2)
+    assert rate(9, steps=9, warmup_steps=0, decay_ratio=None, **common) == pytest.approx(
+        0.2 + 0.8 / 9
+    )
     assert rate(3, steps=4, warmup_steps=30, decay_ratio=None, **common) == pytest.approx(0.1)

@@ -1,14 +1,17 @@
 """Documents from files: all of them, in any number of pieces, or one clear error."""
 
 import gzip
+import io
 import json
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets import find_dataset
+from meshwright.datasets import faulty_files, find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.recipe import Recipe
@@ -156,7 +159,7 @@ def test_a_function_that_fails_names_the_row(folder: Path) -> None:
 def test_a_row_without_text_is_named(value, streamed, folder: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps({"text": value}) + "\n")
     documents = open_documents(streamed, dataset="json", dataset_path=str(folder))
-    with pytest.raises(ConfigError, match="row .* which is neither text nor a list"):
+    with pytest.raises(ConfigError, match="a.jsonl:1: 'text' holds .* which is neither text nor"):
         read_all(documents)
 
 
@@ -167,22 +170,81 @@ def test_conversations_are_documents(folder: Path) -> None:
     assert read_all(open_documents(**keys)) == [turns]
 
 
+GZIPPED = gzip.compress(b'{"text": "abc"}\n' * 9000)
+OTHER_TABLE = io.BytesIO()
+parquet.write_table(pyarrow.table({"body": ["a"]}), OTHER_TABLE)
 BROKEN = {
-    "not parquet": ("parquet", "a.parquet", b"not parquet"),
-    "not JSON": ("json", "a.jsonl", b'{"text": "a"}\n{"text": \n'),
-    "cut short": ("json", "a.json.gz", gzip.compress(b'{"text": "abc"}\n' * 9000)[:-200]),
-    "not UTF-8": ("text", "a.txt", b"caf\xe9 au lait"),
-    "not UTF-8 in JSON": ("json", "a.jsonl", b'{"text": "caf\xe9"}\n'),
+    "not parquet": ("m.parquet", b"not parquet", ": Parquet magic bytes"),
+    "cut parquet": ("m.parquet", OTHER_TABLE.getvalue()[:-9], ": Parquet magic bytes"),
+    "other columns": ("m.parquet", OTHER_TABLE.getvalue(), ", row 0: no column 'text', but body"),
+    "not arrow": ("m.arrow", b"not arrow", ": "),
+    "not JSON": ("m.jsonl", b'{"text": "a"}\n{"text": \n', ":2: not JSON: Expecting value"),
+    "no object": ("m.jsonl", b'{"text": "a"}\n\n[1, 2]\n', ":3: not a JSON object, but [1, 2]"),
+    "not UTF-8 in JSON": ("m.jsonl", b'{"text": "caf\xe9"}\n', ":1: not UTF-8: byte 14, 0xe9"),
+    "other JSON": ("m.jsonl", b'{"body": "a"}\n', ":1: no column 'text', but body"),
+    "more columns": ("m.jsonl", b'{"text": "a", "more": 1}\n', ": has other columns than"),
+    "no text": ("m.jsonl", b'{"text": "a"}\n{"text": null}\n', ":2: 'text' holds None, which"),
+    "cut gzip": ("m.json.gz", GZIPPED[:-200], ": cannot be read: Compressed file ended"),
+    "damaged gzip": ("m.json.gz", GZIPPED[:-6] + bytes(6), ": cannot be read: CRC check failed"),
+    "not gzip": ("m.jsonl.gz", b"garbage", ": cannot be read: Not a gzipped file"),
+    "not UTF-8": ("m.txt", b"two\ncaf\xe9 au lait", ":2: not UTF-8: byte 4, 0xe9"),
 }
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_file_is_a_config_error(fault: str, streamed: bool, folder: Path) -> None:
-    kind, name, content = BROKEN[fault]
+def test_the_error_names_the_broken_file(fault: str, streamed: bool, folder: Path) -> None:
+    """And the line, between files that are in order."""
+    name, content, message = BROKEN[fault]
     (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="training.dataset_path = .*: cannot be opened: ."):
-        read_all(open_documents(streamed, dataset=kind, dataset_path=str(folder)))
+    kind = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}.get(Path(name).suffix, "json")
+    for good in "a", "z":
+        path = folder / f"{good}.{kind if kind != 'text' else 'txt'}"
+        if kind == "parquet":
+            parquet.write_table(pyarrow.table({"text": ["fine"]}), path)
+        elif kind == "arrow":
+            with pyarrow.ipc.new_stream(path, pyarrow.schema({"text": pyarrow.string()})):
+                pass
+        else:
+            path.write_text('{"text": "fine"}\n' if kind == "json" else "fine")
+    if fault == "more columns" and streamed:
+        return  # streamed files may differ in those that are not read
+    with pytest.raises(ConfigError) as caught:
+        read_all(open_documents(streamed, dataset=kind, dataset_path=str(folder)), 1)
+    assert f"{folder / name}{message}" in str(caught.value)
+    assert caught.value.key in ("training.dataset_path", "training.dataset_column")
+
+
+def test_a_fault_is_looked_for_only_near_the_place(folder: Path, monkeypatch) -> None:
+    """A stream of many files, of which one broke after the others had been read."""
+    for number in range(21):
+        (folder / f"{number:02}.jsonl").write_text('{"text": "fine"}\n' * 3)
+    (folder / "17.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
+    looked_at = []
+    read = faulty_files.READERS["json"]
+    noted = lambda path: looked_at.append(Path(path).stem) or read(path)  # noqa: E731
+    monkeypatch.setitem(faulty_files.READERS, "json", noted)
+    documents = open_documents(True, dataset="json", dataset_path=str(folder))
+    with pytest.raises(ConfigError, match="17.jsonl:2: 'text' holds None"):
+        list(documents.read(1, 2))
+    assert looked_at == ["16", "17"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_path_that_is_there_is_no_pattern(streamed: bool, folder: Path) -> None:
+    inner = folder / "run[1]?*"
+    inner.mkdir()
+    for name in ("a[0].jsonl", "a0.jsonl", "b.jsonl"):
+        (inner / name).write_text(json.dumps({"text": name}) + "\n")
+    cases = {
+        inner: ["a0.jsonl", "a[0].jsonl", "b.jsonl"],
+        inner / "a[0].jsonl": ["a[0].jsonl"],
+        inner / "a*.jsonl": ["a0.jsonl", "a[0].jsonl"],
+        inner / "[ab].jsonl": ["b.jsonl"],
+    }
+    for path, want in cases.items():
+        documents = open_documents(streamed, dataset="json", dataset_path=str(path))
+        assert read_all(documents) == want, path
 
 
 @pytest.mark.parametrize("name", ["c4", "fineweb-edu", "someone/something"])
@@ -217,6 +279,7 @@ def test_the_standard_library_is_text_and_without_its_tests() -> None:
         ({"dataset": "json"}, "needs it"),
         ({"dataset": "json", "dataset_path": "/no/such"}, "there is not such a file"),
         ({"dataset": "c4", "dataset_path": "/no/such"}, "no such file"),
+        ({"dataset": "c4", "dataset_path": "/no/[such]"}, "fix: rename the folder"),
     ],
 )
 def test_what_a_dataset_does_not_read(keys, message) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
+from meshwright.datasets.mapping import map_file
 from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import DamagedError, TokenCache
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
@@ -85,6 +88,43 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
     assert not list(whole.folder.glob("*.unfinished"))
     assert documents_of(again) == want
     assert again.content == whole.content
+
+
+class ManyPartsRecipe(TextsRecipe):
+    def open(self, streamed: bool) -> IndexedDocuments:
+        documents = super().open(streamed)
+        documents.parts = len(self.texts)
+        return documents
+
+
+def test_a_cache_of_many_parts_needs_no_descriptor_for_each(tmp_path) -> None:
+    """Under a limit that a descriptor per part would break many times over."""
+    recipe, soft = ManyPartsRecipe(MANY), resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, soft[1]))
+    try:
+        cache = open_cache(recipe, tmp_path, num_workers=1)
+        assert len(list(cache.folder.glob("*.tokens"))) == 300
+        assert documents_of(cache) == [encode(text) for text in MANY if text]
+        assert len(os.listdir("/proc/self/fd")) == used
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+
+
+def test_a_mapping_goes_with_its_last_view(tmp_path) -> None:
+    path = tmp_path / "numbers"
+    np.arange(5, dtype="<u2").tofile(path)
+    view = map_file(path, "<u2")[3:]
+    assert view.tolist() == [3, 4]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    del view
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    (tmp_path / "empty").touch()
+    assert len(map_file(tmp_path / "empty", "<u2")) == 0
+    with pytest.raises(FileNotFoundError):
+        map_file(tmp_path / "none", "<u2")
 
 
 def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> None:

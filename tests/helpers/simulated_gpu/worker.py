@@ -119,7 +119,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     for stage in model.stages:
         initialize.initialize(stage, training.seed)
     init_waits = fake_cuda.host_waits | watch.blocking_copies
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
     health = Health(DEVICE, config.bad_steps)
     shape = (training.local_batch_size, training.seq_len)

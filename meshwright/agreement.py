@@ -1,0 +1,122 @@
+"""Whether all ranks run the same job: its config, code, tokenizer and data, compared at start."""
+
+import functools
+import hashlib
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import meshwright
+from meshwright.config.changes import differences, shown, to_json
+from meshwright.config.job_config import JobConfig
+from meshwright.datasets.chat import find_template
+from meshwright.datasets.opening import OpenSource, StreamedSource
+from meshwright.datasets.tokenizers import Tokenizer
+from meshwright.errors import ConfigError, in_ranges
+from meshwright.preflight import Plan
+
+CONFIG = "config"
+OWN_PATHS = {
+    *("config_file", "dump_folder", "token_cache_folder", "tokenizer_path", "chat_template_path"),
+    *("dataset_path", "dataset_format"),
+}
+"""Keys that may differ between machines: it is what they lead to that must be the same."""
+
+
+def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
+    """Compare what this rank is about to run with the others. One collective.
+
+    Raises:
+        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
+    """
+    check_same(
+        {
+            CONFIG: json.dumps(to_json(plan.config)),
+            "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
+            f"torch {torch.__version__}",
+            "model.tokenizer_path": _tokenizer_hash(plan.config, plan.tokenizer),
+            **{f"{source.entry.key}.dataset": _content(source) for source in sources},
+        }
+    )
+
+
+def check_same(facts: Mapping[str, str]) -> None:
+    """Raise unless every rank gives the same facts. Collective.
+
+    Args:
+        facts: by the key of the config that they belong to, if there is one.
+
+    Raises:
+        ConfigError: as `check_agreement`.
+    """
+    mine = (socket.gethostname(), dict(facts))
+    gathered: list[tuple[str, dict[str, str]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    hosts = [host for host, _ in gathered]
+    lines, first = list[str](), ""
+    for name in sorted({name for _, of_rank in gathered for name in of_rank}):
+        ranks = defaultdict[str, list[int]](list)
+        for rank, (_, of_rank) in enumerate(gathered):
+            ranks[of_rank.get(name, "nothing")].append(rank)
+        groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
+        found = list(_differences(name, groups, hosts))
+        if found and not first:
+            first = name
+        lines += found
+    if lines:
+        text = "\n  ".join(["ranks do not run the same job:", *lines])
+        fix = "give all machines the same code, config, tokenizer and data"
+        raise ConfigError("" if first in (CONFIG, "code") else first, f"{text}\n  fix: {fix}")
+
+
+def _differences(
+    name: str, groups: Sequence[tuple[str, list[int]]], hosts: Sequence[str]
+) -> Iterator[str]:
+    """Lines on one fact. The group of most ranks, or of the first, is the one that others differ
+    from."""
+    (usual, usual_ranks), *others = groups
+    to_whom = _named(usual_ranks, hosts)
+    for value, ranks in others:
+        who = _named(ranks, hosts)
+        if name != CONFIG:
+            yield f"{name}: {who}: {value}; {to_whom}: {usual}"
+            continue
+        for key, old, new in differences(json.loads(usual), json.loads(value)):
+            if key.rpartition(".")[2] not in OWN_PATHS:
+                yield f"{key}: {who}: {shown(new)}; {to_whom}: {shown(old)}"
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    there = sorted({hosts[rank] for rank in ranks})
+    more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+    return f"rank {in_ranges(ranks)} (on {', '.join(there[:3])}{more})"
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Of every Python file of the package."""
+    folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _tokenizer_hash(config: JobConfig, tokenizer: Tokenizer) -> str:
+    """Of all that the tokens of a document depend on."""
+    try:
+        template = find_template(config.model.tokenizer_path, config.model.chat_template_path)
+    except ConfigError:  # there is none
+        template = ""
+    parts = [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _content(source: OpenSource) -> str:
+    if isinstance(source, StreamedSource):
+        return f"{source.content}, {source.sampled}"
+    return source.content

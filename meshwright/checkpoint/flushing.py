@@ -1,0 +1,61 @@
+"""Flushes files and folders to the disk, on file systems that cannot do so too. Free of torch."""
+
+import errno
+import os
+from functools import cache
+from pathlib import Path
+
+from meshwright.log import logger
+
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors by which a file system says that it lacks a call."""
+
+
+def sync_file(descriptor: int, path: Path) -> None:
+    """Flush an open file or folder to the disk.
+
+    A file system without fsync is named in the log, once.
+
+    Raises:
+        OSError: if the disk fails, or is full.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        kind = "a folder" if path.is_dir() else "a file"
+        warn_once(
+            f"the file system of {path.parent} cannot flush {kind} to the disk ({error.strerror}): "
+            "a power cut may damage the newest checkpoint"
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in `folder` to the disk; see `sync_file`."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once(f"the file system of {folder} cannot open a folder: {error.strerror}")
+        return
+    try:
+        sync_file(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and the folders above it, each flushed to the disk under its name."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, the first time that it is given."""
+    logger.warning("%s", message)

@@ -1,0 +1,88 @@
+"""The folder that a job starts from, agreed on by its ranks, verified and held while they read."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshwright.checkpoint.initial_load import KEY, Initial, find_initial
+from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.manifest import DamagedError
+from meshwright.checkpoint.verify_ranks import verify_on_ranks
+from meshwright.config.job_config import Checkpoint
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+
+READING_TIMEOUT = timedelta(hours=1)
+
+
+@contextmanager
+def open_initial(config: Checkpoint) -> Iterator[Initial]:
+    """Give the folder to start from. The first rank chooses it.
+
+    Of a checkpoint of ours every byte is compared with its checksum, a part of the files on each
+    rank, and no retention deletes it meanwhile. In a folder of several it is the newest good one.
+    Other formats have no checksums. Collective: every rank must call it.
+
+    Raises:
+        ConfigError: on every rank, if there is none, or the one that is named is damaged, or all.
+    """
+    group = dist.new_group(backend="gloo", timeout=READING_TIMEOUT)
+    try:
+        with ExitStack() as held:
+            yield _select(config, group, held)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> Initial:
+    """Choose and verify; what is held until `held` ends is the checkpoint that is returned."""
+    damaged: dict[Path, str] = {}
+    while True:
+        initial = _chosen_by_first(config, damaged, group)
+        path, manifest = initial.place.path, initial.manifest
+        if manifest is None:
+            return initial
+        wrong = _first_problem(_hold(path, held), group)
+        wrong = wrong or verify_on_ranks(path, manifest, group)
+        if not wrong:
+            return initial
+        held.close()
+        damaged[path] = wrong
+        if dist.get_rank() == 0:
+            logger.warning("%s: passed over %s, which is damaged: %s", KEY, path, wrong)
+
+
+def _chosen_by_first(
+    config: Checkpoint, damaged: dict[Path, str], group: dist.ProcessGroup
+) -> Initial:
+    choice: list[Initial | ConfigError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            choice = [find_initial(config, damaged)]
+        except ConfigError as error:
+            choice = [error]
+    dist.broadcast_object_list(choice, group=group)
+    chosen = choice[0]
+    if isinstance(chosen, ConfigError):
+        raise chosen
+    assert chosen is not None
+    return chosen
+
+
+def _hold(path: Path, held: ExitStack) -> str:
+    """Hold the checkpoint; return what keeps this rank from it, or ""."""
+    try:
+        held.enter_context(being_read(path))
+    except DamagedError as error:
+        return error.what
+    return ""
+
+
+def _first_problem(mine: str, group: dist.ProcessGroup) -> str:
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, mine, group=group)
+    each = (f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    return next(each, "")

@@ -1,0 +1,160 @@
+"""What a checkpoint says of itself: `checkpoint.json`, typed and versioned. Free of torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
+from zlib_ng.zlib_ng import crc32
+
+from meshwright.errors import ConfigError
+
+MANIFEST = "checkpoint.json"
+VERSION = 1
+"""Of the format. A manifest without one is of version 0."""
+ADDED = {"version": 0, "model_name": "llama", "tokenizer_path": "", "bad_steps": None}
+"""Keys that manifests of version 0 may lack, with the values that stand for them."""
+DEEPEST = 32
+"""Tables in tables. A manifest of ours has six."""
+
+
+@with_config(ConfigDict(strict=True))
+class FileRecord(TypedDict):
+    """A file, as the rank that wrote it saw it on its way to the disk."""
+
+    bytes: int
+    crc32: str
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class Manifest(TypedDict):
+    """A checkpoint's facts, all but its tensors. Scripts may add keys of their own."""
+
+    version: int
+    crc32: str
+    """Of the JSON with "00000000" in the place of this."""
+    step: int
+    tokens_seen: int
+    loss: float | None
+    """None: it was not finite."""
+    bad_steps: dict[str, Any] | None
+    """State of the detector of bad steps."""
+    data: dict[str, Any]
+    """The place in the data."""
+    data_identity: dict[str, Any]
+    """Everything, apart from the documents, that determines the samples."""
+    data_content: dict[str, Any]
+    """Fingerprints of the documents, by source."""
+    model_name: str
+    model_args: dict[str, Any]
+    tokenizer_path: str
+    frozen: list[str]
+    """Names of parameters."""
+    mesh: dict[str, int]
+    """Degrees by axis."""
+    versions: dict[str, str]
+    config: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+class DamagedError(ConfigError):
+    """A checkpoint is not as it was saved.
+
+    Args:
+        what: the damage.
+    """
+
+    def __init__(self, checkpoint: Path, what: str) -> None:
+        super().__init__(
+            "checkpoint.load_step",
+            f"checkpoint.load_step: checkpoint {checkpoint} is damaged: {what}"
+            "\n  fix: name another step in checkpoint.load_step, or -1 for the newest good one",
+        )
+        self.what = what
+
+
+def from_json(text: bytes) -> Manifest:
+    """Parse and check a manifest; keys that its version lacks are filled in.
+
+    Raises:
+        ValueError: if it is damaged.
+        ConfigError: if it is of a version that is not known here.
+    """
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("is no table")
+        if _is_deeper(raw, DEEPEST):
+            raise ValueError("has tables in tables without end")
+        if text != to_json(raw):
+            raise ValueError("has changed since it was written")
+    except RecursionError:
+        raise ValueError("has tables in tables without end") from None
+    version = raw.get("version", 0)
+    if isinstance(version, int) and version > VERSION:
+        raise ConfigError(
+            "checkpoint.folder",
+            f"{MANIFEST} is of version {version}; this meshwright reads up to {VERSION}"
+            "\n  fix: update meshwright",
+        )
+    try:
+        manifest = _ADAPTER.validate_python({**ADDED, **raw})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{key}: {first['msg'].lower()}") from None
+    for name, record in manifest["files"].items():
+        if not is_file_name(name):
+            raise ValueError(f"{name!r} is no file of its folder")
+        if record["bytes"] < 0:
+            raise ValueError(f"{name!r} has {record['bytes']} bytes")
+    return manifest
+
+
+def to_json(manifest: Mapping[str, Any]) -> bytes:
+    """Serialise. The key `crc32` is computed over the same JSON with `crc32` set to "00000000"."""
+    blank = json.dumps({**manifest, "crc32": "00000000"}, indent=2).encode()
+    return json.dumps({**manifest, "crc32": f"{crc32(blank):08x}"}, indent=2).encode()
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest in the folder `checkpoint`.
+
+    Raises:
+        DamagedError: if it cannot be read, or has changed since it was written.
+        ConfigError: if it is of a version that is not known here.
+    """
+    try:
+        text = (checkpoint / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(checkpoint, f"{MANIFEST} cannot be read: {error.strerror}") from None
+    try:
+        return from_json(text)
+    except ConfigError as error:
+        raise ConfigError(error.key, f"checkpoint {checkpoint}: {error}") from None
+    except ValueError as error:
+        raise DamagedError(checkpoint, f"{MANIFEST}: {error}") from None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether it stays in the folder that it is joined to: the names of files may be forged."""
+    return Path(name).name == name and name not in ("", "..")
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Whether there are more than `limit` tables or lists in one another."""
+    level: list[object] = [value]
+    for _ in range(limit):
+        inner: list[object] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else ()
+            inner += item if isinstance(item, list) else ()
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""Which checkpoints go, and how: beside training, and never what is not ours. Free of torch."""
+
+import fcntl
+import secrets
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved_steps, step_folder
+from meshwright.checkpoint.locks import lock
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+
+
+class Retention:
+    """Deletes, in a thread of its own, what is no longer wanted in a folder of checkpoints.
+
+    Deleting takes minutes on some file systems, and other ranks would wait for the first. What
+    fails is a warning, and is tried again after the next save.
+    """
+
+    def __init__(self, folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> None:
+        self._folder = folder
+        self._kept = keep_latest_k, keep_every_n_steps
+        self._thread = ThreadPoolExecutor(1, "retention")
+        self._tasks: list[Future[None]] = []
+        self.nonce = ""
+        """Of the save under way, whose folder is not to be deleted."""
+
+    def clean_up(self) -> None:
+        """Begin to remove what killed saves and deletions have left."""
+        self._submit(lambda: clean_up(self._folder, lambda nonce: nonce == self.nonce))
+
+    def apply(self) -> None:
+        """Begin to delete old checkpoints, too."""
+        self.clean_up()
+        self._submit(self._apply)
+
+    def wait(self) -> None:
+        """Wait until all that was begun is done."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.result()
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done() or task.exception()]
+        self._tasks.append(self._thread.submit(self._run, task))
+
+    def _run(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except OSError as error:
+            logger.warning("%s could not be tidied: %s", self._folder, error)
+
+    def _apply(self) -> None:
+        for step in retire(self._folder, *self._kept):
+            checkpoint = step_folder(self._folder, step)
+            logger.info("%s is being read: it is deleted another time", checkpoint)
+
+
+def retire(folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0) -> list[int]:
+    """Delete checkpoints that are no longer wanted.
+
+    Kept are the newest `keep_latest_k` (0: all), multiples of `keep_every_n_steps`, the newest
+    that is whole and whose loss was finite, and those being read: they go another time. A link, a
+    folder without a manifest, and a checkpoint of another step that was renamed are a user's: they
+    are neither counted nor deleted.
+
+    Returns:
+        Steps of those that are kept only because they are read.
+    """
+    if keep_latest_k == 0:
+        return []
+    steps = [step for step in saved_steps(folder) if _is_ours(step_folder(folder, step), step)]
+    good = next((step for step in reversed(steps) if _is_good(step_folder(folder, step))), None)
+    old = (
+        step
+        for step in steps[:-keep_latest_k]
+        if step != good and not is_kept_for_good(step, keep_every_n_steps)
+    )
+    spared = []
+    for step in old:
+        try:
+            if not _delete(step_folder(folder, step)):
+                spared.append(step)
+        except OSError as error:
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+    return spared
+
+
+def is_kept_for_good(step: int, keep_every_n_steps: int) -> bool:
+    """Whether retention never deletes the checkpoint of `step`."""
+    return keep_every_n_steps > 0 and step % keep_every_n_steps == 0
+
+
+def _is_ours(checkpoint: Path, step: int) -> bool:
+    if checkpoint.is_symlink() or not (checkpoint / MANIFEST).is_file():
+        return False
+    try:
+        return read_manifest(checkpoint)["step"] == step
+    except DamagedError:
+        return True
+    except ConfigError:  # of a later version
+        return False
+
+
+def _is_good(checkpoint: Path) -> bool:
+    try:
+        return inspect(checkpoint)["loss"] is not None
+    except DamagedError:
+        return False
+
+
+def _delete(checkpoint: Path) -> bool:
+    """Delete a checkpoint; if killed meanwhile, what is left no longer counts as one.
+
+    Returns:
+        False if someone reads it.
+    """
+    # writable, for NFS gives an exclusive lock for nothing else
+    with open(checkpoint / MANIFEST, "r+b") as file:
+        if not lock(file, fcntl.LOCK_EX, checkpoint / MANIFEST):
+            return False
+        name = f"{checkpoint.name}.{secrets.token_hex(8)}{DELETED}"
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(name)))
+    return True
+
+
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, so that they count no longer; return their new names.
+
+    They belong to a run that is not continued: kept among those of the run that is, they would be
+    taken for its newest.
+    """
+    later = [each for each in saved_steps(folder) if each > step]
+    return [commit.set_aside(step_folder(folder, each)) for each in later]
+
+
+def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: False) -> None:
+    """Remove what killed saves and deletions have left. What cannot be removed is a warning.
+
+    Args:
+        is_in_use: whether a save with this nonce is under way.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = PARTIAL_FOLDER.fullmatch(path.name)
+        if name is None or path.is_symlink() or is_in_use(name[3]):
+            continue
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            pass  # it was being written, and is complete now; or somebody was faster
+        except OSError as error:
+            logger.warning("%s, left by a killed job, could not be removed: %s", path, error)

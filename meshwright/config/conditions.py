@@ -1,0 +1,302 @@
+"""One table of what contradicts in a config, and one of options that are idle in it.
+
+A contradiction asks for something that this config cannot do, on any mesh that it names: an error.
+An idle option has nothing to act on here, and would have on another mesh or beside another value:
+the same TOML may run on any mesh, so it is a line in the log. A new rule is a row.
+"""
+
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any, NamedTuple
+
+from meshwright.config.changes import shown
+from meshwright.config.job_config import JobConfig, Source
+from meshwright.errors import check
+
+
+class Contradiction(NamedTuple):
+    """A value that cannot be had beside others. `{section.key}` in a text stands for a value."""
+
+    key: str
+    is_there: Callable[[JobConfig], bool]
+    rule: str
+    fix: str
+
+
+def num_decay_steps(c: JobConfig) -> int:
+    """Return the optimizer steps on which the learning rate falls."""
+    schedule, steps = c.lr_scheduler, c.training.steps
+    if schedule.decay_ratio is None:
+        return max(steps - schedule.warmup_steps, 0)
+    return round(steps * schedule.decay_ratio)
+
+
+def _is_compiled(c: JobConfig) -> bool:
+    """Whether a compiler changes the graph, which backend eager does not."""
+    return c.compile.enable and c.compile.backend != "eager"
+
+
+def _has_inductor(c: JobConfig) -> bool:
+    return c.compile.enable and c.compile.backend == "inductor"
+
+
+def _num_data_ranks(c: JobConfig) -> int:
+    p = c.parallelism
+    return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+
+
+def _has_fsdp(c: JobConfig) -> bool:
+    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
+    p, training = c.parallelism, c.training
+    cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
+    in_fp32 = training.mixed_precision_param == "float32"
+    return _num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+
+
+def _has_one_microbatch(c: JobConfig) -> bool:
+    training = c.training
+    return training.global_batch_size == _num_data_ranks(c) * training.local_batch_size
+
+
+WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
+ENABLE_CHECKPOINTS = "set checkpoint.enable = true"
+ONE_OF_TWO = "leave one of the two out"
+TOO_EARLY = (
+    "optimizer.early_step_in_backward updates weights before it is known whether the step is bad"
+)
+
+CONTRADICTIONS = (
+    Contradiction(
+        "lr_scheduler.decay_ratio",
+        lambda c: (
+            c.lr_scheduler.decay_ratio is not None
+            and c.lr_scheduler.warmup_steps + num_decay_steps(c) > c.training.steps
+        ),
+        "so many steps of decay do not fit in {training.steps} after {lr_scheduler.warmup_steps} "
+        "of warm-up",
+        "lower it, or lr_scheduler.warmup_steps",
+    ),
+    Contradiction(
+        "checkpoint.load_step",
+        lambda c: c.checkpoint.load_step != -1 and not c.checkpoint.enable,
+        "nothing is loaded while checkpoint.enable is false",
+        ENABLE_CHECKPOINTS,
+    ),
+    Contradiction(
+        "checkpoint.exclude_from_loading",
+        lambda c: bool(c.checkpoint.exclude_from_loading) and not c.checkpoint.enable,
+        "nothing is loaded while checkpoint.enable is false",
+        ENABLE_CHECKPOINTS,
+    ),
+    Contradiction(
+        "job.max_run_seconds",
+        lambda c: c.job.max_run_seconds > 0 and not c.checkpoint.enable,
+        "what was trained by then would be lost: checkpoint.enable is false",
+        ENABLE_CHECKPOINTS,
+    ),
+    Contradiction(
+        "checkpoint.initial_load_in_hf",
+        lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_path,
+        "nothing is loaded: checkpoint.initial_load_path is not given",
+        "name the folder there",
+    ),
+    Contradiction(
+        "activation_checkpoint.mode",
+        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _is_compiled(c),
+        "it is the compiler that decides, and backend eager decides nothing",
+        'set compile.enable = true and compile.backend = "inductor", or choose another mode',
+    ),
+    Contradiction(
+        "optimizer.early_step_in_backward",
+        lambda c: c.optimizer.early_step_in_backward and c.training.max_norm != inf,
+        "gradients are gone before their norm is known, so training.max_norm = {training.max_norm} "
+        "cannot be kept",
+        "set training.max_norm = inf",
+    ),
+    Contradiction(
+        "parallelism.fsdp_reduce_gradients",
+        lambda c: (
+            c.optimizer.early_step_in_backward
+            and c.parallelism.fsdp_reduce_gradients == "every_microbatch"
+        ),
+        "optimizer.early_step_in_backward would update with the gradients of one microbatch",
+        ONE_OF_TWO,
+    ),
+    Contradiction(
+        "bad_steps.policy",
+        lambda c: c.optimizer.early_step_in_backward and c.bad_steps.policy == "skip",
+        TOO_EARLY,
+        ONE_OF_TWO,
+    ),
+    Contradiction(
+        "bad_steps.spike_std",
+        lambda c: c.optimizer.early_step_in_backward and c.bad_steps.spike_std > 0,
+        TOO_EARLY,
+        ONE_OF_TWO,
+    ),
+    Contradiction(
+        "profiling.profile_freq",
+        lambda c: (
+            c.profiling.profile_freq < c.profiling.profiler_warmup + c.profiling.profiler_active
+        ),
+        "is less than profiler_warmup {profiling.profiler_warmup} + profiler_active "
+        "{profiling.profiler_active}",
+        "raise it to their sum or more",
+    ),
+    Contradiction(
+        "training.dtype",
+        lambda c: c.training.dtype not in ("float32", c.training.mixed_precision_param),
+        "weights stored in {training.dtype} cannot be computed with in "
+        "{training.mixed_precision_param}",
+        'set training.mixed_precision_param = "bfloat16"',
+    ),
+    Contradiction(
+        "parallelism.fsdp_prefetch_layers",
+        lambda c: (
+            c.parallelism.pipeline_parallel_degree > 1 and c.parallelism.fsdp_prefetch_layers > 1
+        ),
+        "a pipeline's stages stay gathered, there is nothing to gather ahead",
+        WITHOUT_PIPELINE,
+    ),
+    Contradiction(
+        "parallelism.fsdp_reduce_gradients",
+        lambda c: (
+            c.parallelism.pipeline_parallel_degree > 1
+            and c.parallelism.fsdp_reduce_gradients == "every_microbatch"
+        ),
+        "a pipeline's schedule reduces gradients once, after its last microbatch",
+        WITHOUT_PIPELINE,
+    ),
+    Contradiction(
+        "parallelism.enable_async_tensor_parallel",
+        lambda c: (
+            c.parallelism.enable_async_tensor_parallel
+            and c.parallelism.tensor_parallel_degree > 1
+            and not _has_inductor(c)
+        ),
+        "inductor does it, and nothing is compiled by inductor",
+        'set compile.enable = true and compile.backend = "inductor", or leave it out',
+    ),
+    Contradiction(
+        "parallelism.context_parallel_attention",
+        lambda c: (
+            c.parallelism.context_parallel_attention == "ring"
+            and c.parallelism.context_parallel_degree > 1
+            and c.training.mask_documents
+        ),
+        "ring attention does not support training.mask_documents",
+        'use "gather"',
+    ),
+)
+
+SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
+
+
+def _is_one(value: object) -> bool:
+    return value == 1
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "parallelism.tensor_parallel_degree",
+        _is_one,
+        "disable_loss_parallel enable_async_tensor_parallel",
+    ),
+    ("parallelism.context_parallel_degree", _is_one, "context_parallel_attention"),
+    (
+        "parallelism.pipeline_parallel_degree",
+        _is_one,
+        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part",
+    ),
+    ("training.mixed_precision_param", lambda dtype: dtype == "float32", "fp32_modules"),
+    ("training.datasets", bool, SOURCE_KEYS),
+    ("validation.enable", _is_off, f"freq num_samples datasets dataset {SOURCE_KEYS}"),
+    ("validation.datasets", bool, SOURCE_KEYS),
+    ("optimizer.weight_decay", _is_off, "decay_norm_and_bias"),
+    ("bad_steps.policy", lambda policy: policy == "stop", "budget"),
+    ("bad_steps.spike_std", _is_off, "spike_window"),
+    (
+        "activation_checkpoint.mode",
+        lambda mode: mode != "selective",
+        "selective_ac_option saved_ops",
+    ),
+    ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
+    ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
+    ("compile.enable", _is_off, "backend"),
+    (
+        "checkpoint.enable",
+        _is_off,
+        "folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
+    ),
+    ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
+    ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
+    (
+        "profiling.enable_profiling",
+        _is_off,
+        "save_traces_folder profile_freq profiler_warmup profiler_active",
+    ),
+)
+"""A key, the values of it beside which others of its section have no effect, and these others."""
+
+IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
+    (
+        "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
+        "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
+        lambda c: not _has_fsdp(c),
+        "one rank that computes in float32 uses no FSDP",
+    ),
+    ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
+    (
+        "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
+        lambda c: num_decay_steps(c) == 0,
+        "no step is left for a decay",
+    ),
+)
+
+
+def check_contradictions(config: JobConfig) -> None:
+    """Check the rules between keys that need nothing but the config.
+
+    Raises:
+        ConfigError: naming the first that is broken.
+    """
+    for row in CONTRADICTIONS:
+        rule = row.rule.format_map(dict(config))
+        check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
+
+
+def idle_options(config: JobConfig) -> Iterator[str]:
+    """Say which options differ from their default and have no effect, each once, and why.
+
+    Args:
+        config: with every -1 filled in.
+    """
+    reasons: dict[str, str] = {}
+    for cause, is_met, keys in IDLE_BESIDE:
+        value, (section, _) = value_of(config, cause), cause.split(".")
+        for key in keys.split() if is_met(value) else ():
+            reasons.setdefault(f"{section}.{key}", f"{cause} = {shown(value)}")
+    for keys, is_met, why in IDLE_WHERE:
+        for key in keys.split() if is_met(config) else ():
+            reasons.setdefault(key, why)
+    defaults = JobConfig()
+    for key, why in reasons.items():
+        value = value_of(config, key)
+        if value != value_of(defaults, key):
+            yield f"{key} = {shown(value)} has no effect: {why}"
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > steps:
+        yield (
+            f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "
+            f"{warmup}, and the job has {steps}"
+        )
+
+
+def value_of(config: JobConfig, key: str) -> object:
+    """Return the value of a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

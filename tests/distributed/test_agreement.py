@@ -1,0 +1,187 @@
+"""Ranks that would train different jobs together, or into different folders."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from meshwright import agreement
+from meshwright.agreement import check_agreement
+from meshwright.checkpoint import commit, shared_folder
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.config.job_config import Checkpoint
+from meshwright.config.loader import load_config
+from meshwright.datasets.opening import open_training_data
+from meshwright.errors import ConfigError, in_ranges
+from meshwright.preflight import preflight
+from tests.helpers.checkpoints import BARE
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
+
+
+def data(folder: Path, text: str = TEXT, name: str = "a.jsonl") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def difference(folder: Path, case: str) -> str:
+    """What two ranks say, of which the second differs in `case`."""
+    rank = dist.get_rank()
+    is_other = rank == 1
+    words = {
+        "--job.config_file": "tests/integration/tiny.toml",
+        "--model.tokenizer_path": "bytes",
+        "--training.dataset": "json",
+        "--training.dataset_path": str(data(folder / str(rank))),  # a copy on each machine
+        "--training.token_cache_folder": str(folder / f"cache{rank}"),
+        "--job.dump_folder": str(folder / "out"),
+    }
+    if is_other and case == "cached data":
+        data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
+    if case.startswith("streamed"):
+        words["--training.dataset_mode"] = "streamed"
+    if is_other and case == "streamed, of equal size":
+        data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
+    if is_other and case == "streamed, of other size":
+        data(folder / str(rank), TEXT + TEXT)
+    if is_other and case == "a key":
+        words["--optimizer.lr"] = "1e-4"
+    config, _ = load_config([word for pair in words.items() for word in pair])
+    plan = preflight(config, 2)
+    if is_other and case == "tokenizer":
+        plan = dataclasses.replace(plan, tokenizer=Other())
+    code = "0" if is_other and case == "code" else agreement._source_hash()
+    with patch.object(agreement, "_source_hash", lambda: code):
+        try:
+            check_agreement(plan, open_training_data(config))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+class Other:
+    fingerprint, bos_id, eos_id = "bytes", 256, None
+
+
+CASES = {
+    "": "",
+    "streamed": "",
+    "cached data": "training.dataset: ",
+    "streamed, of equal size": "training.dataset: ",
+    "streamed, of other size": "training.dataset: ",
+    "a key": "optimizer.lr: ",
+    "tokenizer": "model.tokenizer_path: ",
+    "code": "code: ",
+}
+
+
+def every_difference(folder: Path) -> dict[str, str]:
+    return {case: difference(folder / str(number), case) for number, case in enumerate(CASES)}
+
+
+def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path) -> None:
+    host, (first, second) = socket.gethostname(), on_ranks(2, every_difference, tmp_path)
+    assert first == second
+    for case, part in CASES.items():
+        if not part:
+            assert first[case] == ""
+            continue
+        head, line, fix = first[case].splitlines()
+        assert head == "ranks do not run the same job:"
+        assert line.startswith(f"  {part}rank 1 (on {host}): "), line
+        assert f"; rank 0 (on {host}): " in line
+        assert fix.startswith("  fix: ")
+    assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
+
+
+def test_ranks_in_words() -> None:
+    assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
+    assert in_ranges([5]) == "5"
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
+    """Two processes, as two machines: with copies of a file, or with another line in one."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        text = TEXT if is_shared or rank == 0 else TEXT.replace("text 7 ", "text 8 ")
+        words = (
+            *("--job.config_file", "tests/integration/tiny.toml", "--training.steps", "2"),
+            *("--model.tokenizer_path", "bytes", "--training.dataset", "json"),
+            *("--training.dataset_path", data(tmp_path / f"machine{rank}", text)),
+            *("--training.token_cache_folder", tmp_path / f"cache{rank}"),
+            *("--job.dump_folder", tmp_path / "out"),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "train.py", *map(str, words)],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+            | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        processes.append(process)
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == ([0, 0] if is_shared else [2, 2])
+    for _, error in outputs:
+        assert ("training.dataset: rank 1 (on " in error) == (not is_shared)
+    assert (tmp_path / "out").exists() == is_shared
+
+
+def own_folder(folder: Path) -> tuple[str, float]:
+    """What ranks say that have a folder of the same name each; one of them has a checkpoint."""
+    mine = folder / str(dist.get_rank())
+    if dist.get_rank() == 0:
+        step = mine / "checkpoint" / "step-5"
+        (mine / "checkpoint" / "step-5.unfinished").mkdir(parents=True)
+        commit.publish(step.parent, 5, BARE | {"step": 5}, {})
+    dist.barrier()
+    with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
+        try:
+            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).find()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def shared_by_all(folder: Path) -> tuple[object, int]:
+    """The step that is found, and how often this rank looked at a checkpoint's files."""
+    rank, looks = dist.get_rank(), []
+    if rank == 0:
+        (folder / "step-5.unfinished").mkdir(parents=True)
+        commit.publish(folder, 5, BARE | {"step": 5}, {})
+    dist.barrier()
+
+    def noting(checkpoint: Path) -> dict:
+        looks.append(checkpoint)
+        return inspect(checkpoint)
+
+    inspect = commit.inspect
+    with patch.object(commit, "inspect", noting):
+        found = CheckpointManager(folder, Checkpoint(enable=True)).find()
+    assert found is not None
+    return found["step"], len(looks)
+
+
+def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, tmp_path) -> None:
+    host, (first, second) = socket.gethostname(), on_ranks(2, own_folder, tmp_path)
+    assert second == first.replace(str(tmp_path / "0"), str(tmp_path / "1"))
+    assert f"rank 1 (on {host}) does not see what rank 0 (on {host}) writes to" in first
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"0", "checkpoint", "step-5", commit.MANIFEST}
+    assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-5"}

@@ -1,0 +1,98 @@
+"""Parameter groups by name on two ranks, against plain PyTorch on one."""
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.batch import Batch
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.job_config import Optimizer
+from meshwright.health import Health
+from meshwright.loss import IGNORE
+from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.step import train_step
+from tests.helpers.optimizers import GROUPS, plain_groups
+from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
+
+BATCH, LRS = 4, (1e-2, 5e-3)
+DECAY = 5.0  # so much that a wrong one shows beside what Adam makes of rounding
+CONFIG = Optimizer(lr=LRS[0], weight_decay=DECAY, groups=GROUPS)
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+INFINITY = float("inf")
+
+
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
+    labels = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
+    labels[1, 3:] = IGNORE
+    return tokens, labels
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """Weights after the last step."""
+    model = plain_model()
+    groups = plain_groups(model, DECAY)
+    betas = (CONFIG.beta1, CONFIG.beta2)
+    optimizer = torch.optim.AdamW([group for group, _ in groups], betas=betas, fused=True)
+    for step, lr in enumerate(LRS):
+        tokens, labels = global_batch(step)
+        F.cross_entropy(
+            model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
+        ).backward()
+        for group, (_, scale) in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = lr * scale
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _groups_on(dims: ParallelDims, is_early: bool) -> None:
+    local = BATCH // dims.dp // dims.pp
+    model, meshes = parallel_model(dims, microbatches=(dims.pp, local))
+    optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    if dims.pp > 1:  # the embedding's group is on the first stage alone
+        assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
+    early = EarlyStep(optimizer) if is_early else None
+    health = Health.on(torch.device("cpu"))
+    for step, lr in enumerate(LRS):
+        tokens, labels = (
+            part.split(local)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(step)
+        )
+        set_learning_rate(optimizer, lr)
+        train_step(
+            model,
+            [*map(Batch, tokens, labels)],
+            optimizer,
+            early,
+            step=step + 1,
+            max_norm=INFINITY,
+            meshes=meshes,
+            health=health,
+        )
+    want = reference()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            whole(parameter), want[name], rtol=0, atol=6e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    # what is saved is the same without groups, and either loads into the other
+    grouped = TrainingTensors(model, optimizer, 0).state_dict()
+    other, _ = parallel_model(dims, seed=1, microbatches=(dims.pp, local))
+    plain = build_optimizer(other.named_parameters(), Optimizer())
+    tensors = TrainingTensors(other, plain, 0)
+    assert tensors.state_dict().keys() == grouped.keys()
+    tensors.load_state_dict(grouped)
+    after = tensors.state_dict()
+    for key, tensor in grouped.items():
+        assert torch.equal(whole(after[key]), whole(tensor)), key
+
+
+def _groups(cases: list[tuple[dict[str, int], bool]]) -> None:
+    for degrees, is_early in cases:
+        _groups_on(ParallelDims(**dict.fromkeys(AXES, 1) | degrees), is_early)
+
+
+def test_groups_on_two_ranks_are_those_of_plain_torch(on_ranks) -> None:
+    early = [({axis: 2}, True) for axis in ("dp_shard", "tp")]
+    on_ranks(2, _groups, [*(({axis: 2}, False) for axis in ("dp_shard", "tp", "cp", "pp")), *early])

@@ -1,0 +1,323 @@
+"""Every key of the config acts, is refused, or is reported as idle: none is accepted in silence."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+
+import meshwright
+from meshwright.cli.check_job import main as check_job
+from meshwright.config.conditions import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
+from meshwright.config.job_config import JobConfig
+from meshwright.datasets.idle import idle_source_options
+from meshwright.errors import ConfigError
+from meshwright.log import logger
+from meshwright.preflight import preflight
+
+PACKAGE = Path(meshwright.__file__).parent
+DEFAULTS = JobConfig()
+KEYS = [
+    f"{section}.{key}"
+    for section, field in JobConfig.model_fields.items()
+    for key in field.annotation.model_fields
+]
+JSON_SOURCE = {"dataset": "json", "dataset_path": __file__, "weight": 1.0}
+VALUES: dict[str, Any] = {
+    "model.flavor": "llama3_8b",
+    "model.args": {"n_layers": 2, "vocab_size": 258},
+    "model.frozen": ["norm.weight"],
+    "training.datasets": [{"dataset": "python_stdlib", "weight": 1.0}],
+    "training.dataset_format": "os.path:join",
+    "training.fp32_modules": ["output"],
+    "validation.dataset": "json",
+    "validation.datasets": [{"dataset": "python_stdlib"}],
+    "optimizer.groups": [{"parameters": ["norm.weight"]}],
+    "parallelism.module_fqns_per_model_part": [["output"]],
+    "activation_checkpoint.selective_ac_option": "2",
+    "activation_checkpoint.saved_ops": ["aten.mm"],
+    "checkpoint.exclude_from_loading": ["optimizer"],
+}
+"""Valid values where the type does not say one."""
+
+
+def other_value(key: str) -> Any:
+    """A valid value that is not the default."""
+    if key in VALUES:
+        return VALUES[key]
+    section, name = key.split(".")
+    default = value_of(DEFAULTS, key)
+    annotation = JobConfig.model_fields[section].annotation.model_fields[name].annotation
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        return next(choice for choice in get_args(annotation) if choice != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return max(default, 0) + 1
+    return {str: "x", float: 0.25}[annotation if annotation in (str, float) else float]
+
+
+def config_with(**values: Any) -> JobConfig:
+    """A job on one process, with values by key; `__` stands for the dot."""
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"tokenizer_path": "bytes", "args": {"vocab_size": 258}},
+    }
+    for key, value in values.items():
+        section, name = key.split("__")
+        tables.setdefault(section, {})[name] = value
+    return JobConfig.model_validate(tables)
+
+
+def outcome(key: str, folder: Path) -> str:
+    """What one process says to a value that is not the default."""
+    dump = {} if key == "job.dump_folder" else {"job__dump_folder": str(folder / "out")}
+    config = config_with(**dump | {key.replace(".", "__"): other_value(key)})
+    try:
+        idle = preflight(config, 1).idle_options
+    except ConfigError:
+        return "refused"
+    assert value_of(config, key) != value_of(DEFAULTS, key)
+    return "idle" if any(text.startswith(f"{key} = ") for text in idle) else "acts"
+
+
+@pytest.fixture(autouse=True)
+def _console_is_left() -> Iterator[None]:
+    """Where other tests look for what is logged."""
+    yield
+    logger.handlers, logger.propagate = [], True
+
+
+def keys_of(**sections: str) -> set[str]:
+    return {f"{name}.{key}" for name, keys in sections.items() for key in keys.split()}
+
+
+SOURCE = "dataset dataset_path dataset_subset dataset_split dataset_column dataset_format"
+OUTCOMES = {
+    "refused": keys_of(
+        job="max_run_seconds",
+        model="name tokenizer_path",
+        training="dataset dataset_path dataset_subset dataset_split global_batch_size",
+        optimizer="early_step_in_backward",
+        parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
+        "pipeline_parallel_degree",
+        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf",
+        metrics="enable_wandb",
+    ),
+    "idle": keys_of(
+        model="chat_template_path",
+        training="dataset_column dataset_format shuffle_window stream_shards",
+        validation=f"freq num_samples datasets {SOURCE} dataset_mode",
+        bad_steps="budget spike_window",
+        parallelism="disable_loss_parallel enable_async_tensor_parallel context_parallel_attention "
+        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
+        "fsdp_reduce_gradients",
+        activation_checkpoint="selective_ac_option saved_ops memory_budget",
+        compile="backend",
+        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
+        profiling="save_traces_folder profile_freq profiler_warmup profiler_active",
+    ),
+    "acts": keys_of(
+        job="config_file dump_folder description device_memory_gib",
+        model="flavor args frozen",
+        training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
+        "local_batch_size seq_len max_norm steps dtype mixed_precision_param fp32_modules "
+        "mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
+        validation="enable",
+        optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
+        bad_steps="policy spike_std",
+        lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
+        parallelism="data_parallel_shard_degree fsdp_reshard_after_forward fsdp_prefetch_layers",
+        activation_checkpoint="mode",
+        compile="enable",
+        checkpoint="enable",
+        metrics="log_freq enable_tensorboard save_tb_folder",
+        profiling="enable_profiling",
+        comm="init_timeout_seconds train_timeout_seconds",
+    ),
+}
+"""What one process, with all else by default, says to another value of each key. A new key belongs
+under `acts` only if it does."""
+
+
+def test_every_key_acts_or_is_answered(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb
+    got: dict[str, set[str]] = {name: set() for name in OUTCOMES}
+    for key in KEYS:
+        got[outcome(key, tmp_path)].add(key)
+    assert got == OUTCOMES
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_read_by_what_it_is_for(key: str) -> None:
+    """Outside of the config's own rules, which would answer for a key that nothing else reads."""
+    name = key.split(".")[1]
+    text = "".join(file.read_text() for file in PACKAGE.rglob("*.py") if not _is_rule(file))
+    assert re.search(rf"\.{name}\b|\"{name}\"", text) or key == "job.config_file"
+
+
+def _is_rule(file: Path) -> bool:
+    return file.parent.name == "config" or file.name == "idle.py"
+
+
+JSON = {"training__dataset": "json", "training__dataset_path": "x"}
+TWO_IN_FP32 = {
+    "parallelism__tensor_parallel_degree": 2,
+    "training__mixed_precision_param": "float32",
+}
+STREAMED = {"training__dataset_mode": "streamed"}
+AWAKE: dict[str, dict[str, Any]] = {
+    "parallelism.disable_loss_parallel": {"parallelism__tensor_parallel_degree": 2},
+    "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
+    "parallelism.context_parallel_attention": {"parallelism__context_parallel_degree": 2},
+    **{
+        f"parallelism.{key}": {"parallelism__pipeline_parallel_degree": 2}
+        for key in (
+            *("pipeline_parallel_schedule", "pipeline_parallel_stages_per_rank"),
+            "module_fqns_per_model_part",
+        )
+    },
+    **{
+        f"parallelism.{key}": TWO_IN_FP32
+        for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers")
+    },
+    "parallelism.fsdp_reduce_gradients": {"training__global_batch_size": 16},
+    "training.mixed_precision_reduce": TWO_IN_FP32,
+    "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
+    "training.dataset_column": JSON,
+    "training.dataset_format": JSON,
+    "training.dataset_path": JSON,
+    "model.chat_template_path": JSON,
+    "training.dataset_subset": {"training__dataset": "c4"},
+    "training.dataset_split": {},
+    "training.dataset_mode": {},
+    "training.shuffle_window": STREAMED,
+    "training.stream_shards": STREAMED,
+    "training.token_cache_folder": {},
+    **{
+        f"validation.{key}": {"validation__enable": True, "validation__dataset": "json"}
+        for key in ("freq", "num_samples", "datasets", *SOURCE.split()[1:], "dataset_mode")
+    },
+    "validation.dataset": {"validation__enable": True},
+    "lr_scheduler.decay_type": {"lr_scheduler__warmup_steps": 2},
+    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.1},
+    "optimizer.decay_norm_and_bias": {},
+    "bad_steps.budget": {"bad_steps__policy": "skip"},
+    "bad_steps.spike_window": {"bad_steps__spike_std": 6.0},
+    "activation_checkpoint.selective_ac_option": {"activation_checkpoint__mode": "selective"},
+    "activation_checkpoint.saved_ops": {"activation_checkpoint__mode": "selective"},
+    "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
+    "compile.backend": {"compile__enable": True},
+    **{
+        f"checkpoint.{key}": {"checkpoint__enable": True}
+        for key in (
+            *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
+            "on_save_failure",
+        )
+    },
+    "metrics.save_tb_folder": {},
+    **{
+        f"profiling.{key}": {"profiling__enable_profiling": True}
+        for key in (*("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active"),)
+    },
+}
+"""Beside which values each key that can be idle has an effect."""
+ASLEEP: dict[str, dict[str, Any]] = {
+    **{
+        f"training.{key}": {"training__datasets": [JSON_SOURCE]}
+        for key in (*SOURCE.split()[1:], "dataset_mode")
+    },
+    "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
+    "training.fp32_modules": {"training__mixed_precision_param": "float32"},
+    "training.token_cache_folder": STREAMED,
+    "parallelism.fsdp_reshard_after_forward": {"training__mixed_precision_param": "float32"},
+    "parallelism.fsdp_prefetch_layers": {"training__mixed_precision_param": "float32"},
+    "lr_scheduler.decay_type": {"training__steps": 100},
+    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
+    "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
+    "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
+}
+"""Beside which it has none; of the others, beside the defaults."""
+ON_ONE_RANK = {"parallelism__data_parallel_shard_degree": 1, "training__global_batch_size": 8}
+
+
+def is_said_to_be_idle(key: str, beside: dict[str, Any]) -> bool:
+    value = {key.replace(".", "__"): other_value(key)}
+    config = config_with(**ON_ONE_RANK | beside | value)
+    said = [*idle_options(config), *idle_source_options(config)]
+    return any(text.startswith(f"{key} = ") for text in said)
+
+
+@pytest.mark.parametrize("key", AWAKE)
+def test_an_option_is_idle_only_where_it_has_no_effect(key: str) -> None:
+    assert is_said_to_be_idle(key, ASLEEP.get(key, {}))
+    assert not is_said_to_be_idle(key, AWAKE[key])
+
+
+def test_every_row_of_the_table_is_tested() -> None:
+    rows = {f"{cause.split('.')[0]}.{k}" for cause, _, keys in IDLE_BESIDE for k in keys.split()}
+    rows |= {key for keys, _, _ in IDLE_WHERE for key in keys.split()}
+    assert rows <= AWAKE.keys() <= set(KEYS)
+
+
+MESH_OPTIONS = """
+[model]
+tokenizer_path = "bytes"
+args = { vocab_size = 260 }
+
+[training]
+seq_len = 64
+steps = 100
+mask_documents = true
+
+[parallelism]
+disable_loss_parallel = true
+enable_async_tensor_parallel = true
+context_parallel_attention = "ring"
+pipeline_parallel_schedule = "Interleaved1F1B"
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]
+"""
+
+
+def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
+    (tmp_path / "a.toml").write_text(MESH_OPTIONS)
+    words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
+    check_job(["1", *words])
+    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+    tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
+    pp = "parallelism.pipeline_parallel_degree = 1"
+    given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
+    assert lines == [
+        f"parallelism.disable_loss_parallel = True has no effect: {tp}",
+        f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
+        f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
+        f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
+        f"parallelism.module_fqns_per_model_part = {given} has no effect: {pp}",
+        "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
+        "100",
+    ]
+    for key, says in {
+        "context": "ring attention does not support training.mask_documents",
+        "tensor": "nothing is compiled by inductor",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            check_job(["2", *words, f"--parallelism.{key}_parallel_degree", "2"])
+
+
+def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
+    words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
+    check_job(["2", *words, "--job.dump_folder", str(tmp_path)])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
+    groups = [{"parameters": ["norm.*"]}, {"parameters": ["*norm.weight"]}]
+    config = config_with(
+        optimizer__groups=groups, model__frozen=["norm.*"], job__dump_folder=str(tmp_path)
+    )
+    assert preflight(config, 1).idle_options == [
+        "optimizer.groups.0 has no effect: model.frozen has all its parameters"
+    ]

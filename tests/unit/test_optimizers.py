@@ -1,0 +1,209 @@
+"""Parameter groups by name, and every optimizer of the table held to its contract."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.config.job_config import JobConfig, Optimizer, ParameterGroup
+from meshwright.errors import ConfigError
+from meshwright.models.decoder import Decoder
+from meshwright.models.llama import FLAVORS
+from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.groups import describe, fitted_groups, names_by_group, settings_of
+from meshwright.optim.optimizers import OPTIMIZERS, build_optimizer, set_learning_rate, update
+from meshwright.preflight import preflight
+from meshwright.proof.shrink import shrink
+from tests.helpers.optimizers import GROUPS, plain_groups
+from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
+
+GO, HOLD = torch.tensor(False), torch.tensor(True)
+NAMES = list(TINY.parameter_names())
+LRS = (1e-2, 3e-3, 5e-4)
+
+
+def options(name: str, **values: object) -> Optimizer:
+    return Optimizer(name=name, lr=LRS[0], weight_decay=0.1, groups=GROUPS, **values)
+
+
+def set_gradients(model: Decoder, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all that an update may change."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = value.clone()
+    return found
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("decay_norm_and_bias", [False, True])
+def test_groups_are_those_of_plain_torch(name, is_early, decay_norm_and_bias) -> None:
+    model, theirs = plain_model(), plain_model()
+    config = options(name, decay_norm_and_bias=decay_norm_and_bias)
+    optimizer = build_optimizer(model.named_parameters(), config)
+    groups = plain_groups(theirs, 0.1, norm_decay=0.1 if decay_norm_and_bias else 0.0)
+    betas = (config.beta1, config.beta2)
+    plain = getattr(torch.optim, name)(
+        [group for group, _ in groups], betas=betas, eps=config.eps, fused=True
+    )
+    early = EarlyStep(optimizer) if is_early else None
+    tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    for lr in LRS:
+        set_learning_rate(optimizer, lr)
+        if early is not None:
+            early.begin(GO)
+        for each in (model, theirs):
+            each(tokens).square().mean().backward()
+        if early is None:
+            update(optimizer, GO)
+        for group, (_, scale) in zip(plain.param_groups, groups, strict=True):
+            group["lr"] = lr * scale
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    for (key, got), want in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(got, want), key
+
+
+def test_an_update_that_is_held_back_changes_no_bit(name) -> None:
+    model = plain_model()
+    optimizer = build_optimizer(model.named_parameters(), options(name))
+    set_gradients(model, 1)
+    update(optimizer, HOLD)  # the first too, which makes the state
+    first = tensors_of(model, optimizer)
+    for key, parameter in plain_model().named_parameters():
+        assert torch.equal(first[key], parameter), key
+        assert all(not first[f"{key}.{slot}"].any() for slot in ("step", "exp_avg"))
+    update(optimizer, GO)
+    before = tensors_of(model, optimizer)
+    assert all(not torch.equal(before[key], first[key]) for key in first)
+    for parameter in model.parameters():
+        parameter.grad.fill_(float("nan"))
+    update(optimizer, HOLD)
+    after = tensors_of(model, optimizer)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_each_parameter_is_updated_from_its_own_gradient_and_state(name) -> None:
+    """What the optimizer in backward relies on."""
+    model = plain_model()
+    optimizer = build_optimizer(model.named_parameters(), options(name))
+    alone = copy.deepcopy(model)
+    one = build_optimizer(alone.named_parameters(), options(name))
+    for seed in (1, 2):
+        set_gradients(model, seed)
+        set_gradients(alone, seed)
+        update(optimizer, GO)
+        groups = one.param_groups
+        for group in groups:
+            for parameter in group["params"]:
+                one.param_groups = [group | {"params": [parameter]}]
+                update(one, GO)
+        one.param_groups = groups
+    want, got = tensors_of(model, optimizer), tensors_of(alone, one)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+def test_every_state_is_saved_and_comes_back_into_other_groups(name) -> None:
+    """A checkpoint of a job with one group for all, as from before there were groups."""
+    old_model, model = plain_model(), plain_model(seed=1)
+    old = build_optimizer(
+        old_model.named_parameters(), Optimizer(name=name, decay_norm_and_bias=True)
+    )
+    new = build_optimizer(model.named_parameters(), options(name))
+    assert (len(old.param_groups), len(new.param_groups)) == (1, 4)
+    set_gradients(old_model, 1)
+    update(old, GO)
+    saved = TrainingTensors(old_model, old, 0).state_dict()
+    slots = {key for slots in old.state.values() for key in slots}
+    assert slots
+    wanted = {f"optimizer.state.{key}.{slot}" for key in NAMES for slot in slots}
+    assert {key for key in saved if key.startswith("optimizer.")} == wanted
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    TrainingTensors(model, new, 0).load_state_dict(torch.load(file, weights_only=True))
+    want, got = tensors_of(old_model, old), tensors_of(model, new)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    set_learning_rate(new, 1.0)
+    assert sorted((g["lr"], g["weight_decay"]) for g in new.param_groups) == [
+        (0.25, 0.1),
+        (0.5, 0.0),
+        (1.0, 0.0),
+        (1.0, 0.1),
+    ]
+
+
+def test_state_that_a_checkpoint_would_drop_is_an_error(name) -> None:
+    model = plain_model()
+    optimizer = build_optimizer(model.named_parameters(), options(name))
+    set_gradients(model, 1)
+    update(optimizer, GO)
+    optimizer.state[model.norm.weight]["count"] = 3
+    with pytest.raises(TypeError, match=r"optimizer state.norm.weight.count is of type int"):
+        TrainingTensors(model, optimizer, 0).state_dict()
+
+
+def test_the_first_group_that_matches_counts() -> None:
+    config = Optimizer(weight_decay=0.2, groups=GROUPS)
+    assert settings_of("layers.0.attention.wq.weight", 2, config) == (0.25, 0.2)
+    assert settings_of("layers.1.attention.wq.weight", 2, config) == (1.0, 0.2)
+    assert settings_of("layers.0.ffn_norm.weight", 1, config) == (0.5, 0.0)
+    assert settings_of("tok_embeddings.weight", 2, config) == (1.0, 0.0)
+    assert settings_of("norm.weight", 1, config) == (0.5, 0.0)
+    assert settings_of("norm.weight", 1, Optimizer(weight_decay=0.2)) == (1.0, 0.0)
+    decayed = Optimizer(weight_decay=0.2, decay_norm_and_bias=True)
+    assert settings_of("norm.weight", 1, decayed) == (1.0, 0.2)
+    own = Optimizer(groups=[ParameterGroup(parameters=["*norm*"], weight_decay=0.3)])
+    assert settings_of("norm.weight", 1, own) == (1.0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        ([["layer.*"]], r"groups.0.parameters = 'layer.\*': matches no parameter\n  fix: their"),
+        ([["norm.*"], ["*norm.weight", "bias"]], "groups.1.parameters = 'bias': matches no"),
+        ([["*norm.weight"], ["norm.*"]], r"groups.1.parameters = \['norm.\*'\]: .*before it"),
+    ],
+)
+def test_a_group_that_gets_no_parameter_is_refused(patterns, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        names_by_group([ParameterGroup(parameters=each) for each in patterns], NAMES)
+
+
+def test_groups_of_a_larger_model_are_fitted_to_a_smaller() -> None:
+    """As `meshwright prove` does."""
+    patterns = [["layers.7.*"], ["layers.[0-3]*", "layers.9.*"], ["layers.*"], ["norm.*"]]
+    groups = [ParameterGroup(parameters=each, lr_scale=0.5) for each in patterns]
+    fitted = fitted_groups(groups, NAMES)
+    assert [group.parameters for group in fitted] == [["layers.[0-3]*"], ["norm.*"]]
+    assert len(names_by_group(fitted, NAMES)) == 2
+    large = FLAVORS["llama3_8b"]
+    preflight(shrink(JobConfig(optimizer=Optimizer(groups=groups)), large), 1)
+
+
+def test_settings_are_counted_in_the_log() -> None:
+    num_dims = {name: len(shape) for name, shape in TINY.parameter_shapes().items()}
+    assert describe(Optimizer(), num_dims) == (
+        "AdamW: 23 parameters with weight decay 0.1; 7 parameters with weight decay 0"
+    )
+    said = describe(Optimizer(groups=GROUPS), num_dims, frozen={"tok_embeddings.weight"})
+    assert said == (  # the embedding, the only one of its group, is frozen
+        "AdamW: 7 parameters with weight decay 0, lr x 0.5; "
+        "7 parameters with weight decay 0.1, lr x 0.25; 15 parameters with weight decay 0.1"
+    )
