@@ -10,7 +10,13 @@ Checked after each: the exit code; that it had resumed from the newest checkpoin
 loss and gradient norm on record is, to the bit, that of the uninterrupted job. After each round
 every tensor of the last checkpoint, too. It ends with 1 at the first that differs.
 
+With `--file-faults` it is the file system that fails (`file_faults.py`): full, read-only, slow,
+without flock or fsync, with files and links of others, two jobs in one folder, a rank that does not
+see it. Each fault has a job of its own, which must get to its last step; every checkpoint left is
+verified, too.
+
     python benchmarks/interruptions.py --kills 200
+    python benchmarks/interruptions.py --file-faults 50 --seed 3
     python benchmarks/interruptions.py --stops 50 --compile
 """
 
@@ -19,15 +25,20 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+import file_faults
+
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.errors import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
@@ -57,8 +68,16 @@ START_S, COMPILED_START_S = 8, 20
 class Start:
     """The job, started into `folder`; up to its end."""
 
-    def __init__(self, folder: Path, steps: int, is_compiled: bool, mode: str) -> None:
-        self.folder, self.console = folder, folder.with_suffix(".log")
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        is_compiled: bool,
+        mode: str,
+        console: Path | None = None,
+        **environment: str,
+    ) -> None:
+        self.folder, self.console = folder, console or folder.with_suffix(".log")
         self.newest = _saved(folder)
         self._begun = time.time()
         self._start_s = COMPILED_START_S if is_compiled else START_S
@@ -68,7 +87,9 @@ class Start:
         with self.console.open("wb") as console:
             self.process = subprocess.Popen(
                 [ROOT / "run_llama_train.sh", *(f"--{key}={value}" for key, value in keys.items())],
-                env=os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ
+                | {"NGPU": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                | environment,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -152,6 +173,11 @@ class Start:
             return "nothing, for it was over"
         return f"{number.name} to the launcher, {when}"
 
+    def kill(self) -> None:
+        """SIGKILL to the launcher and all ranks."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def end(self) -> int:
         """Wait for the launcher and the ranks; the exit code, as a shell would see it."""
         code = self.process.wait(timeout=600)
@@ -165,7 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--stops", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--file-faults", type=int, default=0)
+    parser.add_argument("--only", choices=file_faults.FAULTS, help="this fault of files alone")
+    parser.add_argument("--steps", type=int, help="120; with --file-faults 30")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -174,7 +202,13 @@ def main() -> None:
     chance.shuffle(plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interruptions_") as folder:
-        done = interrupt(Path(folder), plan, options.steps, options.compile, chance)
+        if options.file_faults:
+            kinds = [options.only] if options.only else file_faults.possible()
+            done = damage_files(
+                Path(folder), options.file_faults, kinds, options.steps or 30, chance
+            )
+        else:
+            done = interrupt(Path(folder), plan, options.steps or 120, options.compile, chance)
     for what, count in sorted(done.items()):
         print(f"{count:5}  {what}")
     print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
@@ -227,6 +261,81 @@ def interrupt(
         if not plan:
             done["rounds to the last step"] = rounds
             return done
+
+
+def damage_files(
+    folder: Path, number: int, kinds: list[str], steps: int, chance: random.Random
+) -> Counter[str]:
+    """Plant so many faults; how often which was."""
+    reference = folder / "uninterrupted"
+    start = Start(reference, steps, False, "disabled")
+    if start.end():
+        sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
+    want = {record["step"]: record for record in _records(reference)}
+    done = Counter[str]()
+    shuffled: list[str] = []
+    for count in range(number):
+        if not shuffled:  # each once, before one comes again
+            shuffled = chance.sample(kinds, len(kinds))
+        kind, seed = shuffled.pop(), chance.random()
+        current, mode = folder / f"fault_{count}", chance.choice(("disabled", "thread"))
+        begun, starts = time.monotonic(), list[Start]()
+
+        def begin(
+            into: Path, starts: list[Start] = starts, mode: str = mode, **given: object
+        ) -> Start:
+            path = os.pathsep.join((str(file_faults.SHIM), os.environ.get("PYTHONPATH", "")))
+            start = Start(into, steps, False, mode, **{"PYTHONPATH": path, **given})  # type: ignore[arg-type]
+            starts.append(start)
+            return start
+
+        try:
+            how = file_faults.FAULTS[kind](begin, current, random.Random(seed))
+            _check_all(current, reference, steps, want)
+        except file_faults.WrongError as wrong:
+            sys.exit(f"WRONG after {kind} ({mode}, fault {count}): {wrong}")
+        finally:
+            for start in starts:
+                start.kill()
+        done[kind] += 1
+        seconds = time.monotonic() - begun
+        print(f"{how} ({mode}); {len(starts)} starts, {seconds:.0f} s: as it was", flush=True)
+        shutil.rmtree(current)
+    return done
+
+
+def _check_all(
+    current: Path, reference: Path, steps: int, want: dict[int, dict[str, float]]
+) -> None:
+    """Nothing is lost, nothing is wrong.
+
+    Raises:
+        WrongError: naming the first thing that is.
+    """
+    records = _records(current)
+    if [record["step"] for record in records] != list(range(1, steps + 1)):
+        raise file_faults.WrongError(
+            f"metrics of the steps {[record['step'] for record in records]}"
+        )
+    for record in records:
+        for figure in FIGURES:
+            if figure in record and record[figure] != want[record["step"]].get(figure):
+                raise file_faults.WrongError(f"step {record['step']}: {figure} {record[figure]}")
+    checkpoints = current / "checkpoint"
+    for step in commit.saved_steps(checkpoints):
+        checkpoint = commit.step_folder(checkpoints, step)
+        if not (checkpoint / MANIFEST).exists():  # a folder of the user's
+            continue
+        manifest = commit.inspect(checkpoint)
+        if wrong := commit.verify(checkpoint, manifest, sorted(manifest["files"])):
+            raise file_faults.WrongError(f"{checkpoint} is damaged: {wrong}")
+    compare = [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
+    last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
+    if subprocess.run([*compare, *last], check=False).returncode:
+        raise file_faults.WrongError("tensors of the last checkpoint differ")
+    left = [path.name for path in checkpoints.iterdir() if commit.PARTIAL_FOLDER.match(path.name)]
+    if left or (checkpoints / "job.lock").exists():
+        raise file_faults.WrongError(f"left over: {left or 'job.lock'}")
 
 
 def _what_is_wrong(

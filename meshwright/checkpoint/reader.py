@@ -42,6 +42,7 @@ class PlainReader(dcp.FileSystemReader):
             self._metadata = _metadata(index)
         except (AttributeError, KeyError, TypeError, IndexError, RuntimeError):
             raise ValueError("it is no index of a checkpoint") from None
+        _check_sizes(self._metadata, folder)
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -64,6 +65,36 @@ def _metadata(index: Record) -> Metadata:
         },
         version=index.state.get("version"),
     )
+
+
+def _check_sizes(index: Metadata, folder: Path) -> None:
+    """Check that tensors are made of their chunks, and that those are in the files.
+
+    A forged size would otherwise be memory that nothing fills.
+
+    Raises:
+        OSError: if a file is not there.
+        ValueError: if they are not.
+    """
+    sizes = {
+        name: (folder / name).stat().st_size
+        for name in {place.relative_path for place in index.storage_data.values()}
+    }
+    for key, place in index.storage_data.items():
+        if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
+            raise ValueError(f"{key.fqn} is said to be outside of {place.relative_path}")
+    for name, tensor in index.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue
+        item = tensor.properties.dtype.itemsize
+        for chunk in tensor.chunks:
+            place = index.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if place is None:
+                raise ValueError(f"a part of {name} is in no file")
+            if chunk.sizes.numel() * item > place.length and not place.transform_descriptors:
+                raise ValueError(f"{name} is larger than its {place.length:,} bytes")
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise ValueError(f"the parts of {name} are not all of it")
 
 
 def _entry(record: Record) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -105,7 +105,7 @@ class Staging:
 
     @contextmanager
     def _beside_its_work(self, device: torch.device) -> Iterator[None]:
-        """Within, `device` works in a stream for copies, after all work that it was given so far."""
+        """Within, `device` works in a stream for copies, after all its work so far."""
         if device.type == "cpu":
             yield
             return

@@ -96,6 +96,7 @@ def check_device(
         ConfigError: naming the first that is broken.
     """
     is_on = config.parallelism.enable_async_tensor_parallel
+    is_on = is_on and config.parallelism.tensor_parallel_degree > 1  # otherwise it is idle
     check(
         not is_on or device_type == "cuda",
         ASYNC_TENSOR_PARALLEL,
@@ -125,7 +126,8 @@ def check_device(
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
-    if parallelism.context_parallel_attention == "ring":
+    has_ring = parallelism.context_parallel_attention == "ring"
+    if has_ring and parallelism.context_parallel_degree > 1:
         check(
             has_ring_kernel,
             CONTEXT_PARALLEL_ATTENTION,

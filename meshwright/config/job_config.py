@@ -234,7 +234,8 @@ class Training(Source):
     """Fixes the initial weights and the order of the data."""
 
     deterministic: bool = False
-    """Only algorithms that give equal bits in equal runs; slower on GPUs."""
+    """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of
+    GPUs, attention among them, add up in an order that changes from run to run."""
 
 
 class Validation(Source):
@@ -426,7 +427,8 @@ class ActivationCheckpoint(Section):
 
     saved_ops: list[Annotated[str, Field(pattern=r"^\w+\.\w+$")]] = SAVED_OPS
     """Operators of torch.ops whose outputs selective "op" keeps: those that cost much for the
-    memory that they need. Norms and pointwise steps are cheap."""
+    memory that they need. Norms and pointwise steps are cheap. "higher_order" holds flex attention,
+    as compiled blocks and as eager ones call it; "_c10d_functional" collectives."""
 
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """With mode = memory_budget: how much is kept of what a compiled block would keep otherwise.

@@ -95,7 +95,7 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 def _policy(
     saved: Collection[Operator], context: object, operator: Operator, *_: object, **__: object
 ) -> CheckpointPolicy:
-    # not a list of operators: in that, torch 2.11 takes none of higher order
+    # a function and not a list: 2.13 takes operators of higher order in one, older torch may not
     is_saved = operator in saved
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 

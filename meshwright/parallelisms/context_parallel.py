@@ -55,8 +55,7 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool, has_kernel:
     Collective in forward and backward.
 
     Args:
-        has_kernel: there is flash attention for its heads in 16 bits, as
-            `ring_attention.is_available` says.
+        has_kernel: `ring_attention.is_available` for its heads in 16 bits.
     """
     ring = mesh.get_group().group_name if goes_around else None
     # one for all blocks, so that they share a graph

@@ -22,6 +22,10 @@ class Load:
 
     parameters: int
     trained: int
+    trained_in_stage: int
+    """Of one stage, that with most. A rank's stages need not have whole gradients, nor gathered
+    weights, at the same time: torch frees those of a stage that is done."""
+    parameters_in_stage: int
 
 
 def heaviest_load(
@@ -38,7 +42,7 @@ def heaviest_load(
         frozen: names of the parameters that are not trained.
     """
     parallelism = config.parallelism
-    stages = []
+    stages: list[tuple[int, int]] = []  # parameters, trained
     for modules in stage_modules:
         inside = tuple(f"{module}." for module in modules)
         sizes = {
@@ -47,12 +51,15 @@ def heaviest_load(
             if name.startswith(inside)
         }
         trained = sum(size for name, size in sizes.items() if name not in frozen)
-        stages.append(Load(sum(sizes.values()), trained))
+        stages.append((sum(sizes.values()), trained))
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     loads = []
     for rank in range(ranks):
         mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
-        loads.append(Load(sum(s.parameters for s in mine), sum(s.trained for s in mine)))
+        parameters, trained_by_stage = zip(*mine, strict=True)
+        loads.append(
+            Load(sum(parameters), sum(trained_by_stage), max(trained_by_stage), max(parameters))
+        )
     return max(loads, key=lambda load: load.parameters)
 
 
@@ -113,12 +120,12 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
     shards, width = _num_shards(config), BYTES[training.dtype]
     has_pipeline = parallelism.pipeline_parallel_degree > 1
     adds_up = num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
-    whole = load.trained * BYTES[training.mixed_precision_reduce] if adds_up else 0
+    whole = load.trained_in_stage * BYTES[training.mixed_precision_reduce] if adds_up else 0
     policy = parallelism.fsdp_reshard_after_forward
     stays = policy == "never" or (policy == "default" and has_pipeline)
     gathered = 0
     if stays and shards > 1:
-        gathered = load.parameters * BYTES[training.mixed_precision_param]
+        gathered = load.parameters_in_stage * BYTES[training.mixed_precision_param]
     in_backward: dict[str, float] = {"gathered weights": gathered, "whole gradients": whole}
     if training.enable_cpu_offload:
         return in_backward

@@ -47,8 +47,8 @@ def parallelize(
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
-    if enable_async_tensor_parallel:
-        tensor_parallel.enable_async_tp(meshes.tp)
+        if enable_async_tensor_parallel:
+            tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
         device_type, head_dim = meshes.cp.device_type, model.table.rope.head_dim
         has_kernel = ring_attention.is_available(device_type, param_dtype, head_dim)

@@ -38,7 +38,7 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
 
 Degrees = Mapping[str, int]
-Sections = Mapping[str, Mapping[str, Any]]
+Sections = Mapping[str, Any]
 Kind = Literal["fp32", "bf16 sums", "bf16"]
 
 
@@ -107,6 +107,10 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
             continue
         if mesh.get("tp", 1) <= largest_tp(args):
             cases.append(build_case("mesh", small, mesh))
+    each = {"fsdp_reduce_gradients": "every_microbatch"}  # what "auto" becomes for large models
+    for mesh in ({"dp_shard": 2}, HSDP):
+        name = "2 microbatches, each reduced"
+        cases.append(build_case(name, small, mesh, num_microbatches=2, parallelism=each))
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
         cases.append(build_case(name, small, mesh, parallelism=schedule))
@@ -179,7 +183,8 @@ def _largest(
     case = None
     for mesh in _degrees(config.parallelism, axes):
         for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:
-            case = build_case(name, small, mesh, **{**options, "parallelism": kept | stages})
+            sections: dict[str, Any] = {**options, "parallelism": kept | stages}
+            case = build_case(name, small, mesh, **sections)
             if can_run(case):
                 return case
     assert case is not None

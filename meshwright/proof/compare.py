@@ -212,17 +212,18 @@ def _errors(norms: Mapping[str, float], ranks: Sequence[Mapping[str, Box]]) -> d
 def _compare_validation(
     verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement], bound: float
 ) -> None:
-    for number, rank in enumerate(ranks):
-        for name, want in reference.validation.items():
-            got = rank.validation.get(name, math.nan)
-            error = _relative(abs(got - want), want)
-            verdict.validation_error = max(verdict.validation_error, error)
-            # the perplexity's error is the loss's, times the loss
-            if not error <= bound * max(1, reference.validation["validation/loss"]):
-                verdict.failures.append(
-                    f"{name}: {got:.7g} instead of {want:.7g} on rank {number}, "
-                    f"relative error {error:.1e}"
-                )
+    for name, want in reference.validation.items():
+        got = [rank.validation.get(name, math.nan) for rank in ranks]
+        errors = [_relative(abs(figure - want), want) for figure in got]
+        verdict.validation_error = max(verdict.validation_error, *errors)
+        # the perplexity's error is the loss's, times the loss
+        limit = bound * max(1, reference.validation["validation/loss"])
+        if wrong := [number for number, error in enumerate(errors) if not error <= limit]:
+            first = wrong[0]
+            verdict.failures.append(
+                f"{name}: {got[first]:.7g} instead of {want:.7g} on rank {_ranks(wrong)}, "
+                f"relative error {errors[first]:.1e}"
+            )
 
 
 def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:

@@ -5,7 +5,6 @@ token counts, so that ranks never differ in their number of labels.
 """
 
 import zlib
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +16,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import BLOCK_DOCUMENTS, TokenCache
+from meshwright.datasets.tokenizers import ByteTokenizer
 
 NUM_DOCUMENTS = 1500
 """More than one block of a cache."""
@@ -76,19 +76,16 @@ class _Numbered(Encoder):
         return self._pieces[int(str(document))]
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(ByteTokenizer):
     """In the place of a tokenizer: every id of the model stands for some bytes of text."""
 
-    vocab_size: int
-    bos_id: int | None = None
-    eos_id: int | None = None
-    fingerprint: str = "synthetic"
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
 
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """(V,) some number of bytes."""
-        return np.arange(self.vocab_size) % 5
+        """(V,), as validations ask for it."""
+        return np.arange(self.vocab_size, dtype=np.int64) % 5
 
 
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:

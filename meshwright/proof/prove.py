@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def _pool(world_size: int) -> Iterator[RankPool]:
 
 
 def record_references(
-    run: Run, small: JobConfig, kinds: Collection[Kind], folder: Path
+    run: Run, small: JobConfig, kinds: set[Kind], folder: Path
 ) -> dict[Kind, tuple[Reference, Path]]:
     """One process's measurement for each of `kinds`, and the file of its tensors.
 

@@ -63,13 +63,16 @@ class SmallCheckpoint:
         data = dataclasses.asdict(whole_cursor(job.cursor))
         manifest = NOTHING | {"step": step, "data": data}
         self._manager.save(step, job.tensors, manifest, is_last=True)
-        path = commit.step_folder(self._folder, step)
-        local = job.state_dict()
-        saved = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in local.items()
+        path, local = commit.step_folder(self._folder, step), job.state_dict()
+        names = _names(path)
+        whole = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype)
+            for name, tensor in local.items()
+            if name in names
         }
-        CheckpointWeights(Place("proof", path), str).load(saved)
-        wrong = different(local, {name: part_of(saved[name], local[name]) for name in local})
+        CheckpointWeights(Place("proof", path), str).load(whole)
+        saved = {name: part_of(tensor, local[name]) for name, tensor in whole.items()}
+        wrong = different(local, saved)  # which includes what is not there
         dist.barrier()  # nobody goes on, and saves anew, while another reads
         return wrong
 
@@ -83,8 +86,8 @@ class SmallCheckpoint:
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
         for parameter in job.model.parameters():  # memory might hold what the job before left there
             local_box(parameter.detach())[0].fill_(torch.nan)
-        saved = PlainReader(commit.step_folder(self._folder, manifest["step"])).read_metadata()
-        missing = sorted(job.state_dict().keys() - saved.state_dict_metadata.keys())
+        path = commit.step_folder(self._folder, manifest["step"])
+        missing = sorted(job.state_dict().keys() - _names(path))
         of_ranks: list[list[str]] = [missing] * dist.get_world_size()
         dist.all_gather_object(of_ranks, missing)
         if any(of_ranks):  # one rank would stop, and the others wait for it
@@ -95,6 +98,10 @@ class SmallCheckpoint:
             stage.init_buffers()
             show_attention(stage)
         return job, []
+
+
+def _names(checkpoint: Path) -> set[str]:
+    return {*PlainReader(checkpoint).read_metadata().state_dict_metadata}
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

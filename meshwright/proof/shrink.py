@@ -95,13 +95,13 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         n_kv_heads=kv_heads,
         hidden_dim=22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
         vocab_size=VOCAB_SIZE,
-        head_dim=OWN_HEAD_DIM if args.head_dim else None,
+        head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
     )
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
     dimensions = {
         field.name: getattr(small_args, field.name)
         for field in dataclasses.fields(small_args)
-        if field.name not in KEPT and getattr(small_args, field.name) is not None
+        if field.name not in KEPT
     }
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)

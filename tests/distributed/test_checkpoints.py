@@ -1,8 +1,12 @@
 """Saving and loading on ranks that agree, also when one of them cannot write."""
 
+import json
 import logging
+import os
 import pickle
 import resource
+import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -18,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
@@ -57,6 +61,12 @@ def make(folder: str, **options: object) -> CheckpointManager:
 
 def save(manager: CheckpointManager, step: int, is_last: bool = False) -> None:
     manager.save(step, State(step), BARE | {"step": step}, is_last)
+
+
+def settle(manager: CheckpointManager) -> None:
+    """Wait for what is deleted beside training."""
+    manager._retention.wait()
+    dist.barrier()
 
 
 @contextmanager
@@ -164,7 +174,7 @@ def _one_rank_fails(folder: str) -> None:
         assert len(messages) == 1, attempt
         assert "step 15 could not be written: rank 1: [Errno 27] File too large" in messages[0]
         assert "training goes on; the newest is of step 10" in messages[0]
-        dist.barrier()
+        settle(manager)
         assert sorted(p.name for p in path.iterdir()) == ["step-10", "step-5"]
     with full(), pytest.raises(SaveError, match="the last of the job"):
         save(manager, 15, is_last=True)
@@ -172,7 +182,7 @@ def _one_rank_fails(folder: str) -> None:
     with full(), pytest.raises(SaveError, match='on_save_failure = "stop"'):
         save(strict, 15)
     save(manager, 15)
-    dist.barrier()
+    settle(manager)
     assert commit.saved_steps(path) == [10, 15]
 
 
@@ -185,7 +195,7 @@ def _no_folder(parent: str) -> None:
     dist.barrier()
     with logged() as messages:
         save(make(f"{parent}/file/checkpoint"), 5)
-    assert "rank 0: [Errno 20] Not a directory" in messages[0]
+    assert "rank 0: [Errno 17] File exists" in messages[0]
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(on_ranks, tmp_path) -> None:
@@ -201,7 +211,7 @@ def _fail_late(folder: str) -> None:
         with logged() as messages, patch(call, side_effect=OSError(5, "Input/output error")):
             save(manager, 10)
         assert "rank 0: [Errno 5] Input/output error" in messages[0]
-        dist.barrier()
+        settle(manager)
         assert [p.name for p in Path(folder).iterdir()] == ["step-5"]
     with (
         patch.object(commit, "publish", side_effect=KeyError("a mistake of ours")),
@@ -285,3 +295,133 @@ def _fail_in_the_background(folder: str) -> None:
 
 def test_what_fails_in_the_background_is_said(on_ranks, tmp_path) -> None:
     on_ranks(2, _fail_in_the_background, str(tmp_path / "checkpoint"))
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[float, str, str, int]]]:
+    """When this process flushes what (and how long it then is), renames and makes folders."""
+    events: list[tuple[float, str, str, int]] = []
+    fsync, rename, mkdir = os.fsync, Path.rename, Path.mkdir
+
+    def note(kind: str, path: object, size: int = 0) -> None:
+        events.append((time.monotonic(), kind, str(path), size))
+
+    def flush(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        size = os.fstat(descriptor).st_size
+        fsync(descriptor)
+        note("flush", path, 0 if Path(path).is_dir() else size)
+
+    def rename_and_note(path: Path, target: Path) -> Path:
+        note(f"rename from {path}", target)
+        return rename(path, target)
+
+    def make_and_note(path: Path, *rest: object, **options: object) -> None:
+        mkdir(path, *rest, **options)
+        note("make", path)
+
+    with (
+        patch("os.fsync", flush),
+        patch.object(Path, "rename", rename_and_note),
+        patch.object(Path, "mkdir", make_and_note),
+    ):
+        yield events
+
+
+def _order(folder: str) -> None:
+    manager, final = make(folder), Path(folder) / "step-5"
+    with recorded() as mine:
+        save(manager, 5)
+    gathered: list[list[tuple[float, str, str, int]]] = [[], []]
+    dist.all_gather_object(gathered, mine)
+    events = sorted(event for of_rank in gathered for event in of_rank)
+
+    def when(kind: str, path: Path | str, size: int = 0) -> float:
+        found = [time for time, *event in events if event == [kind, str(path), size]]
+        assert found, f"no {kind} of {path} with {size} bytes in {events}"
+        return found[-1]
+
+    unfinished = next(Path(path) for _, kind, path, _ in events if path.endswith(".unfinished"))
+    published = when(f"rename from {unfinished}", final)
+    folder_flushed = when("flush", unfinished)
+    names = sorted(path.name for path in final.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
+    for name in names:
+        written_as = ".metadata.tmp" if name == ".metadata" else name
+        flushed = when("flush", unfinished / written_as, (final / name).stat().st_size)
+        assert flushed < folder_flushed, name  # with its whole length
+    named = when(f"rename from {unfinished}/.metadata.tmp", unfinished / ".metadata")
+    assert named < folder_flushed < published < when("flush", folder)
+    for made in (Path(folder), Path(folder).parent):
+        assert when("make", made) < when("flush", made.parent)
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(on_ranks, tmp_path) -> None:
+    on_ranks(2, _order, str(tmp_path / "dump" / "checkpoint"))
+
+
+def _taken_over(folder: str) -> None:
+    manager, path = make(folder), Path(folder)
+    manager.claim()
+    save(manager, 5)
+    if dist.get_rank() == 0:
+        content = json.loads((path / "job.lock").read_text())
+        content |= {"host": "far", "machine": "another", "nonce": "f" * 12}
+        (path / "job.lock").write_text(json.dumps(content))
+    dist.barrier()
+    with pytest.raises(SaveError, match="on far.*This job ends: the other goes on"):
+        save(manager, 10)
+    manager.release()
+    dist.barrier()
+    assert commit.saved_steps(path) == [5]
+    assert (path / "job.lock").exists()
+    # a job on that machine runs, as far as anybody can see: all ranks are told so
+    if dist.get_rank() == 0:
+        beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
+        beat.start()
+    with patch.object(claim, "LOCAL_S", 1.0), pytest.raises(ConfigError, match="on far"):
+        make(folder).claim()
+
+
+def test_a_job_whose_folder_was_taken_over_ends(on_ranks, tmp_path) -> None:
+    on_ranks(2, _taken_over, str(tmp_path / "checkpoint"))
+
+
+def _delete_slowly(folder: str) -> None:
+    remove, begun = shutil.rmtree, time.monotonic()
+
+    def slow(path: Path, **options: object) -> None:
+        time.sleep(1.5)
+        remove(path, **options)
+
+    with patch("shutil.rmtree", slow), make(folder, keep_latest_k=1) as manager:
+        for step in (5, 10, 15):
+            save(manager, step)
+        dist.barrier()
+        assert time.monotonic() - begun < 1.5
+    # on every rank: the first is not waited for in a collective of training
+    assert time.monotonic() - begun > 1.5
+    assert [path.name for path in Path(folder).iterdir()] == ["step-15"]
+
+
+def test_old_checkpoints_are_deleted_beside_training(on_ranks, tmp_path) -> None:
+    on_ranks(2, _delete_slowly, str(tmp_path / "checkpoint"))
+
+
+def _cannot_set_aside(folder: str) -> None:
+    manager = make(folder)
+    for step in (5, 10):
+        save(manager, step)
+    dist.barrier()
+    earlier = make(folder, load_step=5)
+    found = earlier.find()
+    assert found is not None
+    with (
+        patch.object(Path, "rename", side_effect=OSError(30, "Read-only file system")),
+        pytest.raises(ConfigError, match="after step 5 cannot be set aside: .*Read-only"),
+    ):
+        earlier.load(State(0), found)
+
+
+def test_a_later_checkpoint_that_stays_is_an_error_on_every_rank(on_ranks, tmp_path) -> None:
+    on_ranks(2, _cannot_set_aside, str(tmp_path / "checkpoint"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -15,14 +16,14 @@ from meshwright.config.loader import load_config
 from meshwright.models.args import DecoderArgs
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight
-from meshwright.proof.cases import KEYS, Case, Kind, default_cases, every_mesh
+from meshwright.preflight import preflight, resolve_model
+from meshwright.proof.cases import KEYS, Case, Kind, default_cases, every_mesh, reference_case
 from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
 from meshwright.proof.prove import Row, prove, record_references
-from meshwright.proof.shrink import largest_tp, shrink
+from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.specs import MODELS
-from tests.helpers.faults import FAULTS
+from tests.helpers.faults import FAULTS, MOMENT
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 ARGS = FLAVORS["debugmodel"]
@@ -164,6 +165,7 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
         ("mean_of_means", {"pp": 2}, [r"gradient norm: .* at step 1 ", r"gradient of layers"]),
         ("upper_ids_clamped", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of tok_embeddings"]),
         ("upper_labels_ignored", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
+        ("another_epsilon", {"dp_shard": 2}, ["^update: wrong for . of 48 parameters"]),
         ("validation_of_own_samples", {"dp_shard": 2}, ["validation/loss: .* on rank 1"]),
         ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
         ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
@@ -173,6 +175,7 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
             {"dp_shard": 2},
             ["checkpoint: .* model.layers.0.attention.wk"],
         ),
+        ("a_tensor_not_saved", {"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 0"]),
     ],
 )
 def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
@@ -206,6 +209,7 @@ def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
         ("gradients_summed_in_bf16", "gradient of layers.0.attention.wq"),
         ("loss_in_bf16", "gradient of output"),
         ("rotary_cache_in_bf16", "gradient of layers.0.attention.wq"),
+        ("weights_kept_in_bf16", "update: wrong for "),
     ],
 )
 def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, word) -> None:
@@ -317,6 +321,70 @@ def test_every_schedule_has_microbatches_enough(schedule) -> None:
         assert any(getattr(parallelism, key) == 2 for parallelism in own)
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["tp=8", "dp_shard=1"], ["as configured: tp 8"]),
+        (
+            ["tp=4", "dp_shard=16"],
+            ["as configured: dp_shard 2 x tp 4", "dp_shard alone: dp_shard 8"],
+        ),
+        (["cp=4", "dp_shard=2"], ["as configured: dp_shard 2 x cp 4"]),
+        (["pp=8", "dp_shard=1"], ["as configured: pp 8"]),
+        (["pp=3", "dp_shard=-1"], ["as configured: pp 3 x dp_shard 2"]),
+        (
+            ["pp=64", "dp_shard=64", "tp=8"],
+            ["as configured: pp 2 x dp_shard 2 x tp 2", "tp alone: tp 8"],
+        ),
+    ],
+)
+def test_degrees_are_the_users_where_they_fit(words, names) -> None:
+    words = [word.split("=") for word in words]
+    config, _ = load_config([f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in words])
+    args = FLAVORS["llama3_8b"]
+    cases = default_cases(config, shrink(config, args), args)
+    assert {*names} <= {case.name for case in cases}
+    for case in cases:
+        preflight(case.config, case.world_size)
+
+
+def parts_of(*sizes: int) -> list[list[str]]:
+    """Stages of so many layers."""
+    ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    parts = [[f"layers.{i}" for i in range(*pair)] for pair in itertools.pairwise(ends)]
+    return [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "pp", "schedule", "parts", "per_rank", "small"),
+    [
+        ("debugmodel", 2, "1F1B", parts_of(1, 5), -1, parts_of(1, 5)),  # small as it is
+        ("debugmodel", 3, "1F1B", parts_of(3, 1, 2), -1, parts_of(3, 1, 2)),
+        ("llama3_8b", 4, "1F1B", parts_of(7, 8, 9, 8), -1, parts_of(2, 2, 2, 2)),
+        ("llama3_8b", 4, "1F1B", parts_of(1, 12, 12, 7), -1, parts_of(1, 2, 2, 2)),
+        ("llama3_8b", 2, "Interleaved1F1B", parts_of(8, 8, 8, 8), 2, parts_of(2, 2, 2, 2)),
+        ("llama3_8b", 4, "Interleaved1F1B", [], 2, []),
+    ],
+)
+def test_stages_are_the_users_where_they_fit(flavor, pp, schedule, parts, per_rank, small) -> None:
+    config, _ = load_config(
+        [
+            f"--parallelism.pipeline_parallel_degree={pp}",
+            f"--parallelism.pipeline_parallel_schedule={schedule}",
+            f"--parallelism.module_fqns_per_model_part={parts}",
+            f"--parallelism.pipeline_parallel_stages_per_rank={per_rank}",
+            "--parallelism.data_parallel_shard_degree=1",
+        ]
+    )
+    args = FLAVORS[flavor]
+    case = default_cases(config, shrink(config, args), args)[0]
+    plan, own = preflight(case.config, case.world_size), case.config.parallelism
+    assert (own.pipeline_parallel_degree, own.pipeline_parallel_schedule) == (pp, schedule)
+    assert own.module_fqns_per_model_part == small
+    assert own.pipeline_parallel_stages_per_rank == per_rank
+    assert len(plan.stage_modules) == pp * max(per_rank, 1)
+
+
 def test_what_is_kept_and_what_is_not() -> None:
     tied = FLAVORS["llama3_1b"]
     config, _ = load_config(
@@ -330,6 +398,20 @@ def test_what_is_kept_and_what_is_not() -> None:
     assert plan.model_args.vocab_size % 2
     assert plan.model_args.n_heads > plan.model_args.n_kv_heads
     assert plan.model_args.n_kv_heads % largest_tp(tied) == 0
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_heads_are_narrow_whatever_the_users_are(flavor) -> None:
+    words = [f"--model.flavor={flavor}", "--model.args.norm_eps=1e-6"]
+    if flavor == "debugmodel":
+        words.append("--model.args.dim=1024")
+    config, _ = load_config(words)
+    args = resolve_model(config)[1]
+    small = preflight(reference_case(shrink(config, args)).config, 1).model_args
+    assert small.head_dim == HEAD_DIM != args.head_dim
+    assert small.norm_eps == 1e-6
+    # all that is not known to be kept is the small model's: a new field must be decided on
+    assert {*KEPT} | {*shrink(config, args).model.args} == {*dataclasses.asdict(args)}
 
 
 def test_a_config_that_cannot_run_is_not_proved(monkeypatch, capsys) -> None:

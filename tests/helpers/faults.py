@@ -22,8 +22,10 @@ from meshwright.datasets.loader import Loader
 from meshwright.loss import IGNORE, token_loss
 from meshwright.models import initialize
 from meshwright.models.llama import model as llama
+from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.pipeline_parallel import Pipeline
+from meshwright.proof import job
 
 
 @contextmanager
@@ -198,6 +200,33 @@ def rotary_cache_in_bf16() -> Iterator[None]:
 
 
 @contextmanager
+def another_epsilon() -> Iterator[None]:
+    """The optimizer has its own, a hundred times as large: only small gradients feel it."""
+
+    def build(parameters, config):
+        return build_optimizer(parameters, config.model_copy(update={"eps": 1e-6}))
+
+    with patch.object(job, "build_optimizer", build):
+        yield
+
+
+@contextmanager
+def weights_kept_in_bf16() -> Iterator[None]:
+    """What a step adds to a weight is lost where it is less than half a bit of bf16."""
+    real = job.train_step
+
+    def step(model, *args, **options):
+        result = real(model, *args, **options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        return result
+
+    with patch.object(job, "train_step", step):
+        yield
+
+
+@contextmanager
 def upper_ids_clamped() -> Iterator[None]:
     """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
     real = llama.Llama.forward
@@ -276,21 +305,32 @@ def places_of_own_shards_saved() -> Iterator[None]:
 @contextmanager
 def rows_saved_in_another_order() -> Iterator[None]:
     """A checkpoint that the same mesh would load as it was, and another one would not."""
+
+    def turn(tensors):
+        return {k: _turned(t) if isinstance(t, DTensor) else t for k, t in tensors.items()}
+
+    with _saved(turn):
+        yield
+
+
+@contextmanager
+def a_tensor_not_saved() -> Iterator[None]:
+    """A moment of one parameter."""
+    with _saved(lambda tensors: {k: t for k, t in tensors.items() if k != MOMENT}):
+        yield
+
+
+MOMENT = f"{OPTIMIZER}state.layers.1.attention.wq.weight.exp_avg"
+
+
+@contextmanager
+def _saved(change: Callable[[dict], dict]) -> Iterator[None]:
+    """Checkpoints hold what `change` makes of their tensors."""
     real = CheckpointManager.save
 
-    class Turned:
-        def __init__(self, state):
-            self._state = state
-
-        def state_dict(self):
-            tensors = self._state.state_dict()
-            for name in tensors:
-                if isinstance(tensors[name], DTensor):
-                    tensors[name] = _turned(tensors[name])
-            return tensors
-
     def save(self, step, state, manifest, is_last):
-        real(self, step, Turned(state), manifest, is_last)
+        changed = SimpleNamespace(state_dict=lambda: change(state.state_dict()))
+        real(self, step, changed, manifest, is_last)
 
     with patch.object(CheckpointManager, "save", save):
         yield
@@ -339,6 +379,8 @@ FAULTS: dict[str, Callable[[], object]] = {
         gradients_summed_in_bf16,
         loss_in_bf16,
         rotary_cache_in_bf16,
+        another_epsilon,
+        weights_kept_in_bf16,
         upper_ids_clamped,
         upper_labels_ignored,
         validation_of_own_samples,
@@ -347,5 +389,6 @@ FAULTS: dict[str, Callable[[], object]] = {
         resume_a_batch_late,
         places_of_own_shards_saved,
         rows_saved_in_another_order,
+        a_tensor_not_saved,
     )
 }

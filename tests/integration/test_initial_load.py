@@ -15,6 +15,7 @@ from meshwright.cli.checkpoint import main as checkpoint_tool
 from meshwright.cli.export import main as export
 from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
+from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
 from tests.integration.test_launcher import CONFIG, launch, losses, train_alone
 
@@ -73,6 +74,24 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     assert "step-2" in said
     assert "compared logits of 256 tokens, in fp32, with transformers" in said
     assert "\ndef f(" in said
+
+
+def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> None:
+    """No rank reads a byte of them; with sizes as they were, the check before the start is silent."""
+    model = load_hf(save_transformers(tmp_path / "hf"))
+    checkpoints = tmp_path / "other" / "checkpoint"
+    good, bad = (save_checkpoint(checkpoints, model, SMALL, step) for step in (5, 10))
+    flip_bit(bad / "__0_0.distcp", 8 * 50_000)
+    options = words(checkpoint__initial_load_path=tmp_path / "other")
+    done = launch(tmp_path / "out", *options, "--training.steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert f"passed over {bad}, which is damaged: the content of __0_0.distcp" in done.stdout
+    assert f"first weights from {good}" in done.stdout
+    done = launch(tmp_path / "b", *words(checkpoint__initial_load_path=bad), "--training.steps", 1)
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = "checkpoint.initial_load_path"
+    assert f"{said} = {str(bad)!r}: is damaged: the content of __0_0.distcp" in done.stderr
+    assert not (tmp_path / "b" / "metrics.jsonl").exists()
 
 
 class Trap:

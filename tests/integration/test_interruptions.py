@@ -4,15 +4,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.test_launcher import ROOT, environment
 
-OPTIONS = ("--kills=1", "--stops=1", "--steps=80", "--seed=51")
+CAMPAIGNS = {
+    "kills and stops": ("--kills=1", "--stops=1", "--steps=80", "--seed=51"),
+    "two jobs": ("--file-faults=1", "--only=two_jobs", "--steps=20", "--seed=1"),
+    "stray files": ("--file-faults=1", "--only=stray_files", "--steps=20", "--seed=1"),
+}
 
 
-def test_kills_and_stops_change_no_bit(tmp_path: Path) -> None:
-    """The shortest of what `benchmarks/interruptions.py` does for an hour."""
+@pytest.mark.parametrize("campaign", CAMPAIGNS)
+def test_no_interruption_changes_a_bit(tmp_path: Path, campaign: str) -> None:
+    """The shortest forms of an hour of `benchmarks/interruptions.py`."""
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/interruptions.py", *OPTIONS],
+        [sys.executable, ROOT / "benchmarks/interruptions.py", *CAMPAIGNS[campaign]],
         env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Ranks on a GPU that is not there: what a step makes the host wait for, and where tensors are.
 
-The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`. No value is computed.
+The trainer's own functions on fake tensors, see `tests/helpers/simulated_gpu`: no number is right.
 """
 
 from typing import Any
@@ -30,7 +30,8 @@ def figures(tmp_path_factory) -> dict[str, Any]:
 def kernel_of(name: str) -> str:
     if "documents" in name:
         return "flex"
-    return "efficient" if "fp32" in name else "flash"
+    # flash attention takes neither fp32 nor, by itself, widths that 8 does not divide
+    return "efficient" if "fp32" in name or "heads of" in name else "flash"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (WITH_FAULTS, OFFLOADED)])

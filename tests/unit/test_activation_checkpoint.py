@@ -1,15 +1,20 @@
 """What backward computes again, counted; gradients are the same to the bit."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+from torch import nn
+from torch._higher_order_ops import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.job_config import SAVED_OPS
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers import document_mask
 from meshwright.parallelisms.activation_checkpoint import (
     MESHES_HAVE_NO_SIZE,
     apply_ac,
@@ -97,6 +102,49 @@ def test_what_is_saved_is_not_recomputed(saved: str) -> None:
 def test_an_op_that_torch_does_not_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"saved_ops = {name!r}: torch .* has no such operator"):
         find_ops(["aten.mm", name])
+
+
+def test_torch_may_lack_an_op_of_the_default(monkeypatch) -> None:
+    """2.11 has not all of them."""
+    everything = find_ops(SAVED_OPS)
+    assert torch.ops.higher_order.flex_attention in everything
+    monkeypatch.setattr(torch.ops, "higher_order", object())
+    assert {*find_ops(SAVED_OPS)} < {*everything}
+
+
+class WithCompiledPart(nn.Module):
+    """As a block whose flex attention alone is compiled; on CPUs that has no backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return document_mask._compiled(torch.special.i0e)(x.sin()).sin()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"),
+    reason="this torch cannot show compiled regions to recomputation by op",
+)
+def test_a_compiled_part_of_an_eager_block_is_kept(monkeypatch) -> None:
+    calls = []
+    init = wrap.InductorCompiledCallable.__init__
+
+    def counting(self: Any, compiled: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, lambda inputs: calls.append(1) or compiled(inputs), *args, **kwargs)
+
+    monkeypatch.setattr(wrap.InductorCompiledCallable, "__init__", counting)
+    torch._dynamo.reset()
+    document_mask._compiled.cache_clear()
+    counts, gradients = [], []
+    for saved_ops in (["aten.mm"], SAVED_OPS):
+        blocks = nn.ModuleDict({"0": WithCompiledPart()})
+        apply_ac(blocks, "selective", selective_ac_option="op", saved_ops=saved_ops)
+        for _ in range(2):  # the first compiles
+            x = torch.linspace(-1, 1, 8, requires_grad=True)
+            calls.clear()
+            blocks["0"](x).sum().backward()
+        counts.append(len(calls))
+        gradients.append(x.grad)
+    assert counts[1] == counts[0] - 1
+    assert torch.equal(*gradients)
 
 
 def saved_bytes(model: Decoder) -> int:

@@ -321,6 +321,15 @@ def test_a_template_cannot_reach_python(folder: Path) -> None:
         chat.encode(talk("a", "b"))
 
 
+def test_a_template_cannot_change_the_conversation(folder: Path) -> None:
+    """What it were to add would be trained on, and be in the next use of the messages."""
+    template = "{% set _ = messages.append({'role': 'assistant', 'content': 'x'}) %}"
+    chat, messages = ChatTemplate(ours(folder, "byte-level"), template), talk("a", "b")
+    with pytest.raises(ConfigError, match="is refused by the chat template: access to attribute"):
+        chat.encode(messages)
+    assert messages == talk("a", "b")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

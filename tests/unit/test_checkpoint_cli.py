@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -124,6 +125,49 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
         shutil.rmtree(made)
         copy.rename(made)
     assert kept == [5]
+
+
+@pytest.mark.parametrize(
+    ("command", "reads"),
+    [
+        ("show", "meshwright.cli.checkpoint.read_saved_tensors"),
+        ("diff", "meshwright.cli.checkpoint_diff.read_saved_tensors"),
+    ],
+)
+def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command, reads):
+    folder = Path(shutil.copytree(made, tmp_path / "copy"))
+    other = shutil.copytree(made / "step-10", tmp_path / "step-10")
+    kept, real = [], resolve_name(reads.rpartition(".")[0]).read_saved_tensors
+
+    def retire_then_read(checkpoint: Path) -> dict:
+        kept.extend(retire(folder, 1))
+        return real(checkpoint)
+
+    monkeypatch.setattr(reads, retire_then_read)
+    run(capsys, command, folder / "step-5", *([other] if command == "diff" else []))
+    assert 5 in kept
+    assert commit.saved_steps(folder) == [5, 10, 15]  # 10 is the newest good one
+
+
+def test_a_damaged_checkpoint_is_neither_shown_nor_compared(made, tmp_path, capsys) -> None:
+    folder = Path(shutil.copytree(made, tmp_path / "copy"))
+    shutil.rmtree(folder / "step-15")
+    flip_bit(folder / "step-10" / "__0_0.distcp", 9999)
+    flip_bit(folder / "step-5" / ".metadata", 99)
+    with pytest.raises(ConfigError, match=r"is damaged: the content of __0_0.distcp has changed"):
+        run(capsys, "diff", folder / "step-10", made / "step-10")
+    with pytest.raises(ConfigError, match=r"is damaged: the content of .metadata has changed"):
+        run(capsys, "show", folder / "step-5")
+    code, lines = run(capsys, "show", folder)  # of which the tensors' content is not read
+    assert code == 0
+    assert lines[0].endswith("step-10")
+
+
+def test_a_forged_manifest_is_one_error(made, tmp_path, capsys) -> None:
+    copy = Path(shutil.copytree(made / "step-5", tmp_path / "step-5"))
+    set_manifest(copy, data={"sample": "many", "counts": 3})
+    with pytest.raises(ConfigError, match="checkpoint.json makes no sense"):
+        run(capsys, "show", copy)
 
 
 def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:

@@ -1,6 +1,8 @@
 """What counts as a checkpoint, whenever the writer was killed."""
 
+import errno
 import json
+import os
 import random
 import shutil
 import zlib
@@ -9,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit, locks
+from meshwright.checkpoint.flushing import warn_once
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import clean_up, retire, set_aside_later
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import BARE, set_manifest
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, tree
 
 
 def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
@@ -242,3 +245,142 @@ def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> No
     set_manifest(save(tmp_path, 5), files=files)
     with pytest.raises(DamagedError, match="no file of its folder|files.a|has -3 bytes"):
         read_manifest(tmp_path / "step-5")
+
+
+def test_a_manifest_of_before_is_read_and_one_of_later_is_an_error(tmp_path: Path) -> None:
+    old = save(tmp_path, 5)
+    content = json.loads((old / MANIFEST).read_text())
+    del content["version"]
+    (old / MANIFEST).write_bytes(to_json(content))
+    assert read_manifest(old)["version"] == 0
+    assert read_manifest(old)["model_name"] == "llama"
+    set_manifest(save(tmp_path, 10), version=99)
+    # passed over, it would be a resume from an older one that nobody asked for
+    with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
+        commit.choose(tmp_path, -1)
+    assert not isinstance(error.value, DamagedError)
+    save(tmp_path, 15)
+    assert retire(tmp_path, 1) == []
+    assert commit.saved_steps(tmp_path) == [10, 15]  # nor is it deleted by who cannot read it
+
+
+def strangers(folder: Path) -> set[str]:
+    """What a user, or a mishap, may leave in a folder of checkpoints."""
+    (folder / "elsewhere").mkdir(parents=True)
+    (folder / "elsewhere" / "notes").write_text("keep")
+    for name in ("step-5.unfinished", "mine.unfinished", "step-6.deleted", "step-007", "step-3"):
+        shutil.copytree(folder / "elsewhere", folder / name)
+    (folder / "notes.unfinished").write_text("keep")
+    (folder / "step-8.deleted").write_text("keep")
+    (folder / "step-9.unfinished").symlink_to("elsewhere")
+    (folder / "step-9.0123456789abcdef.deleted").symlink_to("elsewhere")
+    (folder / "step-1").symlink_to("elsewhere")
+    (folder / "loop").symlink_to("loop")
+    return tree(folder)
+
+
+def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> None:
+    before = strangers(tmp_path)
+    for step in (2, 4, 10, 20):
+        save(tmp_path, step, "tensors")
+        clean_up(tmp_path)
+        retire(tmp_path, 1)
+    assert commit.choose(tmp_path, -1).step == 20
+    assert tree(tmp_path) == before | {f"step-20/{name}" for name in (MANIFEST, "tensors")}
+    assert (tmp_path / "step-1" / "notes").read_text() == "keep"
+
+
+def test_what_has_the_name_of_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    """A file, a link to nowhere, a folder: nothing is lost, and nothing is in the way."""
+    (tmp_path / "step-10").write_text("keep")
+    (tmp_path / "step-15").symlink_to("nowhere")
+    (tmp_path / "step-20").mkdir()
+    for step in (10, 15, 20):
+        save(tmp_path, step)
+    assert commit.saved_steps(tmp_path) == [10, 15, 20]
+    assert (tmp_path / "step-10.aside0").read_text() == "keep"
+    assert (tmp_path / "step-15.aside0").is_symlink()
+    assert (tmp_path / "step-20.aside0").is_dir()
+
+
+def test_a_checkpoint_is_set_aside_under_a_free_name(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "step-5.aside1").write_text("keep")
+    (tmp_path / "step-5.aside0").symlink_to("nowhere")
+    assert commit.set_aside(tmp_path / "step-5").name == "step-5.aside2"
+    assert (tmp_path / "step-5.aside1").read_text() == "keep"
+
+
+def test_a_renamed_checkpoint_is_neither_the_newest_nor_counted(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    (tmp_path / "step-10").rename(tmp_path / "step-99")
+    choice = commit.choose(tmp_path, -1)
+    assert (choice.step, choice.passed_over) == (
+        15,
+        {99: "it was saved as step-10, and has been renamed"},
+    )
+    with pytest.raises(ConfigError, match="saved as step-10"):
+        commit.choose(tmp_path, 99)
+    retire(tmp_path, 1)
+    assert commit.saved_steps(tmp_path) == [15, 99]
+
+
+def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
+    for step in (5, 10):
+        save(tmp_path, step)
+    commit.unfinished_folder(tmp_path, 15).mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr("meshwright.log.logger.propagate", True)
+    clean_up(tmp_path)
+    retire(tmp_path, 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert "step-15.0000000000000000.unfinished, left by a killed job, could not be" in said[0]
+    assert "an old checkpoint could not be deleted" in said[1]
+    monkeypatch.undo()
+    clean_up(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_a_save_under_way_is_not_cleaned_up(tmp_path: Path) -> None:
+    for nonce in ("0" * 16, "1" * 16):
+        commit.unfinished_folder(tmp_path, 5, nonce).mkdir()
+    clean_up(tmp_path, is_in_use=lambda nonce: nonce == "1" * 16)
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-5.{'1' * 16}.unfinished"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_flock_or_fsync_is_named_and_used(
+    tmp_path: Path, monkeypatch, caplog, number: int
+) -> None:
+    def lacks(*of_call: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", lacks)
+    monkeypatch.setattr("os.fsync", lacks)
+    monkeypatch.setattr("meshwright.log.logger.propagate", True)
+    warn_once.cache_clear()
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+        with being_read(tmp_path / f"step-{step}"):
+            pass
+    retire(tmp_path, 2)
+    assert commit.saved_steps(tmp_path) == [10, 15]
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("has no flock" in line for line in said) == 1
+    assert sum("cannot flush a folder to the disk" in line for line in said) == 1
+    assert any("cannot flush a file to the disk" in line for line in said)
+
+
+def test_a_disk_that_fails_is_not_taken_for_one_that_cannot(tmp_path: Path, monkeypatch) -> None:
+    def fail(*of_call: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        save(tmp_path, 5)
+    assert commit.saved_steps(tmp_path) == []

@@ -10,8 +10,10 @@ import pytest
 
 import meshwright
 from meshwright.cli.check_job import main as check_job
+from meshwright.config.checks import check_device
 from meshwright.config.conditions import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
 from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
 from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
 from meshwright.log import logger
@@ -299,6 +301,9 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
+    plan = preflight(load_config(words)[0], 1)
+    for device_type in ("cpu", "cuda"):
+        check_device(plan.config, device_type, has_ring_kernel=False, fp32_modules=["layers.0"])
     for key, says in {
         "context": "ring attention does not support training.mask_documents",
         "tensor": "nothing is compiled by inductor",

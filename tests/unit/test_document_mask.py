@@ -7,13 +7,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.batch import Batch
+from meshwright.models import decoder
 from meshwright.models.layers.document_mask import (
     block_mask,
     dense_mask,
     masked_attention,
     positions_in_document,
 )
-from meshwright.models.llama import model
 from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, plain_model
 
@@ -82,7 +82,7 @@ def test_a_batch_goes_to_a_device_as_a_whole() -> None:
 
 def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
     """Forward, on the CPU and without code of its own: as near as that gets to a GPU's."""
-    monkeypatch.setattr(model, "build_mask", block_mask)
+    monkeypatch.setattr(decoder, "build_mask", block_mask)
     torch._dynamo.reset()
     counters.clear()
     compiled, plain = plain_model(), plain_model()
@@ -93,7 +93,7 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
         with torch.no_grad():
             got = compiled(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
             with monkeypatch.context() as patch:
-                patch.setattr(model, "build_mask", dense_mask)
+                patch.setattr(decoder, "build_mask", dense_mask)
                 want = plain(batch.tokens, documents=batch.documents)
         torch.testing.assert_close(got, want)
     assert counters["stats"]["unique_graphs"] == 1

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import meshwright.checkpoint.export
 import meshwright.checkpoint.hf_write
+import meshwright.cli.export
+from meshwright.checkpoint.retention import retire
 from meshwright.cli.export import main as export
 from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.errors import ConfigError
-from tests.helpers.checkpoints import Trap
-from tests.helpers.files import tree
+from tests.helpers.checkpoints import Trap, republish, set_manifest
+from tests.helpers.files import flip_bit, tree
 from tests.helpers.hf import (
     CASES,
     SMALL,
@@ -25,7 +28,12 @@ from tests.helpers.hf import (
     save_transformers,
     tensors_of,
 )
-from tests.helpers.tokenizer_files import byte_level_json
+from tests.helpers.tokenizer_files import (
+    HARD_TEXTS,
+    byte_level_json,
+    sentencepiece_model,
+    tiktoken_model,
+)
 
 ARGS = CASES["llama-scaled"]
 
@@ -83,11 +91,14 @@ def test_the_tokenizer_comes_along(tmp_path) -> None:
     for name in copied:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     weights = {"config.json", "model.safetensors"}
-    assert tree(tmp_path / "out") == {*copied, *weights}
-    text = "def f(x): return x"
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ids = theirs(text, add_special_tokens=False)["input_ids"]
-    assert ids == build_tokenizer(str(file)).encode(text)
+    assert tree(tmp_path / "out") == {*copied, *weights, "tokenizer_config.json"}
+    (source / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>", "x": 1}')
+    export([str(checkpoint), str(tmp_path / "own")])
+    written = tmp_path / "own" / "tokenizer_config.json"
+    assert written.read_text() == (source / "tokenizer_config.json").read_text()
+    (source / "tokenizer_config.json").unlink()
+    export([str(checkpoint), str(tmp_path / "without"), "--without-tokenizer"])
+    assert tree(tmp_path / "without") == {*weights, "generation_config.json"}
 
     moved = source.rename(tmp_path / "moved")
     assert "fix: name the tokenizer that it was trained with" in message(checkpoint, tmp_path / "b")
@@ -110,14 +121,15 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     (shard,) = checkpoint.glob("*.distcp")
     content = shard.read_bytes()
     shard.write_bytes(content[: len(content) // 2])
-    assert "cannot be read" in message(checkpoint, out)
+    assert "bytes, but" in message(checkpoint, out)
     shard.unlink()
-    assert "cannot be read" in message(checkpoint, out)
+    assert "is damaged: __0_0.distcp: No such file" in message(checkpoint, out)
     assert not list(tmp_path.glob("out*"))
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "trap_was_run")))
+    republish(checkpoint.parent, 5)
     said = message(checkpoint, tmp_path / "out")
     assert "cannot be read: it names" in said
     assert "which is no data" in said
@@ -154,10 +166,144 @@ def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value
     assert not list(tmp_path.glob("out*"))
 
 
-def test_what_a_killed_export_left_does_not_matter(checkpoint, tmp_path) -> None:
-    left = tmp_path / "out.unfinished"
-    left.mkdir()
-    (left / "model-00009-of-00009.safetensors").write_bytes(b"half")
+BYTES_FILES = {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_what_a_killed_export_left_does_not_matter(checkpoint, tmp_path, capsys) -> None:
+    """It is named; and a folder of the user's is not deleted."""
+    left, mine = tmp_path / "out.0123456789abcdef.unfinished", tmp_path / "out.unfinished"
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "model-00009-of-00009.safetensors").write_bytes(b"half")
     export([str(checkpoint), str(tmp_path / "out")])
-    assert tree(tmp_path / "out") == {"config.json", "generation_config.json", "model.safetensors"}
-    assert not left.exists()
+    weights = {"config.json", "generation_config.json", "model.safetensors"}
+    assert tree(tmp_path / "out") == weights | BYTES_FILES
+    assert f"has left {left}" in capsys.readouterr().out
+    assert tree(left) == tree(mine) == {"model-00009-of-00009.safetensors"}
+
+
+def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys) -> None:
+    """The newest good one is; the one that is named is an error."""
+    newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
+    set_manifest(newer, step=6)
+    flip_bit(newer / "__0_0.distcp", 8 * 100_000)
+    export([str(tmp_path / "dump"), str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "passed over step-6: the content of __0_0.distcp has changed" in said
+    assert f"checkpoint: {checkpoint}" in said
+    said = message(newer, tmp_path / "b")
+    assert "is damaged: the content of __0_0.distcp has changed" in said
+    flip_bit(checkpoint / "__0_0.distcp", 8 * 100_000)
+    assert "every checkpoint in it is damaged: step-6: " in message(tmp_path / "dump", tmp_path)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:
+    newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
+    set_manifest(newer, step=6)
+    kept, real = [], meshwright.checkpoint.export._verify
+
+    def retire_then_verify(*of_export: object) -> None:
+        kept.extend(retire(checkpoint.parent, 1))
+        real(*of_export)
+
+    monkeypatch.setattr(meshwright.checkpoint.export, "_verify", retire_then_verify)
+    export([str(checkpoint), str(tmp_path / "out")])
+    assert kept == [5]
+
+
+def test_logits_of_nothing_but_zero_are_no_comparison(tmp_path) -> None:
+    """Both sides agree that it is 0."""
+    model = load_hf(save_transformers(tmp_path / "hf", ARGS), ARGS)
+    with torch.no_grad():
+        model.output.weight.zero_()
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, ARGS)
+    assert "logits are all 0" in message(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _make_tokenizer(kind: str, folder: Path) -> str:
+    folder.mkdir()
+    match kind:
+        case "bytes":
+            return "bytes"
+        case "tiktoken":
+            source = byte_level_json(folder / "source.json", ["<s>"])
+            return str(tiktoken_model(folder / "tokenizer.model", source))
+        case "byte-level":
+            return str(byte_level_json(folder / "tokenizer.json", ["<s>", "</s>"]))
+    options = {
+        "bpe": {},
+        "bpe-default": {
+            "normalization_rule_name": "nmt_nfkc",
+            "remove_extra_whitespaces": True,
+        },
+        "bpe-no-prefix": {"add_dummy_prefix": False},
+        "unigram": {"model_type": "unigram", "vocab_size": 350, "byte_fallback": True},
+    }[kind]
+    return str(sentencepiece_model(folder / "tokenizer.model", **options))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["bytes", "tiktoken", "byte-level", "bpe", "bpe-default", "bpe-no-prefix", "unigram"],
+)
+def test_auto_tokenizer_gives_the_ids_of_training(kind: str, tmp_path: Path, capsys) -> None:
+    path = _make_tokenizer(kind, tmp_path / "tokenizer")
+    ours = build_tokenizer(path)
+    args = dataclasses.replace(SMALL, n_layers=1, vocab_size=ours.vocab_size + 3)
+    model = load_hf(save_transformers(tmp_path / "hf", args), args)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
+    export([str(checkpoint), str(tmp_path / "out")])
+    assert "(AutoTokenizer) with the tokenizer of training: equal" in capsys.readouterr().out
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (*HARD_TEXTS[1:], " leading", "\n"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text), text
+        assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text)), text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    if kind != "byte-level" and ours.bos_id is not None:  # that file says itself what it adds
+        assert theirs("a")["input_ids"] == [ours.bos_id, *ours.encode("a")]
+    # and ours reads it back: `meshwright generate`, `initial_load_path`
+    again = build_tokenizer(str(tmp_path / "out"))
+    assert all(again.encode(text) == ours.encode(text) for text in HARD_TEXTS[1:])
+    assert (again.bos_id, again.eos_id) == (ours.bos_id, ours.eos_id)
+    _check_for_other_loaders(tmp_path / "out", kind)
+
+
+def _check_for_other_loaders(folder: Path, kind: str) -> None:
+    """What vLLM (model_executor/models/llama.py, transformers_utils/config.py) and llama.cpp
+    (convert_hf_to_gguf.py, LlamaModel and SpecialVocab) look up in a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    for key in (
+        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        *("rms_norm_eps", "rope_theta", "tie_word_embeddings", "torch_dtype", "hidden_act"),
+    ):
+        assert config[key] is not None, key
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] == (settings.get("bos_token") is not None)
+    # llama.cpp takes any tokenizer.model for a sentencepiece model, and prefers it
+    is_sentencepiece = kind not in ("bytes", "tiktoken", "byte-level")
+    assert (folder / "tokenizer.model").exists() == is_sentencepiece
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    assert model["type"] == ("Unigram" if kind == "unigram" else "BPE")
+    assert max(AutoTokenizer.from_pretrained(folder).get_vocab().values()) < config["vocab_size"]
+
+
+def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
+    """As transformers makes of a bare sentencepiece model."""
+    path = _make_tokenizer("bpe", tmp_path / "tokenizer")
+    args = dataclasses.replace(SMALL, n_layers=1, vocab_size=400)
+    model = load_hf(save_transformers(tmp_path / "hf", args), args)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
+    real = meshwright.cli.export.tokenizer_files
+
+    def bare(*given: object) -> dict[str, Path | str]:
+        return {name: f for name, f in real(*given).items() if name == "tokenizer.model"}
+
+    monkeypatch.setattr(meshwright.cli.export, "tokenizer_files", bare)
+    said = message(checkpoint, tmp_path / "out")
+    assert "(AutoTokenizer) gives other ids for" in said
+    assert "fix: export without it (--without-tokenizer)" in said
+    assert not list(tmp_path.glob("out*"))

@@ -1,5 +1,6 @@
 """Generation: with kept keys and values as without, and as transformers does it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,8 @@ from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
 from meshwright.generation import generate, greedy, sampler
 from meshwright.models.decoder import Decoder
+from tests.helpers.checkpoints import set_manifest
+from tests.helpers.files import flip_bit
 from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
 
 FP32 = ["--dtype", "float32"]
@@ -53,6 +56,22 @@ def test_kept_keys_and_values_change_nothing(tmp_path, length) -> None:
         new = list(generate(model, prompt, max_new_tokens=12, choose=choose))
         logits = model(torch.tensor([prompt + new[:-1]]))[0, length - 1 :]
         torch.testing.assert_close(torch.stack(seen), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_no_token_makes_cudnn_plan_anew(tmp_path, monkeypatch) -> None:
+    """It plans attention for each length of the keys."""
+    model, allowed = load_hf(save_transformers(tmp_path)), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def look(*args: object, **kwargs: object) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+    for _ in generate(model, [1, 2, 3], max_new_tokens=2, choose=greedy):
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # between tokens, as it was
+    assert len(allowed) == 3 * SMALL.n_layers
+    assert not any(allowed)
 
 
 def test_sampling_follows_temperature_and_top_p() -> None:
@@ -121,3 +140,43 @@ def test_what_cannot_be_generated_from(tmp_path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert "is of a model 'gpt2', not of one of llama" in message(folder, *bytes_)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([-50.0, 3.0, 2.9999, -torch.inf])
+    choose = sampler(temperature, 1.0, seed=0)
+    assert {choose(logits) for _ in range(50)} == {1}
+
+
+def test_weights_that_are_no_numbers_are_one_error(tmp_path, capsys) -> None:
+    model = load_hf(save_transformers(tmp_path / "hf"))
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, SMALL)
+    for temperature in ("0", "1"):
+        with pytest.raises(ConfigError, match="logits after 4 tokens are not finite"):
+            generate_text([str(checkpoint), "--prompt", "abc", "--temperature", temperature])
+
+
+def test_a_damaged_checkpoint_is_not_generated_from(tmp_path, capsys) -> None:
+    model = load_hf(save_transformers(tmp_path / "hf"))
+    for step in (5, 10):
+        save_checkpoint(tmp_path / "dump" / "checkpoint", model, SMALL, step)
+    flip_bit(tmp_path / "dump" / "checkpoint" / "step-10" / "__0_0.distcp", 8 * 50_000)
+    words = ["--prompt", "abc", "--max-new-tokens", "2"]
+    generate_text([str(tmp_path / "dump"), *words])
+    said = capsys.readouterr()
+    assert said.out.startswith("abc")  # and nothing else is on stdout
+    assert "passed over step-10: the content of __0_0.distcp has changed" in said.err
+    with pytest.raises(ConfigError, match="is damaged: the content of __0_0.distcp"):
+        generate_text([str(tmp_path / "dump" / "checkpoint" / "step-10"), *words])
+
+
+def test_forged_dimensions_take_no_memory(tmp_path) -> None:
+    model = load_hf(save_transformers(tmp_path / "hf"))
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", model, SMALL)
+    forged = dataclasses.asdict(SMALL) | {"n_layers": 10**9}
+    set_manifest(checkpoint, model_args=forged)
+    with pytest.raises(ConfigError, match="model_args of .* parameters, but its files have"):
+        generate_text([str(checkpoint), "--prompt", "abc"])

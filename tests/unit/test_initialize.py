@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from meshwright.models import initialize
 from meshwright.models.initialize import fill_normal
 
 
@@ -28,6 +29,14 @@ def test_a_box_equals_the_same_part_of_the_whole(shape, offset, box) -> None:
     fill_normal(part, 1.0, 0, "w", shape, offset)
     where = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
     assert torch.equal(part, whole(shape)[where])
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 22])
+def test_blocks_of_any_size_give_equal_bits(monkeypatch, block: int) -> None:
+    """GPUs take larger ones."""
+    want = whole((700, 3))
+    monkeypatch.setitem(initialize.BLOCKS, "cpu", block)
+    assert torch.equal(whole((700, 3)), want)
 
 
 def test_name_and_seed_matter() -> None:

@@ -123,6 +123,11 @@ def test_the_least_memory_of_frozen_and_of_cut_models() -> None:
     stage = P / 2 + args.dim / 2
     pipeline = plan(8, 16, **PIPELINE)
     assert sum(pipeline.least_bytes.values()) == pytest.approx(stage * (12 / 4 + 2 + 4))
+    # with two stages on a rank, one may be done before the other begins backward; the last has
+    # seven layers, the norm and the output
+    quarters = plan(8, 16, **PIPELINE, parallelism__pipeline_parallel_schedule="Interleaved1F1B")
+    largest = 7 * (P - 2 * ends - args.dim) / 32 + args.dim + ends
+    assert sum(quarters.least_bytes.values()) == pytest.approx(stage * 12 / 4 + largest * (2 + 4))
 
 
 def test_a_job_that_cannot_fit_the_device_is_refused_with_the_ways_out() -> None:

@@ -7,10 +7,11 @@ import resource
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright import hardware
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
+from meshwright.metrics.sinks import JsonLines, Spared, TensorBoard, WholeRecords
 
 
 class Kept(list):
@@ -54,6 +55,17 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     sink.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in records] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+def test_tensorboard_hides_steps_after_the_one_resumed_from(tmp_path) -> None:
+    for resumed_step, steps in ((0, (1, 2, 3, 4)), (2, (3,))):
+        sink = TensorBoard(tmp_path, resumed_step)
+        for step in steps:
+            sink.write({"step": step, "loss": float(resumed_step)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.0), (2, 0.0), (3, 2.0)]
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:

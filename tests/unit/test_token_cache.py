@@ -4,6 +4,9 @@ import os
 import random
 import resource
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.job_config import BYTES, Source
+from meshwright.datasets import tokenizing
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
@@ -264,3 +268,27 @@ def test_a_process_opens_what_is_there_now(tmp_path) -> None:
     second = open_cache(recipe, tmp_path / "cache", num_workers=1)
     assert documents_of(first) == [encode("first text")]
     assert documents_of(second) == [encode("another one")]
+
+
+def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
+    """The second waits, and then finds it made."""
+    is_made, may_go_on, made = threading.Event(), threading.Event(), []
+    real = tokenizing._make
+
+    def slow(recipe: Recipe, *rest: object) -> TokenCache:
+        made.append(recipe)
+        is_made.set()
+        may_go_on.wait(10)
+        return real(recipe, *rest)
+
+    monkeypatch.setattr(tokenizing, "_make", slow)
+    with ThreadPoolExecutor(2) as threads:  # a flock excludes other openings, threads' too
+        first = threads.submit(open_cache, TextsRecipe(TEXTS), tmp_path, num_workers=1)
+        assert is_made.wait(10)
+        second = threads.submit(open_cache, TextsRecipe(TEXTS), tmp_path, num_workers=1)
+        time.sleep(0.3)
+        assert len(made) == 1
+        may_go_on.set()
+        caches = first.result(), second.result()
+    assert len(made) == 1
+    assert documents_of(caches[0]) == documents_of(caches[1])

@@ -61,12 +61,12 @@ DOCUMENTS = ("--training.mask_documents=true",)
 CASES = {
     "one GPU": Case({}),
     "one GPU, fp32": Case({}, FP32),
+    "one GPU, full recomputation": Case({}, _checkpointed("full")),
     "FSDP 8": Case({"dp_shard": 8}),
     "FSDP 8, fp32": Case({"dp_shard": 8}, FP32),
     "FSDP 8, every microbatch reduced": Case(
         {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",)
     ),
-    "FSDP 8, full recomputation": Case({"dp_shard": 8}, _checkpointed("full")),
     "FSDP 8, selective by op": Case({"dp_shard": 8}, _checkpointed("selective")),
     "FSDP 8, selective every 2nd": Case({"dp_shard": 8}, _checkpointed("selective", "2")),
     "FSDP 8, optimizer in backward": Case(
@@ -92,6 +92,9 @@ CASES = {
     "CP 4, ring": Case({"dp_shard": 2, "cp": 4}, RING),
     "CP 4, gather": Case({"dp_shard": 2, "cp": 4}, GATHER, rank=1),
     "CP 4, gather, fp32": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *FP32), rank=1),
+    "CP 4, gather, heads of 30": Case(
+        {"dp_shard": 2, "cp": 4}, (*GATHER, "--model.args.dim=240"), rank=1
+    ),
     "CP 4, gather, documents": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *DOCUMENTS), rank=1),
     "PP 2 x FSDP 2, 1F1B, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
     "PP 2 x FSDP 2, 1F1B, last rank": Case({"pp": 2, "dp_shard": 2}, rank=3, microbatches=4),

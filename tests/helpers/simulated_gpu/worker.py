@@ -1,6 +1,8 @@
-"""One process that simulates ranks on a GPU, one after the other, by the trainer's own functions.
+"""One process that simulates ranks on a GPU, each case in a fork of it.
 
 python -m tests.helpers.simulated_gpu.worker GUARD CASE ...      prints a line of JSON for each
+
+GUARD is the library that `guard.py` builds; "-" where torch has a real GPU, which is left alone.
 """
 
 import sys
@@ -8,195 +10,18 @@ from pathlib import Path
 
 from tests.helpers.simulated_gpu.guard import load_guard
 
-load_guard(Path(sys.argv[1]))
-
-import contextlib
-import json
-import multiprocessing
-import traceback
-from dataclasses import asdict, dataclass
-
-import torch
-import torch.distributed as dist
-
-# registers what collectives give for fake tensors
-import torch.distributed._tools.fake_collectives
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from tests.helpers.simulated_gpu import fake_cuda
-
-fake_cuda.install()
-
-from meshwright.batch import Batch
-from meshwright.build import build_model
-from meshwright.checkpoint.staging import Staging
-from meshwright.checkpoint.state import TrainingTensors
-from meshwright.config.loader import load_config
-from meshwright.health import Health
-from meshwright.models import initialize
-from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
-from meshwright.parallelisms import local_model
-from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.preflight import Plan, preflight
-from meshwright.step import train_step
-from tests.helpers.simulated_gpu.cases import CASES, Case
-from tests.helpers.simulated_gpu.watch import Watch
-
-DEVICE = torch.device("cuda", 0)
-NUM_PROCESSES = 2
-
-
-@dataclass
-class Figures:
-    """Of one rank."""
-
-    init_waits: dict[str, int]
-    """Waits of the host, and copies that it waits for, while weights get their first values."""
-    send_waits: dict[str, int]
-    """The same while batches are sent to the device."""
-    waits: dict[str, int]
-    """Of a step: calls that wait for the device."""
-    blocking_copies: dict[str, int]
-    """Of a step: copies between host and device that the host waits for."""
-    on_host: dict[str, int]
-    """Of a step: tensors made in host memory."""
-    kernels: dict[str, int]
-    """Of a step: calls of attention, forward and recomputed."""
-    copies: dict[str, int]
-    """Of a step: copies between host and device, by stream."""
-    stream_log: list[tuple[str, str]]
-    """Of a step: in order, what streams waited for, and on which the optimizer updated."""
-    collectives: dict[str, int]
-    """Of a step: functional ones, forward, recomputed and backward."""
-    not_on_device: list[str]
-    """Parameters, gradients and optimizer states that are elsewhere."""
-    peak_bytes: int
-    """Of a step."""
-
-
-def simulate(case: Case) -> Figures:
-    """Build rank `case.rank`, and take two steps; of the second, figures."""
-    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
-    config, _ = load_config(case.words)
-    plan = preflight(config, case.world_size)
-    meshes = build_meshes(plan.dims, "cuda")
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    watch = Watch(fake)
-    with fake, watch:
-        return _run(case, plan, meshes, watch)
-
-
-def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """`local_model.allocate`, whose `to_empty` cannot replace parameters that are plain and fake."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        _plain_allocate(model, parameters, buffers)
-        return
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty_like(parameter, device=parameters)
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=buffers))
-
-
-_plain_allocate = local_model.allocate
-local_model.allocate = _allocate
-initialize.compute_local_shape_and_global_offset = fake_cuda.real(
-    initialize.compute_local_shape_and_global_offset  # of meshes, on the host
-)
-
-
-def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
-    config = plan.config
-    training = config.training
-    model = build_model(plan, meshes, DEVICE)
-    watch.begin()
-    for stage in model.stages:
-        initialize.initialize(stage, training.seed)
-    init_waits = fake_cuda.host_waits | watch.blocking_copies
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    early = EarlyStep(optimizer) if config.optimizer.early_step_in_backward else None
-    health = Health(DEVICE, config.bad_steps)
-    shape = (training.local_batch_size, training.seq_len)
-    host_batch = Batch(
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int32) if training.mask_documents else None,
-    )
-    staging = Staging()
-    optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
-    for step in (1, 2):  # the optimizer has its state, and DTensor its plans, from the second on
-        watch.begin()
-        batches = [host_batch.send(DEVICE) for _ in range(plan.num_microbatches)]
-        send_waits = fake_cuda.host_waits | watch.blocking_copies
-        watch.begin()
-        if case.is_saved and step == 2:
-            staging.take(TrainingTensors(model, optimizer, case.rank).state_dict())
-        if case.is_faulty:
-            _commit_faults()
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3
-        train_step(
-            model,
-            batches,
-            optimizer,
-            early,
-            step=step,
-            max_norm=training.max_norm,
-            meshes=meshes,
-            health=health,
-            reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
-        )
-    tensors = {name: parameter for name, parameter in model.named_parameters()}
-    tensors |= {f"{name}.grad": p.grad for name, p in tensors.items() if p.grad is not None}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return Figures(
-        init_waits=dict(init_waits),
-        send_waits=dict(send_waits),
-        waits=dict(fake_cuda.host_waits),
-        blocking_copies=dict(watch.blocking_copies),
-        on_host=dict(watch.on_host),
-        kernels=dict(fake_cuda.kernels),
-        copies=dict(watch.copies),
-        stream_log=list(fake_cuda.stream_log),
-        collectives=dict(watch.collectives),
-        not_on_device=sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
-        peak_bytes=watch.peak,
-    )
-
-
-def _commit_faults() -> None:
-    """One of each kind that figures are to show."""
-    x = torch.ones(2, 4, 64, 8, device=DEVICE, requires_grad=True)
-    x.sum().item()
-    torch.cuda.synchronize()
-    torch.tensor([1.0]).to(DEVICE, non_blocking=True)  # which is not pinned
-    x.detach().cpu()
-    mask = torch.ones(64, 64, dtype=torch.bool, device=DEVICE)
-    F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], attn_mask=mask, enable_gqa=True)
-
-
-def _figures(name: str) -> str:
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return json.dumps([name, asdict(simulate(CASES[name]))])
-    except Exception:
-        return json.dumps([name, {"error": traceback.format_exc()}])
-
 
 def main() -> None:
-    FakeTensorMode.avoid_device_init = True
-    # each in a process of its own: torch keeps meshes, of groups that are gone, in caches
-    with multiprocessing.get_context("fork").Pool(NUM_PROCESSES, maxtasksperchild=1) as pool:
-        for line in pool.imap(_figures, sys.argv[2:], chunksize=1):
-            print(line, flush=True)
+    library, *names = sys.argv[1:]
+    if library != "-":
+        load_guard(Path(library))
+    # not before: torch asks once whether there is CUDA, and FSDP2 and others take its names
+    from tests.helpers.simulated_gpu import fake_cuda
+
+    fake_cuda.install()
+    from tests.helpers.simulated_gpu.rank import simulate_all
+
+    simulate_all(names)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Ten minutes on GPUs that show the most: set up if need be, test, time, and leave a report.
+#
+#   scripts/gpu_smoke.sh [FOLDER]        default: outputs/gpu_smoke; what to send back is in it
+#
+# One GPU: no wait in a step, kernels, initial values, resumes, offload, documents, compiled and
+# deterministic runs, memory against the simulation. Two: meshes, ring against gather, a killed rank.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$here/scripts/environment.sh"
+prepare_environment test
+cd "$here"
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+folder=${1:-outputs/gpu_smoke}
+mkdir -p "$folder"
+
+failed=0
+part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
+    local name=$1 limit=$2
+    shift 2
+    echo "== $name"
+    if timeout "$limit" "$@" 2>&1 | tee "$folder/$name.txt"; then # pipefail: of the command
+        echo "== $name: passed"
+    else
+        echo "== $name: FAILED"
+        failed=1
+    fi
+}
+
+part driver 60 nvidia-smi
+part versions 60 "$python" -m torch.utils.collect_env
+part one_gpu 300 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
+part two_gpus 240 "$python" -m pytest tests/gpu/test_two_gpus.py -rs --durations=10
+part overhead 120 "$python" benchmarks/overhead.py
+echo "== $folder holds the output of each part"
+exit $failed

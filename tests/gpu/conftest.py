@@ -1,0 +1,27 @@
+"""Tests of this folder need GPUs; with TEST_DEVICE=cpu they run on CPUs as far as they can."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cuda"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue  # pytest asks for all tests of the session
+        item.add_marker(pytest.mark.gpu)
+        needed = 2 if item.path.name == "test_two_gpus.py" else 1
+        if DEVICE.type == "cuda" and num_gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
+        elif DEVICE.type == "cpu" and item.get_closest_marker("only_cuda"):
+            item.add_marker(pytest.mark.skip(reason="looks at CUDA itself"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return DEVICE

@@ -1,0 +1,182 @@
+"""What only a GPU can show, on one: waits, kernels, memory, bits."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright import hardware
+from meshwright.config.loader import load_config
+from meshwright.models.layers.attention import CausalAttention, repeat_heads
+from meshwright.parallelisms import ring_attention
+from meshwright.parallelisms.gathered_attention import gathered_attention
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.process_group import start_process_group
+from meshwright.preflight import preflight
+from tests.gpu.launch import ROOT, run
+from tests.helpers.one_rank import OneRank
+from tests.helpers.simulated_gpu.cases import CASES
+from tests.helpers.simulated_gpu.run import simulate
+
+SELECTIVE = ("--activation_checkpoint.mode=selective",)
+COMPILED = ("--compile.enable=true",)
+FP32 = ("--training.mixed_precision_param=float32",)
+DOCUMENTS = ("--training.mask_documents=true",)
+OFFLOADED = ("--training.enable_cpu_offload=true",)
+EARLY = ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf")
+SMALL = (
+    f"--job.config_file={ROOT / 'train_configs/debug_model.toml'}",
+    "--checkpoint.enable=false",
+)
+SHORT = ("--training.seq_len=128", "--training.local_batch_size=2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(device) -> Iterator[None]:
+    start_process_group(hardware.pick_device(0) if device.type == "cuda" else device, 120)
+    yield
+    dist.destroy_process_group()
+
+
+def build(device: torch.device, *words: str, seq_len: tuple[str, ...] = SHORT) -> OneRank:
+    torch._dynamo.reset()
+    config, _ = load_config([*SMALL, *seq_len, *words])
+    plan = preflight(config, 1)
+    rank = OneRank(plan, build_meshes(plan.dims, device.type), device)
+    rank.initialize()
+    return rank
+
+
+def losses(device: torch.device, *words: str, steps: int = 4) -> list[float]:
+    rank = build(device, *words)
+    return [rank.step(n, rank.batches(n)).loss.item() for n in range(1, steps + 1)]
+
+
+MODES = {
+    "bf16": (),
+    "fp32": FP32,
+    "documents": DOCUMENTS,
+    "selective": SELECTIVE,
+    "compiled": COMPILED,
+    "compiled, selective, documents": (*COMPILED, *SELECTIVE, *DOCUMENTS),
+    "early": EARLY,
+    "4 microbatches": ("--training.global_batch_size=8",),
+}
+
+
+@pytest.mark.only_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_never_waits(device, mode: str) -> None:
+    rank = build(device, *MODES[mode])
+    for number in (1, 2):  # the first compiles, and makes the optimizer's state
+        rank.step(number, rank.batches())
+    batches = rank.batches()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = rank.step(3, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(result.loss.item())
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_attention_takes_a_fused_kernel(device, mode: str) -> None:
+    rank = build(device, *MODES[mode])
+    with torch.profiler.profile() as profile:
+        rank.step(1, rank.batches())
+    names = {event.name for event in profile.events() if "scaled_dot_product" in event.name}
+    assert not any("math" in name for name in names)
+    kinds = ("flash", "cudnn") if mode == "bf16" or device.type == "cpu" else ("efficient",)
+    assert any(kind in name for name in names for kind in kinds), names
+
+
+def test_initial_values_are_those_of_a_cpu(device) -> None:
+    ours, theirs = build(device, *FP32).model, build(torch.device("cpu"), *FP32).model
+    for (name, got), want in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(got.cpu(), want), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_those_of_a_cpu(device, mode: str) -> None:
+    """Of flex attention too, whose backward has no CPU to be tried on."""
+    tolerance = 1e-4 if mode == "fp32" else 2e-2
+    want = losses(torch.device("cpu"), *MODES[mode], *FP32)
+    assert losses(device, *MODES[mode]) == pytest.approx(want, rel=tolerance)
+
+
+def test_offload_changes_no_number(device) -> None:
+    assert losses(device, *OFFLOADED) == pytest.approx(losses(device), rel=1e-5)
+
+
+def test_deterministic_runs_are_equal_to_the_bit(device) -> None:
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    hardware.make_deterministic()
+    try:
+        for words in ((), (*COMPILED, *SELECTIVE, *DOCUMENTS)):
+            assert losses(device, *words) == losses(device, *words)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.only_cuda
+@pytest.mark.parametrize("case", ["one GPU", "one GPU, fp32", "one GPU, full recomputation"])
+def test_memory_is_what_the_simulation_says(device, case: str) -> None:
+    found = simulate(None, [case])[case]
+    assert "error" not in found, found["error"]
+    torch._dynamo.reset()
+    config, _ = load_config(CASES[case].words)
+    plan = preflight(config, 1)
+    rank = OneRank(plan, build_meshes(plan.dims, "cuda"), device)
+    rank.initialize()
+    rank.step(1, rank.batches())
+    batches = rank.batches()
+    torch.cuda.reset_peak_memory_stats()
+    rank.step(2, batches)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(found["peak_bytes"], rel=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("width", [64, 60])
+def test_attention_to_gathered_keys_is_that_to_the_whole(device, dtype, tolerance, width) -> None:
+    """Both ranks of a cp axis of 2, one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 256, width) for heads in (8, 2, 2, 8)]
+    q, k, v, grad = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    whole = [part.double().requires_grad_() for part in (q, k, v)]
+    plain = [whole[0], *(repeat_heads(part, 8) for part in whole[1:])]
+    scores = plain[0] @ plain[1].transpose(-1, -2) / math.sqrt(width)
+    later = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)
+    output = scores.masked_fill(later, -math.inf).softmax(-1) @ plain[2]
+    wants = [output, *torch.autograd.grad(output, whole, grad.double())]
+    gets = [torch.zeros_like(want) for want in wants]
+    is_flash = ring_attention.is_available(device.type, dtype, width)
+    for chunks in ((0, 3), (1, 2)):
+        own = torch.cat([torch.arange(64 * c, 64 * c + 64, device=device) for c in chunks])
+        inputs = [part.clone().requires_grad_() for part in (q, k, v)]
+        part = gathered_attention(inputs[0][:, :, own], *inputs[1:], chunks, is_flash=is_flash)
+        gets[0][:, :, own] = part.double()
+        gradients = torch.autograd.grad(part, inputs, grad[:, :, own])
+        for got, of_rank in zip(gets[1:], gradients, strict=True):
+            got += of_rank
+    for name, got, want in zip("oqkv", gets, wants, strict=True):
+        assert ((got - want).norm() / want.norm()).item() < tolerance, name
+
+
+def test_fp32_attention_of_grouped_heads_is_right(device) -> None:
+    q, k, v = (torch.randn(1, heads, 128, 64, device=device) for heads in (8, 2, 2))
+    got = CausalAttention()(q, k, v)
+    want = CausalAttention()(q.cpu().double(), k.cpu().double(), v.cpu().double())
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+def test_a_resume_goes_on_to_the_bit(tmp_path: Path, mode: str) -> None:
+    words = ["--training.deterministic=true", f"--checkpoint.async_mode={mode}"]
+    whole = run(tmp_path, 1, *words)
+    assert run(tmp_path, 1, *words, "--checkpoint.load_step=10") == whole
+    assert len(whole) == 20

@@ -1,0 +1,84 @@
+"""Meshes of two GPUs against one; what becomes of a rank that is killed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.launch import figures, run, start
+
+AXES = {
+    "FSDP": {"data_parallel_shard_degree": 2},
+    "HSDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+    "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "PP": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "CP, gather": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "CP, ring": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+}
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+def _words(axis: str) -> list[str]:
+    words = [f"--parallelism.{key}={degree}" for key, degree in AXES[axis].items()]
+    if axis.startswith("CP"):
+        words.append(f"--parallelism.context_parallel_attention={axis.split(', ')[1]}")
+    return words
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory) -> dict[str, dict[int, tuple[float, float]]]:
+    """The job on one GPU, in fp32 and in bf16."""
+    return {
+        precision: run(tmp_path_factory.mktemp("one"), 1, *words)
+        for precision, words in (("fp32", ()), ("bf16", (BF16,)))
+    }
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_two_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
+    # on GPUs a ring takes 16 bits alone
+    precision, tolerance = ("bf16", 2e-2) if axis == "CP, ring" else ("fp32", 1e-4)
+    words = [BF16] if precision == "bf16" else []
+    found = run(tmp_path, 2, *_words(axis), *words)
+    assert found.keys() == on_one[precision].keys()
+    for step, (loss, _) in on_one[precision].items():
+        assert found[step][0] == pytest.approx(loss, rel=tolerance), f"step {step}"
+
+
+def test_a_ring_gives_the_losses_of_gathering(tmp_path: Path) -> None:
+    gather, ring = (
+        run(tmp_path / axis, 2, *_words(axis), BF16) for axis in ("CP, gather", "CP, ring")
+    )
+    for step, (loss, _) in gather.items():
+        assert ring[step][0] == pytest.approx(loss, rel=1e-2), f"step {step}"
+
+
+def _ranks(folder: Path) -> list[int]:
+    """Process numbers of the ranks that train into `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.endswith(b"/train.py") for word in words[:3]) and str(folder).encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
+    whole, folder = run(tmp_path / "whole", 2), tmp_path / "killed"
+    job = start(folder, 2)
+    end = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len(figures(folder)) < 7:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(max(_ranks(folder)), signal.SIGKILL)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 128 + signal.SIGKILL, output
+    resumed = run(folder, 2)
+    for step, (loss, _) in whole.items():
+        assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"

@@ -1,0 +1,60 @@
+"""One rank of a job in this process, by the trainer's own functions, without its loop."""
+
+import torch
+
+from meshwright.batch import Batch
+from meshwright.build import build_model
+from meshwright.health import Health
+from meshwright.models.initialize import initialize
+from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizers import build_optimizer
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.preflight import Plan
+from meshwright.step import StepResult, train_step
+
+
+class OneRank:
+    """Model and optimizer of `plan` on `device`; values are arbitrary before `initialize`."""
+
+    def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
+        config = plan.config
+        self.plan, self.meshes, self.device = plan, meshes, device
+        self.model = build_model(plan, meshes, device)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        is_early = config.optimizer.early_step_in_backward
+        self.early = EarlyStep(self.optimizer) if is_early else None
+        self.health = Health(device, config.bad_steps)
+
+    def initialize(self) -> None:
+        for stage in self.model.stages:
+            initialize(stage, self.plan.config.training.seed)
+
+    def batches(self, seed: int = 0) -> list[Batch]:
+        """Microbatches of random tokens, and of three documents each if they are masked."""
+        training = self.plan.config.training
+        shape = (training.local_batch_size, training.seq_len)
+        generator = torch.Generator().manual_seed(seed)
+        found = []
+        for _ in range(self.plan.num_microbatches):
+            tokens = torch.randint(self.plan.model_args.vocab_size, shape, generator=generator)
+            documents = None
+            if training.mask_documents:
+                documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
+            found.append(Batch(tokens, tokens.roll(-1, 1), documents))
+        return [batch.send(self.device) for batch in found]
+
+    def step(self, number: int, batches: list[Batch]) -> StepResult:
+        config = self.plan.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-3
+        return train_step(
+            self.model,
+            batches,
+            self.optimizer,
+            self.early,
+            step=number,
+            max_norm=config.training.max_norm,
+            meshes=self.meshes,
+            health=self.health,
+            reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
+        )

@@ -1,0 +1,23 @@
+"""Configs that nobody chose equal one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.test_launcher import ROOT, environment
+
+OPTIONS = ("--configs=4", "--seed=11", "--most-ranks=2")
+
+
+def test_random_configs_equal_one_process(tmp_path: Path) -> None:
+    """The shortest of what `benchmarks/random_configs.py` does for an hour."""
+    result = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/random_configs.py", *OPTIONS],
+        env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(" equal ") == 4
+    assert result.stdout.endswith("4 configs, seed 11: 0 wrong\n")

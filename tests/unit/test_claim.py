@@ -1,0 +1,167 @@
+"""One job at a time writes to a folder of checkpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import claim, commit
+from meshwright.checkpoint.claim import FILE, Claim, TakenOverError, holder, new_nonce
+from meshwright.errors import ConfigError
+from tests.unit.test_commit import save
+
+OTHER = """
+import sys, time
+from pathlib import Path
+from meshwright.checkpoint.claim import Claim
+Claim(Path(sys.argv[1]), sys.argv[2]).take()
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch) -> None:
+    for name, seconds in {"BEAT_S": 0.1, "SILENCE_S": 0.6, "LOCAL_S": 0.3, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(claim, name, seconds)
+
+
+@contextmanager
+def another_job(folder: Path) -> Iterator[subprocess.Popen]:
+    words = [sys.executable, "-c", OTHER, str(folder), new_nonce()]
+    environment = os.environ | {"SLURM_JOB_ID": "77"}
+    job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert job.stdout.readline() == "taken\n"
+        yield job
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with another_job(tmp_path) as job:
+        with pytest.raises(ConfigError) as error:
+            Claim(tmp_path, new_nonce()).take()
+        assert error.value.key == "job.dump_folder"
+        said = f"process {job.pid} on {os.uname().nodename} (job 77)"
+        assert said in str(error.value)
+        assert f"remove {tmp_path / FILE}" in str(error.value)
+        job.send_signal(signal.SIGKILL)
+        while holder(tmp_path).is_gone is False:  # not even its parent has noticed
+            time.sleep(0.01)
+        ours = Claim(tmp_path, new_nonce())
+        begun = time.monotonic()
+        ours.take()
+        assert time.monotonic() - begun < claim.SILENCE_S
+        assert holder(tmp_path).pid == os.getpid()
+        ours.give_back()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(claim, "LOCAL_S", 30.0)
+    with another_job(tmp_path) as job:
+        threading.Timer(0.3, job.kill).start()
+        ours = Claim(tmp_path, new_nonce())
+        ours.take()
+        ours.give_back()
+
+
+def on_another_machine(folder: Path) -> str:
+    """Rewrite the file as if a machine that cannot be seen from here had made it."""
+    content = json.loads((folder / FILE).read_text())
+    (folder / FILE).write_text(json.dumps(content | {"machine": "another boot", "host": "far"}))
+    return content["nonce"]
+
+
+def test_a_job_on_another_machine_runs_while_its_file_is_touched(tmp_path: Path) -> None:
+    theirs = Claim(tmp_path, new_nonce())
+    theirs._create()
+    on_another_machine(tmp_path)
+    is_over = threading.Event()
+
+    def touch() -> None:
+        while not is_over.wait(0.1):
+            os.utime(tmp_path / FILE)
+
+    beating = threading.Thread(target=touch)
+    beating.start()
+    with pytest.raises(ConfigError, match="process .* on far"):
+        Claim(tmp_path, new_nonce()).take()
+    is_over.set()
+    beating.join()
+    ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
+    ours.take()
+    assert time.monotonic() - begun > claim.SILENCE_S
+    before = (tmp_path / FILE).stat().st_mtime_ns
+    time.sleep(3 * claim.BEAT_S)
+    assert (tmp_path / FILE).stat().st_mtime_ns > before  # and so does ours
+    ours.give_back()
+
+
+def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
+    with another_job(tmp_path) as job:
+        job.kill()
+        job.wait()
+    claims = [Claim(tmp_path, new_nonce()) for _ in range(4)]
+    # in one process all are the same job but for the nonce
+    refused = []
+
+    def take(one: Claim) -> None:
+        try:
+            one._replace(claim._read(tmp_path / FILE))
+        except ConfigError:
+            refused.append(one)
+
+    threads = [threading.Thread(target=take, args=(one,)) for one in claims]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3
+    (winner,) = set(claims) - set(refused)
+    assert holder(tmp_path) == winner._me
+
+
+def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("a user's")
+    with pytest.raises(FileExistsError, match="is in the way"):
+        Claim(tmp_path, new_nonce()).take()
+    assert (tmp_path / FILE).read_text() == "a user's"
+    save(tmp_path, 5)  # and keeps nothing from being saved
+    (tmp_path / FILE).write_text("[" * 100_000)
+    assert holder(tmp_path) is None
+
+
+def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
+    ours = Claim(tmp_path, "0" * 12)
+    ours.take()
+    save(tmp_path, 5)  # its nonce begins with that of the claim
+    on_another_machine(tmp_path)
+    content = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(content | {"nonce": "1" * 12}))
+    with pytest.raises(TakenOverError, match="process .* on far"):
+        save(tmp_path, 10)
+    assert commit.saved_steps(tmp_path) == [5]
+    ours.give_back()
+    assert (tmp_path / FILE).exists()  # it is the other's
+
+
+def test_without_hard_links(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*of_call: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    ours = Claim(tmp_path, new_nonce())
+    assert ours._create()
+    assert not Claim(tmp_path, new_nonce())._create()
+    assert holder(tmp_path) == ours._me

@@ -1,0 +1,37 @@
+"""What a save makes the training stream wait for."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.staging import StagedPlanner
+from meshwright.checkpoint.writer import CommittingWriter
+from tests.helpers.checkpoints import BARE
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_copies_in_host_memory_are_written_without_the_device(
+    tmp_path, monkeypatch, is_staged: bool
+) -> None:
+    """With CUDA torch's loader waits for the current stream every 10 MB."""
+    used = []
+
+    class Loader(filesystem._SerialCpuLoader):
+        def __init__(self, resolve, **_: object) -> None:
+            used.append("that waits")
+            super().__init__(resolve)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", Loader)
+    state = {"model.weight": torch.arange(10.0)}
+    writer = CommittingWriter(tmp_path, 1, BARE | {"step": 1}, is_staged=is_staged)
+    dcp.save(
+        state,
+        storage_writer=writer,
+        planner=StagedPlanner({"model.weight": state["model.weight"].clone()}),
+        no_dist=True,
+    )
+    assert commit.saved_steps(tmp_path) == [1]
+    assert used == ([] if is_staged else ["that waits"])
