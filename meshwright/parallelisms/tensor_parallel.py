@@ -41,8 +41,9 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=Shard(1)),
-        "on_sequence": SequenceParallel(),
-        "on_heads": SequenceParallel(sequence_dim=2),
+        # their output is added to the residual stream or rotated, which are plain tensors
+        "on_sequence": SequenceParallel(use_local_output=True),
+        "on_heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "output": ColwiseParallel(
             input_layouts=Shard(1),
             output_layouts=logits,
