@@ -141,7 +141,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         config,
         device.type,
         has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
-        waits_for_offload=torch.__version__ >= "2.13",  # pytorch pull request 180666
+        # pytorch pull request 180666; a TorchVersion compares as a version, not as text
+        waits_for_offload=torch.__version__ >= "2.13",
         fp32_modules=plan.fp32_modules,
     )
     if device.type == "cuda":

@@ -188,13 +188,13 @@ def loss_in_bf16() -> Iterator[None]:
 @contextmanager
 def rotary_cache_in_bf16() -> Iterator[None]:
     """Cast with the parameters."""
-    real = decoder.Llama.init_buffers
+    real = decoder.Decoder.init_buffers
 
     def low(self):
         real(self)
         self.cos.copy_(self.cos.bfloat16())
 
-    with patch.object(decoder.Llama, "init_buffers", low):
+    with patch.object(decoder.Decoder, "init_buffers", low):
         yield
 
 
@@ -228,14 +228,14 @@ def weights_kept_in_bf16() -> Iterator[None]:
 @contextmanager
 def upper_ids_clamped() -> Iterator[None]:
     """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
-    real = decoder.Llama.forward
+    real = decoder.Decoder.forward
 
     def clamped(self, tokens, *others):
         if self.tok_embeddings is not None:
             tokens = tokens.clamp(max=127)
         return real(self, tokens, *others)
 
-    with patch.object(decoder.Llama, "forward", clamped):
+    with patch.object(decoder.Decoder, "forward", clamped):
         yield
 
 

@@ -20,7 +20,7 @@ class OneRank:
         config = plan.config
         self.plan, self.meshes, self.device = plan, meshes, device
         self.model = build_model(plan, meshes, device)
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
         self.early = EarlyStep(self.optimizer) if is_early else None
         self.health = Health(device, config.bad_steps)
