@@ -16,6 +16,8 @@ from meshwright.models.table import (
 
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
+MOST_LAYERS = 10_000
+"""Above this so is their number: each has its place in the table."""
 STD = 0.02
 """Of the initial values of most matrices."""
 
@@ -81,6 +83,8 @@ class DecoderArgs(ABC):
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
         check_positive(self, "vocab_size", "norm_eps", "rope_theta")
+        if self.n_layers > MOST_LAYERS:
+            raise ValueError(f"n_layers = {self.n_layers}: must be at most {MOST_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"

@@ -176,7 +176,10 @@ def test_a_damaged_checkpoint_is_not_generated_from(tmp_path, capsys) -> None:
 def test_forged_dimensions_take_no_memory(tmp_path) -> None:
     model = load_hf(save_transformers(tmp_path / "hf"))
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, SMALL)
-    forged = dataclasses.asdict(SMALL) | {"n_layers": 10**9}
-    set_manifest(checkpoint, model_args=forged)
-    with pytest.raises(ConfigError, match="model_args of .* parameters, but its files have"):
-        generate_text([str(checkpoint), "--prompt", "abc"])
+    for dimension, says in (
+        ({"hidden_dim": 10**9}, "model_args of .* parameters, but its files have"),
+        ({"n_layers": 10**9}, "n_layers = 1000000000: must be at most 10000"),
+    ):
+        set_manifest(checkpoint, model_args=dataclasses.asdict(SMALL) | dimension)
+        with pytest.raises(ConfigError, match=says):
+            generate_text([str(checkpoint), "--prompt", "abc"])
