@@ -33,8 +33,8 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Checkpoint
+from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
-from meshwright.models.llama.model import Llama
 
 ARGS = LlamaArgs(
     dim=768, n_layers=12, n_heads=8, n_kv_heads=8, hidden_dim=2048, vocab_size=8192
@@ -55,7 +55,7 @@ class Job:
     """A model, its optimizer, and steps as any loop takes them."""
 
     def __init__(self) -> None:
-        self.model = Llama(ARGS, SEQ_LEN)
+        self.model = Decoder(ARGS, SEQ_LEN)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tensors = TrainingTensors(self.model, self.optimizer, 0)
         self.take_step()

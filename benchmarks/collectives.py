@@ -157,7 +157,7 @@ def minimum(plan: Plan) -> tuple[dict[Key, int], dict[Key, int]]:
     add("tp", "reduce-scatter", 4 * args.n_layers + 2, activation, dims.tp)
     add("tp", "all-reduce", 3, 4 * tokens, dims.tp)  # the loss: maximum, sum, the label's logit
     add("tp", "all-reduce", 1, 2 * (2 * args.n_layers + 1) * args.dim, dims.tp)  # norm gradients
-    keys = 2 * 2 * tokens * dims.cp * args.n_kv_heads // dims.tp * args.head_dim
+    keys = 2 * 2 * tokens * dims.cp * args.n_kv_heads // dims.tp * args.table.rope.head_dim
     add("cp", "all-gather", args.n_layers, keys, dims.cp)
     add("cp", "reduce-scatter", args.n_layers, keys, dims.cp)
     add(SCALARS, "all-reduce", 1, 8, dims.dp * dims.cp)  # number of labels
@@ -167,8 +167,7 @@ def minimum(plan: Plan) -> tuple[dict[Key, int], dict[Key, int]]:
 
 def _add_fsdp(add: Any, args: LlamaArgs, shards: int, copies: int, tp: int) -> None:
     """Parameters in forward and, but for what stays, in backward; gradients once."""
-    block = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
-    block += 3 * args.dim * args.hidden_dim
+    block = args.table.num_params_of("layers.0")
     ends = args.vocab_size * args.dim
     groups = [ends / tp, *[block / tp + 2 * args.dim] * args.n_layers, ends / tp + args.dim]
     for number, size in enumerate(groups):

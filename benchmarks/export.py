@@ -23,8 +23,8 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import MODEL
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
+from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
-from meshwright.models.llama.model import Llama
 from meshwright.specs import MODELS
 
 ARGS = LlamaArgs(dim=1024, n_layers=18, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=32000)
@@ -43,7 +43,7 @@ MANIFEST: dict[str, Any] = {
 class Weights:
     """A model's tensors, as a checkpoint has them."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._state = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ def save(folder: Path) -> None:
     """A checkpoint of random weights; runs in a process of its own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    model = Llama(ARGS, SEQ_LEN)
+    model = Decoder(ARGS, SEQ_LEN)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     manager = CheckpointManager(folder, Checkpoint(enable=True))
@@ -97,7 +97,6 @@ def measure(folder: Path, dtype: torch.dtype) -> None:
         weights=CheckpointWeights(Place("CHECKPOINT", folder / "step-1")),
         form=spec.hf,
         args=ARGS,
-        build=Llama,
         seq_len=SEQ_LEN,
         dtype=dtype,
         max_shard_bytes=10**9,
@@ -106,7 +105,7 @@ def measure(folder: Path, dtype: torch.dtype) -> None:
     )
     torch.mm(torch.ones(9, 9), torch.ones(9, 9))  # its threads and buffers are not counted either
     with torch.device("meta"):
-        size = 4 * sum(parameter.numel() for parameter in Llama(ARGS, SEQ_LEN).parameters())
+        size = 4 * sum(parameter.numel() for parameter in Decoder(ARGS, SEQ_LEN).parameters())
     before = memory.now()
     peaks: list[int] = []
 

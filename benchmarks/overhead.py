@@ -1,6 +1,6 @@
 """Throughput of the trainer over that of a bare loop: what FSDP2, data, metrics and care cost.
 
-Both train the same Llama (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
+Both train the same Decoder (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
 the same fused AdamW in one process. The bare loop is what anyone would write: plain model, loss,
 backward, clip, step; no FSDP2, no data loading, no logging. The two alternate step by step, and
 each pair gives a ratio; the last line is their median, above 1 if the trainer is the faster.
@@ -23,8 +23,8 @@ from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.log import log_to_console, logger
 from meshwright.metrics.sinks import Record
+from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
-from meshwright.models.llama.model import Llama
 from meshwright.preflight import Plan, preflight
 from meshwright.train import run
 
@@ -62,7 +62,7 @@ class BareLoop:
             [torch.from_numpy(cached.read(index).tokens) for index in range(steps * batch)]
         )
         self.batches = iter(samples.to(device).split(batch))
-        self.model = Llama(plan.model_args, SEQ_LEN).to(device)
+        self.model = Decoder(plan.model_args, SEQ_LEN).to(device)
         initialize(self.model, seed=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, fused=True)
         self.device = device

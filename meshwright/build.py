@@ -1,6 +1,5 @@
 """From a plan to the parts of a job."""
 
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.checkpoint.initial_load import Initial
+from meshwright.checkpoint.initial_load import Initial, meta_form, torchtitan_form
 from meshwright.checkpoint.initial_on_ranks import open_initial
 from meshwright.checkpoint.meta_read import MetaWeights
 from meshwright.checkpoint.torchtitan_folder import find_names
@@ -26,11 +25,12 @@ from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.models.counting import flops_per_token
+from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.process_group import barrier
 from meshwright.preflight import Plan
 from meshwright.validation import evaluate
@@ -41,8 +41,8 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
     config, args = plan.config, plan.model_args
     training = config.training
     dtype = getattr(torch, training.mixed_precision_param)
-    parallelize = partial(
-        pkgutil.resolve_name(plan.spec.parallelize),
+    apply = partial(
+        parallelize,
         meshes=meshes,
         param_dtype=dtype,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -60,8 +60,8 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         compile_backend=config.compile.backend if config.compile.enable else None,
     )
     return build_local_model(
-        partial(pkgutil.resolve_name(plan.spec.model), args, training.seq_len),
-        parallelize,
+        partial(Decoder, args, training.seq_len),
+        apply,
         plan.stage_modules,
         frozen=plan.frozen,
         meshes=meshes,
@@ -105,9 +105,10 @@ def _open_weights(
         case "hf":
             return HuggingFaceWeights(place, spec.hf, args)
         case "meta":
-            return MetaWeights(place, spec.meta, args)
+            return MetaWeights(place, meta_form(place, spec), args)
         case "torchtitan":
-            return CheckpointWeights(place, find_names(place, spec.torchtitan, args).__getitem__)
+            names = find_names(place, torchtitan_form(place, spec), args)
+            return CheckpointWeights(place, names.__getitem__)
         case "ours":
             return CheckpointWeights(place)
 
@@ -278,7 +279,7 @@ def build_reporter(
             destinations.append(sinks.Spared("the run for Weights & Biases", tracked))
     work = Work(
         tokens_per_step=training.global_batch_size * training.seq_len,
-        flops_per_token=flops_per_token(plan.model_args, training.seq_len),
+        flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=peak.flops_per_s,
     )

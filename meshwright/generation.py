@@ -26,7 +26,7 @@ class NotFiniteError(ValueError):
 class CachedAttention(nn.Module):
     """Attention of new positions to themselves and to all before, whose keys and values it keeps.
 
-    It stands in the place of `CausalAttention`: keys come to it with their rotation.
+    It stands in the place of `CausalAttention`, whose contract it keeps.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -34,21 +34,26 @@ class CachedAttention(nn.Module):
         self._max_len, self._len = max_len, 0
         self._keys = self._values = torch.empty(0)  # made when it is known how wide they are
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H): all at first, then one by one."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+    ) -> Tensor:
+        """As `CausalAttention`: all positions at first, then one by one."""
         assert mask is None
         assert self._len == 0 or q.shape[2] == 1  # else it would take an offset causal mask
         if self._len == 0:
-            shape = (*k.shape[:2], self._max_len, k.shape[3])
-            self._keys, self._values = k.new_empty(shape), v.new_empty(shape)
+            shape = (*k.shape[:2], self._max_len)
+            self._keys = k.new_empty(*shape, k.shape[3])
+            self._values = v.new_empty(*shape, v.shape[3])
         end = self._len + k.shape[2]
         self._keys[:, :, self._len : end] = k
         self._values[:, :, self._len : end] = v
         is_first, self._len = self._len == 0, end
         if is_first:
-            return causal_attention(q, k, v)
+            return causal_attention(q, k, v, scale=scale)
         keys, values = self._keys[:, :, :end], self._values[:, :, :end]
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 @contextmanager

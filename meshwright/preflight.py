@@ -31,12 +31,12 @@ from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
-from meshwright.models.counting import num_block_matmul_params
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.specs import MODELS
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Plan:
 
     config: JobConfig
     """Without -1: every value that follows from others is filled in."""
-    spec: ModelSpec
-    model_args: LlamaArgs
+    spec: Family
+    model_args: DecoderArgs
     tokenizer: Tokenizer
     dims: ParallelDims
     frozen: frozenset[str]
@@ -109,7 +109,7 @@ def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True
     check_contradictions(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
-    check_divisible(config, model_args)
+    check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
     frozen = _find_frozen(config.model.frozen, model_args)
@@ -171,8 +171,7 @@ def check_first_weights(plan: Plan) -> None:
     """
     config, spec = plan.config, plan.spec
     if config.checkpoint.initial_load_path:
-        name, args = config.model.name, plan.model_args
-        check_initial(config.checkpoint, name, args, spec.hf, spec.meta, spec.torchtitan)
+        check_initial(config.checkpoint, plan.model_args, spec)
 
 
 def check_data(config: JobConfig) -> Tokenizer:
@@ -190,7 +189,7 @@ def check_data(config: JobConfig) -> Tokenizer:
     return tokenizer
 
 
-def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
+def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """The family, and the flavor's dimensions with `model.args` over them."""
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
@@ -213,7 +212,7 @@ def resolve_model(config: JobConfig) -> tuple[ModelSpec, LlamaArgs]:
     raise ConfigError(key, f"{key}{value}: {message}")
 
 
-def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
+def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
     """Names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
@@ -222,7 +221,7 @@ def _find_frozen(patterns: Sequence[str], args: LlamaArgs) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
+def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism, training = config.parallelism, config.training
     dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
@@ -239,19 +238,18 @@ def _plan_pipeline(config: JobConfig, args: LlamaArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    ends = args.vocab_size * args.dim
     return pipeline_split.assign_modules(
         parallelism,
         args.n_layers,
-        layer=num_block_matmul_params(args),
-        embedding=ends,
-        output=ends,
+        layer=args.table.num_params_of("layers.0"),
+        embedding=args.table.num_params_of("tok_embeddings"),
+        output=args.table.num_params_of("output"),
     )
 
 
 def _plan_memory(
     config: JobConfig,
-    args: LlamaArgs,
+    args: DecoderArgs,
     stage_modules: Sequence[Sequence[str]],
     frozen: frozenset[str],
 ) -> tuple[JobConfig, dict[str, float]]:

@@ -54,7 +54,6 @@ from meshwright.errors import (
 )
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
-from meshwright.models.counting import num_params
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.groups import describe
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
@@ -146,10 +145,11 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(hardware.GPUS_EXPECTED, "0"))
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
+    head_dim = plan.model_args.table.rope.head_dim
     check_device(
         config,
         device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, plan.model_args.head_dim),
+        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
         fp32_modules=plan.fp32_modules,
@@ -384,7 +384,7 @@ def _announce(plan: Plan, device: torch.device) -> None:
         "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",
         config.model.name,
         config.model.flavor,
-        f"{num_params(args):,}",
+        f"{args.table.num_params:,}",
         dist.get_world_size(),
         " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh",
         hardware.device_name(device),

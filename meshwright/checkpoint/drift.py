@@ -20,7 +20,7 @@ from meshwright.config.changes import (
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.log import logger
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def find_drift(
     manifest: Manifest,
     checkpoint: Path,
     config: JobConfig,
-    args: LlamaArgs,
+    args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
 ) -> Drift:
@@ -152,7 +152,7 @@ def find_drift(
     )
 
 
-def _model_changes(manifest: Manifest, config: JobConfig, args: LlamaArgs) -> list[Difference]:
+def _model_changes(manifest: Manifest, config: JobConfig, args: DecoderArgs) -> list[Difference]:
     prefix = "model.args."
     fields = dataclasses.fields(args)
     defaults = {prefix + f.name: f.default for f in fields if f.default is not dataclasses.MISSING}

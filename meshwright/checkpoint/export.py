@@ -21,9 +21,9 @@ from meshwright.checkpoint.hf_folder import CONFIG, GENERATION_CONFIG, Place
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
 from meshwright.checkpoint.hf_write import write_weights
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.foreign import HuggingFaceForm
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.hugging_face import HuggingFaceForm
 from meshwright.parallelisms.pipeline_parallel import keep_modules
 from meshwright.parallelisms.pipeline_split import split_evenly
 
@@ -42,9 +42,7 @@ class Job:
 
     weights: CheckpointWeights
     form: HuggingFaceForm
-    args: LlamaArgs
-    build: Callable[[LlamaArgs, int], Decoder]
-    """The model, from its dimensions and its longest sequence."""
+    args: DecoderArgs
     seq_len: int
     """Tokens of a sequence of training."""
     dtype: torch.dtype
@@ -252,7 +250,7 @@ def _logits_of_ours(
     x = tokens
     for modules in split_evenly(job.args.n_layers, count, layer=1, embedding=0, output=0):
         with torch.device("meta"):
-            stage = job.build(job.args, NUM_TOKENS)
+            stage = Decoder(job.args, NUM_TOKENS)
         keep_modules(stage, modules)
         stage.to_empty(device="cpu")
         stage.init_buffers()

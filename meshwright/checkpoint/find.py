@@ -13,8 +13,7 @@ from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.errors import ConfigError
-from meshwright.models.counting import num_params
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 
 class Opened(NamedTuple):
@@ -124,22 +123,25 @@ def _all_damaged(place: Place, candidates: list[Place], passed_over: list[str]) 
     return ConfigError(place.key, f"{named}: every checkpoint in it is damaged: {each}")
 
 
-def saved_args(place: Place, manifest: Manifest) -> LlamaArgs:
+def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
     """Return the dimensions of the model that the checkpoint is of.
+
+    Args:
+        kind: those of its family.
 
     Raises:
         ConfigError: if it does not say, or says more than its files can hold.
     """
     try:
-        args = TypeAdapter(LlamaArgs).validate_python(manifest["model_args"])
+        args = TypeAdapter(kind).validate_python(manifest["model_args"])
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         place.check(False, f"{MANIFEST} has no model_args of a model: {reason}")
         raise AssertionError from None
     num_bytes = sum(record["bytes"] for record in manifest["files"].values())
     place.check(
-        num_params(args) <= num_bytes,  # a parameter has a byte at least
-        f"{MANIFEST} has model_args of {num_params(args):,} parameters, but its files have "
+        args.table.num_params <= num_bytes,  # a parameter has a byte at least
+        f"{MANIFEST} has model_args of {args.table.num_params:,} parameters, but its files have "
         f"{num_bytes:,} bytes",
     )
     return args

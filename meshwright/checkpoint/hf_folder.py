@@ -5,14 +5,15 @@ Free of torch, so that a job that cannot start says so before any rank does.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header
 from meshwright.errors import ConfigError, check
-from meshwright.models.foreign import Dimension, ForeignTensor, HuggingFaceForm
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
+from meshwright.models.foreign import Dimension, ForeignTensor
+from meshwright.models.hugging_face import HuggingFaceForm
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -124,7 +125,7 @@ def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]
         ) from None
 
 
-def check_hf_folder(place: Place, form: HuggingFaceForm, args: LlamaArgs) -> None:
+def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
     """Check that the folder is of a model with `args`, and whole.
 
     Raises:
@@ -136,7 +137,7 @@ def check_hf_folder(place: Place, form: HuggingFaceForm, args: LlamaArgs) -> Non
     check_tensors(place, form, args, find_tensors(place))
 
 
-def check_args(args: LlamaArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
+def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
     """Check that `args` are those that `file` gives, each with the key that it has there.
 
     Raises:
@@ -144,7 +145,7 @@ def check_args(args: LlamaArgs, there: Mapping[str, tuple[str, Any]], file: str)
     """
     messages, keys = [], []
     for name, (key, theirs) in there.items():
-        ours = getattr(args, name)
+        ours = getattr(args.resolved, name)
         if ours == theirs:
             continue
         keys.append(f"model.args.{name}")
@@ -174,7 +175,7 @@ def _fix(name: str, value: object) -> str:
 
 
 def check_tensors(
-    place: Place, form: HuggingFaceForm, args: LlamaArgs, stored: Mapping[str, StoredTensor]
+    place: Place, form: HuggingFaceForm, args: DecoderArgs, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ForeignTensor]:
     """Check that `stored` are the parameters of the model with `args`, and nothing besides.
 
@@ -205,7 +206,7 @@ def check_tensors(
                 f"{', '.join(ITEM_BYTES)}",
             )
     known = {name for theirs in wanted.values() for name in (theirs.name, *theirs.copies)}
-    others = [name for name in stored if name not in known and not form.is_needless(name, args)]
+    others = [name for name in stored if name not in known and not form.is_needless(name)]
     place.check(
         not others,
         f"holds {others[0] if others else ''}, for which the model has no place",
@@ -213,7 +214,7 @@ def check_tensors(
     return wanted
 
 
-def read_args(place: Place, form: HuggingFaceForm, build: Callable[..., LlamaArgs]) -> LlamaArgs:
+def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:
     """The dimensions that config.json gives.
 
     Raises:
@@ -221,7 +222,7 @@ def read_args(place: Place, form: HuggingFaceForm, build: Callable[..., LlamaArg
     """
     values = {name: found.value for name, found in read_dimensions(place, form).items()}
     try:
-        return build(**values)
+        return kind(**values)
     except ValueError as error:
         raise ConfigError(
             place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.hf_folder import Place, check_tensors, find_tensors
 from meshwright.errors import ConfigError
-from meshwright.models.foreign import HuggingFaceForm
+from meshwright.models.args import DecoderArgs
+from meshwright.models.hugging_face import HuggingFaceForm
 from meshwright.models.initialize import local_box
-from meshwright.models.llama import LlamaArgs
 
 
 class HuggingFaceWeights:
@@ -20,7 +20,7 @@ class HuggingFaceWeights:
         ConfigError: if they are not those of the model with `args`.
     """
 
-    def __init__(self, place: Place, form: HuggingFaceForm, args: LlamaArgs) -> None:
+    def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._place = place
         self._stored = find_tensors(place)
         self._foreign = check_tensors(place, form, args, self._stored)

@@ -13,8 +13,9 @@ from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import check
-from meshwright.models.foreign import HuggingFaceForm, MetaForm, TorchtitanForm
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
+from meshwright.models.foreign import MetaForm, TorchtitanForm
 
 KEY = "checkpoint.initial_load_path"
 
@@ -68,17 +69,13 @@ def _other(is_hf: bool) -> str:
 
 def check_initial(
     config: Checkpoint,
-    name: str,
-    args: LlamaArgs,
-    hf: HuggingFaceForm,
-    meta: MetaForm,
-    torchtitan: TorchtitanForm,
+    args: DecoderArgs,
+    family: Family,
 ) -> None:
     """Check that the folder to start from holds the weights of a model with `args`.
 
     Args:
-        name: of the model's family.
-        hf, meta, torchtitan: the forms in which others have the model's family.
+        family: of the model, with the forms in which others have it.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -86,22 +83,39 @@ def check_initial(
     kind, place, manifest = find_initial(config)
     match kind:
         case "hf":
-            check_hf_folder(place, hf, args)
+            check_hf_folder(place, family.hf, args)
         case "meta":
-            check_meta_folder(place, meta, args)
+            check_meta_folder(place, meta_form(place, family), args)
         case "torchtitan":
-            find_names(place, torchtitan, args)
+            find_names(place, torchtitan_form(place, family), args)
         case "ours":
             assert manifest is not None
-            family = manifest["model_name"]
+            name = manifest["model_name"]
             check(
-                family == name,
+                name == family.name,
                 "model.name",
-                name,
-                f"{place.path} holds weights of the family {family!r}",
-                f'set model.name = "{family}", or start from another folder',
+                family.name,
+                f"{place.path} holds weights of the family {name!r}",
+                f'set model.name = "{name}", or start from another folder',
             )
-            saved = saved_args(place, manifest)
+            saved = saved_args(place, manifest, type(args)).resolved
             names = [field.name for field in dataclasses.fields(saved)]
             there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
             check_args(args, there, str(place.path))
+
+
+def meta_form(place: Place, family: Family) -> MetaForm:
+    """The form of Meta's folders of the model's family; raises `ConfigError` if there is none."""
+    if family.meta is None:
+        place.check(False, f"is a folder of Meta's, and Meta has no {family.name}")
+    assert family.meta is not None
+    return family.meta
+
+
+def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
+    """The form of torchtitan's checkpoints of the family; raises `ConfigError` if it is unknown."""
+    if family.torchtitan is None:
+        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
+        place.check(False, f"is torchtitan's, whose form of {family.name} cannot be read", fix)
+    assert family.torchtitan is not None
+    return family.torchtitan

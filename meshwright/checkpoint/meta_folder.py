@@ -14,8 +14,8 @@ from meshwright.checkpoint.hf_folder import Place, check_args
 from meshwright.checkpoint.pth_file import read_header
 from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor
 from meshwright.errors import ConfigError
+from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import MetaForm
-from meshwright.models.llama import LlamaArgs
 
 PARAMS = "params.json"
 WEIGHTS = re.compile(r"consolidated\.(\d+)\.pth")
@@ -42,7 +42,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [files[number] for number in sorted(files)]
 
 
-def check_meta_folder(place: Place, form: MetaForm, args: LlamaArgs) -> Pieces:
+def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> Pieces:
     """Check that the folder is of a model with `args`, and whole.
 
     Raises:
@@ -58,7 +58,7 @@ def check_meta_folder(place: Place, form: MetaForm, args: LlamaArgs) -> Pieces:
     differ = {
         name: (dimension.key, dimension.value)
         for name, dimension in there.items()
-        if not form.same(name, getattr(args, name), dimension.value)
+        if not form.same(name, getattr(args.resolved, name), dimension.value)
     }
     check_args(args, differ, str(place.path / PARAMS))
     files = _weight_files(place.path)

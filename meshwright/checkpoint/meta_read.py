@@ -10,9 +10,9 @@ from torch import Tensor
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.meta_folder import check_meta_folder
 from meshwright.errors import ConfigError
+from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import MetaForm
 from meshwright.models.initialize import local_box
-from meshwright.models.llama import LlamaArgs
 
 
 class MetaWeights:
@@ -22,7 +22,7 @@ class MetaWeights:
         ConfigError: if they are not those of the model with `args`.
     """
 
-    def __init__(self, place: Place, form: MetaForm, args: LlamaArgs) -> None:
+    def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
         self._place, self._form, self._args = place, form, args
         pieces = check_meta_folder(place, form, args)
         self._cut = pieces.cut

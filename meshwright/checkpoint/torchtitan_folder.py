@@ -11,8 +11,8 @@ from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.errors import ConfigError
+from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import TorchtitanForm
-from meshwright.models.llama import LlamaArgs
 
 SHOWN = 10
 """Tensors that an error names at most."""
@@ -23,7 +23,7 @@ def is_torchtitan_folder(path: Path) -> bool:
     return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
-def find_names(place: Place, form: TorchtitanForm, args: LlamaArgs) -> dict[str, str]:
+def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
     """What each parameter of the model with `args` is called there.
 
     Raises:

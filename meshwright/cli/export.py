@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,8 +62,7 @@ def main(arguments: Sequence[str]) -> None:
         job = Job(
             weights=CheckpointWeights(place),
             form=spec.hf,
-            args=saved_args(place, manifest),
-            build=pkgutil.resolve_name(spec.model),
+            args=saved_args(place, manifest, spec.args),
             seq_len=int(manifest["data_identity"]["training.seq_len"]),
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +27,9 @@ from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
 from meshwright.generation import NotFiniteError, generate, greedy, sampler
+from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.specs import MODELS
 
 KEY = "CHECKPOINT_OR_HF_FOLDER"
 
@@ -39,8 +38,7 @@ KEY = "CHECKPOINT_OR_HF_FOLDER"
 class Source:
     """What text is made with."""
 
-    spec: ModelSpec
-    args: LlamaArgs
+    args: DecoderArgs
     weights: CheckpointWeights | HuggingFaceWeights
     tokenizer: Tokenizer
     stop: frozenset[int]
@@ -122,19 +120,19 @@ def _open(place: Place, tokenizer_path: str | None) -> Iterator[Source]:
         return
     with open_checkpoint(place, partial(print, file=sys.stderr)) as (found, manifest):
         tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
-        args, weights = saved_args(found, manifest), CheckpointWeights(found)
-        yield Source(saved_spec(found, manifest), args, weights, tokenizer, _eos(tokenizer))
+        args = saved_args(found, manifest, saved_spec(found, manifest).args)
+        yield Source(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
 
 
 def _open_hf(place: Place, tokenizer_path: str | None) -> Source:
     place.check(place.path.is_dir(), "no such folder")
     place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}")
     family = place.read_json(CONFIG).get("model_type")
-    specs = [spec for spec in MODELS.values() if family == spec.hf.MODEL_TYPE]
-    known = ", ".join(spec.hf.MODEL_TYPE for spec in MODELS.values())
+    specs = [spec for spec in MODELS.values() if family == spec.hf.model_type]
+    known = ", ".join(spec.hf.model_type for spec in MODELS.values())
     place.check(bool(specs), f"is of a model {family!r}, not of one of {known}")
     spec = specs[0]
-    args = read_args(place, spec.hf, LlamaArgs)
+    args = read_args(place, spec.hf, spec.args)
     path = tokenizer_path or str(place.path)
     try:
         tokenizer = build_tokenizer(path)
@@ -143,7 +141,7 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> Source:
         fix = "name it: --tokenizer PATH (or bytes)"
         raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
     weights_there = HuggingFaceWeights(place, spec.hf, args)
-    return Source(spec, args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
+    return Source(args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
 
 
 def _eos(tokenizer: Tokenizer) -> frozenset[int]:
@@ -166,7 +164,7 @@ def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
     if dtype_name == "auto":  # what the device computes best
         dtype_name = "bfloat16" if device.type == "cuda" else "float32"
     with torch.device("meta"):
-        model: Decoder = pkgutil.resolve_name(source.spec.model)(source.args, seq_len)
+        model = Decoder(source.args, seq_len)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype_name))
     model.to_empty(device=device)

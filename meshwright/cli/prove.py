@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     with config_errors(provenance):
         check_contradictions(config)
         _, args = resolve_model(config)
-        check_divisible(config, args)
+        check_divisible(config, args.table)
         assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
     small = shrink(config, args)
     cases = default_cases(config, small, args)

@@ -4,10 +4,11 @@ from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
-from meshwright.specs import MODELS, ModelSpec
+from meshwright.models.family import Family
+from meshwright.specs import MODELS
 
 
-def saved_spec(place: Place, manifest: Manifest) -> ModelSpec:
+def saved_spec(place: Place, manifest: Manifest) -> Family:
     """The family of the model that a checkpoint is of."""
     name = manifest["model_name"]
     place.check(name in MODELS, f"is of a model {name!r}, which is not known here")

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
@@ -166,18 +166,14 @@ def recomputes_attention(config: JobConfig) -> bool:
     return ac.mode in ("full", "selective")
 
 
-class HasHeads(Protocol):
-    """The dimensions that tensor parallelism divides."""
+class HasParts(Protocol):
+    """The numbers of parts that tensor parallelism divides, by key of `model.args`."""
 
     @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def hidden_dim(self) -> int: ...
+    def parts(self) -> Mapping[str, int]: ...
 
 
-def check_divisible(config: JobConfig, args: HasHeads) -> None:
+def check_divisible(config: JobConfig, model: HasParts) -> None:
     """What each rank gets an equal part of must divide by the number of ranks.
 
     Raises:
@@ -194,12 +190,7 @@ def check_divisible(config: JobConfig, args: HasHeads) -> None:
     )
     degree = config.parallelism.tensor_parallel_degree
     per_rank = " / context_parallel_degree" if cp > 1 else ""
-    parts = {
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.n_kv_heads,
-        "hidden_dim": args.hidden_dim,
-        f"training.seq_len{per_rank}": seq_len // cp,
-    }
+    parts = {**model.parts, f"training.seq_len{per_rank}": seq_len // cp}
     common = math.gcd(*parts.values())
     for name, size in parts.items():
         check(

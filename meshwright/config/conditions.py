@@ -46,7 +46,7 @@ def _num_data_ranks(c: JobConfig) -> int:
 
 
 def _has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize_llama`."""
+    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
     p, training = c.parallelism, c.training
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
     in_fp32 = training.mixed_precision_param == "float32"

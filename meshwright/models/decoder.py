@@ -1,34 +1,56 @@
-"""The contract between a model and everything around it: names only, no behaviour."""
+"""A decoder of any family, as plain single-device PyTorch."""
 
-from abc import ABC, abstractmethod
-
+import torch
 from torch import Tensor, nn
 
+from meshwright.models.args import DecoderArgs
+from meshwright.models.layers.block import Block
+from meshwright.models.layers.document_mask import build_mask, positions_in_document
 from meshwright.models.layers.projection import TiedProjection
+from meshwright.models.layers.rope import rope_cache
 
 
-class Decoder(nn.Module, ABC):
-    """What parallelism, initialisation and the trainer rely on in a model.
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and output projection.
 
-    Names of parameters are those of its checkpoints. A stage of a pipeline is a decoder without
-    the modules of other stages: `layers` has some of the blocks, under their own names, and what
-    else is absent is None.
+    Parallelism, initialisation and the trainer rely on its names, which are those of its
+    checkpoints, and on `table`, the table of its parameters. A stage of a pipeline is a decoder
+    without the modules of other stages: `layers` has some of the blocks, under their own names, and
+    what else is absent is None.
+
+    Args:
+        args: dimensions.
+        seq_len: longest sequence it will see; sizes the rotary cache.
     """
 
-    tok_embeddings: nn.Embedding | None
-    layers: nn.ModuleDict
-    norm: nn.Module | None
-    output: nn.Linear | TiedProjection | None
+    cos: Tensor
+    sin: Tensor
 
-    @abstractmethod
+    def __init__(self, args: DecoderArgs, seq_len: int) -> None:
+        super().__init__()
+        self.args, self.table, self.seq_len = args, args.table, seq_len
+        spec = self.table
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
+        self.layers = nn.ModuleDict({str(i): Block(block) for i, block in enumerate(spec.blocks)})
+        self.norm: nn.Module | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.output: nn.Linear | TiedProjection | None = (
+            TiedProjection()
+            if spec.tie_embeddings
+            else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        )
+        for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
+            cache = torch.empty(seq_len, spec.rope.head_dim // 2, dtype=torch.float32)
+            self.register_buffer(name, cache, persistent=False)
+
     def init_buffers(self) -> None:
-        """Fill every non-persistent buffer, on the device where it is."""
+        """Fill the rotary cache, on the device where it is."""
+        rope = self.table.rope
+        cos, sin = rope_cache(
+            self.seq_len, rope.head_dim, rope.theta, self.cos.device, scaling=rope.scaling
+        )
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
 
-    @abstractmethod
-    def initial_std(self, name: str) -> float | None:
-        """Standard deviation that the parameter `name` starts with; None: it starts at one."""
-
-    @abstractmethod
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
@@ -42,3 +64,20 @@ class Decoder(nn.Module, ABC):
                 from 0. Attention then stops between them, and the positions that it rotates by
                 begin at 0 in each. Of whole sequences, also where `tokens` are parts of them.
         """
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        mask = None
+        if documents is not None:
+            mask = build_mask(documents, positions)  # once for all blocks
+            positions = positions_in_document(documents, positions)
+        if positions is None:
+            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        if isinstance(self.output, TiedProjection):
+            assert self.tok_embeddings is not None  # a pipeline does not cut it off
+            return self.output(x, self.tok_embeddings.weight)
+        return x if self.output is None else self.output(x)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,6 @@ class Dimension:
     value: Any
 
 
-class HuggingFaceForm(Protocol):
-    """A model family in the form of Hugging Face's transformers: a module has these names."""
-
-    MODEL_TYPE: str
-    """What config.json calls the family."""
-
-    def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
-        """A config.json as the dimensions of our model, by our names.
-
-        Raises:
-            ValueError: if our model is not that function, or a key is missing.
-        """
-
-    def write_config(self, args: LlamaArgs, seq_len: int) -> dict[str, Any]:
-        """config.json, without what says how weights are stored and which tokens are special."""
-
-    def tensors(self, args: LlamaArgs) -> dict[str, ForeignTensor]:
-        """Every parameter of the plain model, in its order."""
-
-    def is_needless(self, name: str, args: LlamaArgs) -> bool:
-        """Whether a tensor that no parameter is made of may be in the files all the same."""
-
-
 class MetaForm(Protocol):
     """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
 
@@ -65,7 +42,7 @@ class MetaForm(Protocol):
     def same(self, name: str, ours: object, theirs: object) -> bool:
         """Whether the dimension `name` is what `read_params` gives."""
 
-    def copy_of(self, name: str, args: LlamaArgs) -> str | None:
+    def copy_of(self, name: str, args: DecoderArgs) -> str | None:
         """Under which other name the files may hold the parameter `name` once more."""
 
     def is_needless(self, name: str) -> bool:

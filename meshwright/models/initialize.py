@@ -32,7 +32,7 @@ def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
     for name, parameter in model.named_parameters():
         local, offset = local_box(parameter)
-        std = model.initial_std(name)
+        std = model.table.parameters[name].std
         if std is None:
             local.fill_(1.0)
         else:

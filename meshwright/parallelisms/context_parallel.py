@@ -1,32 +1,20 @@
 """Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
 
 import functools
-from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-# Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
-# name (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
-# all_gather_into_tensor and reduce_scatter_tensor would do.
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
+from meshwright.parallelisms.all_gather import all_gather
 from meshwright.parallelisms.gathered_attention import gathered_attention
 from meshwright.parallelisms.ring_attention import ring_attention
-
-# torch 2.13 deprecates the only name that 2.11 has
-_all_gather: Callable[..., Tensor] = (
-    _functional_collectives.all_gather_single_autograd
-    if hasattr(_functional_collectives, "all_gather_single_autograd")
-    else _functional_collectives.all_gather_tensor_autograd
-)
-
 
 Attention = Literal["auto", "gather", "ring"]
 
@@ -83,11 +71,14 @@ def attend(
     v: Tensor,
     mask: Mask | None = None,
     *,
+    scale: float,
     mesh: DeviceMesh,
     ring: str | None,
     has_kernel: bool = True,
 ) -> Tensor:
-    """(B, N, S/cp, H) and twice (B, K, S/cp, H) -> (B, N, S/cp, H).
+    """(B, N, S/cp, H), (B, K, S/cp, H), (B, K, S/cp, W) -> (B, N, S/cp, W).
+
+    It keeps the contract of `CausalAttention`.
 
     Args:
         mask: of this rank's queries and all keys; None: only causal.
@@ -96,28 +87,34 @@ def attend(
     """
     # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
     is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)
+    width = v.shape[-1]
+    if q.shape[-1] != width:  # zeros change neither scores nor what comes of other columns
+        widest = max(q.shape[-1], width)
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if ring is not None and mask is None and is_flash:
-        return ring_attention(q, k, v, ring)[0]
+        return ring_attention(q, k, v, ring, scale)[0][..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # leaves out by itself what comes later
-        return masked_attention(q, k, v, mask)
+        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
     if mask is None:
-        return gathered_attention(q, k, v, chunks, is_flash=is_flash)
+        attended = gathered_attention(q, k, v, chunks, scale=scale, is_flash=is_flash)
+        return attended[..., :width]
     length = q.shape[2] // 2
     outputs = []
     for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
         seen = slice(0, (chunk + 1) * length)  # no key that comes later
         keys, values = k[:, :, seen], v[:, :, seen]
-        outputs.append(masked_attention(q[:, :, rows], keys, values, mask[:, :, rows, seen]))
-    return torch.cat(outputs, dim=2)
+        part_mask = mask[:, :, rows, seen]
+        outputs.append(masked_attention(q[:, :, rows], keys, values, part_mask, scale=scale))
+    return torch.cat(outputs, dim=2)[..., :width]
 
 
 def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
-    gathered = _all_gather(x.contiguous(), gather_dim=0, group=(mesh, 0))
+    gathered = all_gather(x, mesh)
     parts = gathered.unflatten(0, (mesh.size(), 2))  # (cp, 2, B, K, S/cp, H)
     early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
     return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)

@@ -22,7 +22,13 @@ WIDTHS = 8
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, chunks: tuple[int, int], *, is_flash: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunks: tuple[int, int],
+    *,
+    scale: float | None = None,
+    is_flash: bool = True,
 ) -> Tensor:
     """Return (B, N, S/cp, H): attention of the queries to all keys up to their own position.
 
@@ -31,9 +37,10 @@ def gathered_attention(
         k: (B, K, S, H), in the order of positions; K divides N.
         v: as `k`.
         chunks: numbers of the two chunks among the equal chunks of the sequence.
+        scale: of products of queries with keys; None: H^-1/2.
         is_flash: on GPUs, whether flash attention takes it; memory-efficient attention if not.
     """
-    width, scale = q.shape[-1], q.shape[-1] ** -0.5
+    width = q.shape[-1]
     if q.is_cuda and width % WIDTHS:
         q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
     apply: Callable[..., Tensor] = _GatheredAttention.apply

@@ -55,7 +55,7 @@ def build_local_model(
 
     Args:
         build: the whole model.
-        parallelize: as `parallelize_llama`, with its options bound.
+        parallelize: as `parallelize`, with its options bound.
         stage_modules: names of the modules of every stage; one stage: no pipeline.
         frozen: names of the parameters that are not trained.
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.

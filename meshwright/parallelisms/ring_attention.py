@@ -142,7 +142,9 @@ def _efficient_attention_backward(
 # An operator, so that the compiler leaves its insides alone, and so that activation checkpointing
 # by op can keep what it gives: to compute it again would send keys and values around once more.
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries to the keys of all ranks of a group. Collective.
 
     Args:
@@ -150,24 +152,34 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
         k: (B, K, S/cp, H), at the same; K divides N.
         v: as `k`.
         group_name: of the cp axis.
+        scale: of products of queries with keys; None: H^-1/2.
 
     Returns:
         (B, N, S/cp, H), and the logarithm of the sum of the exponential scores, (B, N, S/cp) fp32.
     """
     out, logsumexp, *_ = torch_ring._templated_ring_attention(
-        _group(group_name), SEQUENCE, kernels(q)[0], q, k, v, is_causal=True
+        _group(group_name), SEQUENCE, kernels(q)[0], q, k, v, is_causal=True, scale=scale
     )
     return out.contiguous(), logsumexp.contiguous()
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
 def ring_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    group_name: str,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`, in their shapes; arguments as `ring_attention`'s."""
     gradients = torch_ring._templated_ring_attention_backward(
@@ -182,6 +194,7 @@ def ring_attention_backward(
         out,
         logsumexp,
         is_causal=True,
+        scale=scale,
     )
     grad_q, grad_k, grad_v = gradients[:3]
     return grad_q.contiguous(), grad_k.clone(), grad_v.clone()  # those two share memory
@@ -189,27 +202,40 @@ def ring_attention_backward(
 
 @ring_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group_name: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    group_name: str,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor, str, float | None],
+    output: tuple[Tensor, Tensor],
 ) -> None:
-    q, k, v, ctx.group_name = inputs
+    q, k, v, ctx.group_name, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward(
+    ctx: Any, grad: Tensor, _: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, out, logsumexp = ctx.saved_tensors
-    gradients = ring_attention_backward(grad, q, k, v, out, logsumexp, ctx.group_name)
-    return *gradients, None
+    gradients = ring_attention_backward(grad, q, k, v, out, logsumexp, ctx.group_name, ctx.scale)
+    return *gradients, None, None
 
 
 # Without these the compiler takes the operators for free, and computes them again to save memory.
 @register_flop_formula(torch.ops.meshwright.ring_attention)
-def _flops(q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, **_: object) -> int:
+def _flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_: object, **__: object
+) -> int:
     """Shapes -> FLOPs, as torch counts attention: without regard to what is masked."""
     return 2 * 2 * q.numel() * k[SEQUENCE] * _group(group_name).size()  # two products
 
@@ -223,7 +249,8 @@ def _backward_flops(
     out: torch.Size,
     logsumexp: torch.Size,
     group_name: str,
-    **_: object,
+    *_: object,
+    **__: object,
 ) -> int:
     return 5 * 2 * q.numel() * k[SEQUENCE] * _group(group_name).size()  # five products
 

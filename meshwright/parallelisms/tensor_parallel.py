@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism: each rank has a part of every matrix and of the sequence."""
 
+import inspect
 import warnings
 
 import torch
@@ -7,7 +8,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,10 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
-
-COLWISE = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
-ROWWISE = ("attention.wo", "feed_forward.w2")
-ON_SEQUENCE = ("attention_norm", "ffn_norm")  # run on 1/tp of the sequence
+from meshwright.models.table import Layout
+from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) -> None:
@@ -35,56 +34,59 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
     and its logits stay so if `enable_loss_parallel`: the loss is then computed on V/tp logits.
 
     Raises:
-        ValueError: if the plan leaves out a parameter of `model`.
+        ValueError: if a parameter has no layout in the model's table.
     """
-    block_plan: dict[str, ParallelStyle] = {
-        # cos, sin and mask, its other inputs, are the same on every rank
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None, None, None),
-            desired_input_layouts=(Replicate(), None, None, None),
-        ),
-        "feed_forward": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate()
-        ),
-        **{name: ColwiseParallel() for name in COLWISE},
-        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ROWWISE},
-        **{name: SequenceParallel() for name in ON_SEQUENCE},
-    }
-    for block in model.layers.values():
-        parallelize_module(block, mesh, block_plan)
     logits = Shard(-1) if enable_loss_parallel else Replicate()
-    output: ParallelStyle
+    styles: dict[Layout, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=Shard(1)),
+        # their output is added to the residual stream or rotated, which are plain tensors
+        "on_sequence": SequenceParallel(use_local_output=True),
+        "on_heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=logits,
+            use_local_output=not enable_loss_parallel,
+        ),
+    }
+    plan: dict[str, ParallelStyle] = {}
+    for name, _ in [*model.named_parameters()]:
+        parameter = model.table.parameters.get(name)
+        if parameter is None:
+            raise ValueError(f"{name} has no layout: it is not in the table of the model")
+        module = name.rpartition(".")[0]
+        if parameter.layout == "over_heads":
+            around, _, own = module.rpartition(".")
+            norm = NormOverRanks(model.get_submodule(module), mesh)
+            setattr(model.get_submodule(around), own, norm)
+            continue
+        plan[module] = styles[parameter.layout]
+        if parameter.layout == "colwise":  # gathered once for all of them
+            around = module.rpartition(".")[0]
+            plan[around] = _gather(model.get_submodule(around))
     if isinstance(model.output, TiedProjection):  # its weight is cut as the embedding's
-        output = PrepareModuleInputOutput(
+        plan["output"] = PrepareModuleInputOutput(
             input_layouts=(Shard(1), None),
             desired_input_layouts=(Replicate(), None),
             output_layouts=Shard(-1),
             desired_output_layouts=logits,
             use_local_output=not enable_loss_parallel,
         )
-    else:
-        output = ColwiseParallel(
-            input_layouts=Shard(1),
-            output_layouts=logits,
-            use_local_output=not enable_loss_parallel,
-        )
-    ends: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": output,
-    }
-    present = {name: style for name, style in ends.items() if getattr(model, name) is not None}
-    parallelize_module(model, mesh, present)
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name} has no layout for tensor parallelism: every rank would train a copy of "
-                "its own with its own gradient"
-            )
+    for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
+        parallelize_module(model.get_submodule(module), mesh, style)
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_own_storage)
     if model.output is not None and not enable_loss_parallel:
         model.output.register_forward_hook(_contiguous)
+
+
+def _gather(module: nn.Module) -> PrepareModuleInput:
+    """Give `module` whole sequences as its first input; others are the same on every rank."""
+    others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
+    return PrepareModuleInput(
+        input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others)
+    )
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
 from meshwright.errors import ConfigError
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight
 from meshwright.proof.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp, small_parts
@@ -65,7 +65,7 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
     return build_case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
 
 
-def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[Case]:
+def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """The config's own shape, each of its axes alone, and what users switch on and off."""
     used = _used_axes(config, args)
     cases = _own_cases(config, small, args, used)
@@ -95,7 +95,7 @@ def default_cases(config: JobConfig, small: JobConfig, args: LlamaArgs) -> list[
     return distinct(cases)
 
 
-def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
+def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     """All meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run, every
     schedule with every policy of resharding, and some in bf16."""
     cases = []
@@ -129,7 +129,7 @@ def every_mesh(small: JobConfig, args: LlamaArgs) -> list[Case]:
     return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
 
 
-def _used_axes(config: JobConfig, args: LlamaArgs) -> list[str]:
+def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
     used = [axis for axis, key in KEYS.items() if getattr(config.parallelism, key) not in (0, 1)]
     if "tp" in used and largest_tp(args) == 1:
         used.remove("tp")
@@ -137,7 +137,7 @@ def _used_axes(config: JobConfig, args: LlamaArgs) -> list[str]:
 
 
 def _own_cases(
-    config: JobConfig, small: JobConfig, args: LlamaArgs, used: Collection[str]
+    config: JobConfig, small: JobConfig, args: DecoderArgs, used: Collection[str]
 ) -> list[Case]:
     """The config's axes with its options: three at a time if it has more, or two where three leave
     its schedule too few microbatches."""
@@ -172,7 +172,7 @@ def _largest(
     name: str,
     config: JobConfig,
     small: JobConfig,
-    args: LlamaArgs,
+    args: DecoderArgs,
     axes: Collection[str],
     options: Sections,
 ) -> Case:
@@ -208,7 +208,7 @@ def _degrees(parallelism: Parallelism, axes: Collection[str]) -> list[Degrees]:
     return sorted((m for m in meshes if math.prod(m.values()) <= MAX_RANKS), key=rank)
 
 
-def _own_stages(parallelism: Parallelism, args: LlamaArgs) -> Iterator[dict[str, Any]]:
+def _own_stages(parallelism: Parallelism, args: DecoderArgs) -> Iterator[dict[str, Any]]:
     per_rank = {STAGES_PER_RANK: parallelism.pipeline_parallel_stages_per_rank}
     if parts := parallelism.module_fqns_per_model_part:
         yield {STAGES: small_parts(parts, args.n_layers), **per_rank}

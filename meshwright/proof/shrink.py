@@ -18,7 +18,7 @@ from meshwright.config.job_config import (
 )
 from meshwright.datasets import find_dataset
 from meshwright.datasets.opening import entries, is_streamed
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.args import DecoderArgs
 from meshwright.optim.groups import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
@@ -29,20 +29,21 @@ NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
 MOST_LAYERS = 9
 VOCAB_SIZE = 259  # odd, and room for bytes
 HEAD_DIM = 4
+OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
 MOST_SHARDS = 16  # of a stream: each has documents for several samples
 LARGEST_TP, MAX_RANKS = 4, 8
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
 
 
-def largest_tp(args: LlamaArgs, degree: int = 1) -> int:
+def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
     """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut.
 
     Args:
         degree: the user's, if that is above `LARGEST_TP`.
     """
     most = MAX_RANKS if degree >= MAX_RANKS else LARGEST_TP
-    return math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim, most)
+    return math.gcd(*args.table.parts.values(), most)
 
 
 def small_parts(parts: Sequence[Sequence[str]], num_layers: int) -> list[list[str]]:
@@ -75,7 +76,7 @@ def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
-def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
+def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     """The job on one process that every mesh is compared with.
 
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
@@ -94,6 +95,7 @@ def shrink(config: JobConfig, args: LlamaArgs) -> JobConfig:
         n_kv_heads=kv_heads,
         hidden_dim=22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
         vocab_size=VOCAB_SIZE,
+        head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
     )
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
     dimensions = {

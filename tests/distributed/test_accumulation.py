@@ -7,12 +7,12 @@ from meshwright.health import Health
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.distributed.test_step import adamw, global_batch
-from tests.helpers.tiny import parallel_llama
+from tests.helpers.tiny import parallel_model
 
 
 def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
     """This rank's, of a step whose microbatches are all the same."""
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         ParallelDims(dp_replicate=1, dp_shard=2),
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.bfloat16,

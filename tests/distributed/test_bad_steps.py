@@ -27,7 +27,7 @@ from tests.distributed.test_step import (
     global_batch,
 )
 from tests.helpers.faults import loss_times
-from tests.helpers.tiny import TINY, parallel_llama, plain_llama, whole
+from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
 CPU = torch.device("cpu")
 STEPS = 7
@@ -42,7 +42,7 @@ def lr_at(step: int) -> float:
 
 def reference(args: LlamaArgs, trained: set[str]) -> dict[str, torch.Tensor]:
     """Weights after the good steps alone, in plain PyTorch."""
-    model = plain_llama(args)
+    model = plain_model(args)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     optimizer = adamw(model)
@@ -67,7 +67,7 @@ class Run:
     ) -> None:
         self.size = GLOBAL_BATCH // (dims.dp * num_microbatches)
         microbatches = num_microbatches, self.size
-        self.model, self.meshes = parallel_llama(dims, args, microbatches=microbatches, **options)
+        self.model, self.meshes = parallel_model(dims, args, microbatches=microbatches, **options)
         self.optimizer = adamw(self.model)
         config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
         self.health = Health(CPU, config)

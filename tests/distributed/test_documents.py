@@ -15,7 +15,7 @@ from meshwright.step import train_step
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.packed import packed, reference
-from tests.helpers.tiny import TINY, parallel_llama, whole
+from tests.helpers.tiny import TINY, parallel_model, whole
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
@@ -58,7 +58,7 @@ class PackedJob:
         self._size = 8 // (dims.dp * self._num_microbatches)
         self.model: LocalModel
         self.meshes: Meshes
-        self.model, self.meshes = parallel_llama(
+        self.model, self.meshes = parallel_model(
             dims, args, microbatches=(self._num_microbatches, self._size), **options
         )
         self.optimizer = adamw(self.model)

@@ -10,11 +10,12 @@ from meshwright.checkpoint.hf_read import HuggingFaceWeights
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.checkpoint import main as checkpoint_tool
 from meshwright.cli.export import main as export
-from meshwright.models.llama import LlamaArgs, hf
+from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
-from tests.helpers.tiny import parallel_llama, whole
+from tests.helpers.tiny import parallel_model, whole
 
 MESHES = {
     2: {
@@ -32,9 +33,9 @@ MESHES = {
 }
 
 
-def build(dims: ParallelDims, args: LlamaArgs) -> LocalModel:
+def build(dims: ParallelDims, args: DecoderArgs) -> LocalModel:
     """With other values than the folder's."""
-    model, _ = parallel_llama(dims, args, seed=1, microbatches=(dims.pp, 1))
+    model, _ = parallel_model(dims, args, seed=1, microbatches=(dims.pp, 1))
     return model
 
 
@@ -51,7 +52,7 @@ def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
         if dims.pp > 1 and args.tie_embeddings:
             continue
         model = build(dims, args)
-        weights = HuggingFaceWeights(Place("folder", folder), hf, args)
+        weights = HuggingFaceWeights(Place("folder", folder), family_of(args).hf, args)
         weights.load(dict(model.named_parameters()))
         assert_equal(model, mesh)
         checkpoint = save_checkpoint(saved / mesh, model, args)
@@ -66,7 +67,7 @@ def test_import_and_export_on_two_ranks(on_ranks, tmp_path, case) -> None:
     _check(on_ranks, 2, tmp_path, case, ["pp"])
 
 
-@pytest.mark.parametrize("case", ["gqa", "tied"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith(("-gqa", "-tied"))])
 def test_import_and_export_on_four_ranks(on_ranks, tmp_path, case) -> None:
     _check(on_ranks, 4, tmp_path, case, ["fsdp-tp", "pp-tp"])
 

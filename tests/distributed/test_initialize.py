@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.helpers.tiny import TIED, TINY, parallel_llama, plain_llama, whole
+from tests.helpers.tiny import TIED, TINY, parallel_model, plain_model, whole
 
 
 def _compare_with_plain(dims: ParallelDims, args, dtype: torch.dtype = torch.float32) -> None:
-    sharded, _ = parallel_llama(
+    sharded, _ = parallel_model(
         dims, args, param_dtype=dtype, master_dtype=dtype, microbatches=(dims.pp, 1)
     )
-    plain = plain_llama(args)
+    plain = plain_model(args)
     wanted = dict(plain.named_parameters())
     for name, got in sharded.named_parameters():
         assert got.dtype == dtype
@@ -43,10 +43,10 @@ def test_initial_weights_do_not_depend_on_the_mesh(
 def _compare_stages(schedule: str, stages_per_rank: int) -> set[str]:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
     args = dataclasses.replace(TINY, n_layers=4)
-    model, _ = parallel_llama(
+    model, _ = parallel_model(
         dims, args, microbatches=(2, 1), schedule=schedule, stages_per_rank=stages_per_rank
     )
-    wanted = dict(plain_llama(args).named_parameters())
+    wanted = dict(plain_model(args).named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(parameter), wanted[name]), name
     return {*dict(model.named_parameters())}

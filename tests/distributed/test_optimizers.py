@@ -13,7 +13,7 @@ from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.helpers.optimizers import GROUPS, plain_groups
-from tests.helpers.tiny import SEQ_LEN, TINY, parallel_llama, plain_llama, whole
+from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
 
 BATCH, LRS = 4, (1e-2, 5e-3)
 DECAY = 5.0  # so much that a wrong one shows beside what Adam makes of rounding
@@ -32,7 +32,7 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference() -> dict[str, torch.Tensor]:
     """Weights after the last step."""
-    model = plain_llama()
+    model = plain_model()
     groups = plain_groups(model, DECAY)
     betas = (CONFIG.beta1, CONFIG.beta2)
     optimizer = torch.optim.AdamW([group for group, _ in groups], betas=betas, fused=True)
@@ -50,7 +50,7 @@ def reference() -> dict[str, torch.Tensor]:
 
 def _groups_on(dims: ParallelDims, is_early: bool) -> None:
     local = BATCH // dims.dp // dims.pp
-    model, meshes = parallel_llama(dims, microbatches=(dims.pp, local))
+    model, meshes = parallel_model(dims, microbatches=(dims.pp, local))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     if dims.pp > 1:  # the embedding's group is on the first stage alone
         assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
@@ -78,7 +78,7 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
         )
     # what is saved is the same without groups, and either loads into the other
     grouped = TrainingTensors(model, optimizer, 0).state_dict()
-    other, _ = parallel_llama(dims, seed=1, microbatches=(dims.pp, local))
+    other, _ = parallel_model(dims, seed=1, microbatches=(dims.pp, local))
     plain = build_optimizer(other.named_parameters(), Optimizer())
     tensors = TrainingTensors(other, plain, 0)
     assert tensors.state_dict().keys() == grouped.keys()

@@ -13,6 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.models.args import DecoderArgs
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight, resolve_model
@@ -21,15 +22,21 @@ from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
 from meshwright.proof.prove import Row, prove, record_references
 from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
+from meshwright.specs import MODELS
 from tests.helpers.faults import FAULTS, MOMENT
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 ARGS = FLAVORS["debugmodel"]
 
 
+def args_of(config: JobConfig) -> DecoderArgs:
+    return MODELS[config.model.name].flavors[config.model.flavor]
+
+
 def small_job(*words: str) -> JobConfig:
     """As short as a proof can be."""
-    small = shrink(load_config([*words])[0], ARGS)
+    config, _ = load_config([*words])
+    small = shrink(config, args_of(config))
     return small.model_copy(
         update={"training": small.training.model_copy(update={"steps": LAST_RESUMED_STEP})}
     )
@@ -88,6 +95,18 @@ def test_a_sound_mesh_is_equal(verdict_of, mesh) -> None:
     assert 0 < verdict.loss_error < 1e-6  # it did compute, in another order
     assert 0 < verdict.gradient_error < 1e-5
     assert verdict.worst_gradient
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_family_is_equal_and_its_norms_are_watched(verdict_of, family) -> None:
+    small = small_job(f"--model.name={family}")
+    case = case_on(small, tp=2)
+    assert verdict_of(case, small=small).failures == []
+    wrong = verdict_of(case, "norm_gradients_of_own_tokens", small).failures
+    gradients = [text for text in wrong if text.startswith("gradient of")]
+    on_heads = [n for n, p in args_of(small).table.parameters.items() if p.layout == "on_heads"]
+    for name in ("layers.1.ffn_norm.weight", *on_heads[:2]):
+        assert any(name in text for text in gradients), name
 
 
 def test_gradients_times_eight(verdict_of) -> None:
@@ -260,7 +279,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
 def test_every_case_of_every_preset_can_run(preset) -> None:
     text = preset.read_text()
     config, _ = load_config(["--job.config_file", str(preset)])
-    args = FLAVORS[config.model.flavor]
+    args = args_of(config)
     small = shrink(config, args)
     cases = default_cases(config, small, args) + every_mesh(small, args)
     assert len({case.name for case in cases}) > 16
@@ -278,7 +297,7 @@ def test_a_ring_is_proved_as_configured_and_where_gpus_have_it_by_default() -> N
     axes = [f"--parallelism.{KEYS[axis]}=2" for axis in ("pp", "dp_shard", "cp", "tp")]
     for attention in ("ring", "auto"):
         config, _ = load_config([*axes, f"--parallelism.context_parallel_attention={attention}"])
-        args = FLAVORS[config.model.flavor]
+        args = args_of(config)
         cases = default_cases(config, shrink(config, args), args)
         assert any(case.name == "ring attention: cp 2" for case in cases)
         for case in cases:
@@ -293,7 +312,7 @@ def test_every_schedule_has_microbatches_enough(schedule) -> None:
     axes = [f"--parallelism.{key}=2" for key in KEYS.values()]
     words = [*axes, f"--parallelism.pipeline_parallel_schedule={schedule}"]
     config, _ = load_config([*words, "--compile.enable=false"])
-    args = FLAVORS[config.model.flavor]
+    args = args_of(config)
     cases = default_cases(config, shrink(config, args), args)
     for case in cases:
         preflight(case.config, case.world_size)

@@ -21,7 +21,7 @@ from meshwright.parallelisms.context_parallel import attend, is_ring, local_posi
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.preflight import preflight
 from meshwright.proof.cases import KEYS
-from tests.helpers.tiny import SEQ_LEN, TINY, meshes_of, parallel_llama
+from tests.helpers.tiny import SEQ_LEN, TINY, meshes_of, parallel_model
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 
@@ -110,7 +110,8 @@ def _attend_to_documents() -> None:
     mask = dense_mask(documents, positions)
     name = ring.keywords["group_name"]
     assert torch.equal(
-        attend(*own, mask, mesh=mesh, ring=name), attend(*own, mask, mesh=mesh, ring=None)
+        attend(*own, mask, scale=0.3, mesh=mesh, ring=name),
+        attend(*own, mask, scale=0.3, mesh=mesh, ring=None),
     )
 
 
@@ -185,7 +186,7 @@ class CountCalls(TorchDispatchMode):
 def _rounds(options: dict[str, object]) -> tuple[int, int]:
     """Rounds of the ring, forward and backward, in one forward and backward of a model."""
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
-    model, meshes = parallel_llama(dims, context_parallel_attention="ring", **options)
+    model, meshes = parallel_model(dims, context_parallel_attention="ring", **options)
     tokens = torch.arange(SEQ_LEN // 2).unsqueeze(0)
     positions = local_positions(SEQ_LEN, meshes.cp, tokens.device)
     with CountCalls() as count:
@@ -215,7 +216,7 @@ def _messages_within_budget(memory_budget: float) -> int:
     torch._dynamo.reset()
     options = {"ac_mode": "memory_budget", "memory_budget": memory_budget}
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         dims, context_parallel_attention="ring", compile_backend="aot_eager", **options
     )
     tokens = torch.arange(SEQ_LEN // 2).unsqueeze(0)

@@ -17,7 +17,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
-from tests.helpers.tiny import TINY, parallel_llama, plain_llama, whole
+from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
 
 class Job:
@@ -35,7 +35,7 @@ class Job:
         self.meshes: Meshes
         self._size = GLOBAL_BATCH // (dims.dp * num_microbatches)
         microbatches = num_microbatches, self._size
-        self.model, self.meshes = parallel_llama(
+        self.model, self.meshes = parallel_model(
             dims, seed=seed, microbatches=microbatches, **options
         )
         self.optimizer = adamw(self.model)
@@ -166,7 +166,7 @@ def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) 
     ranks = dims.dp * dims.cp * dims.tp * dims.pp
     by_rank = on_ranks(ranks, _shapes, dims, options, DEEP)
     held = {name: shape for shapes in by_rank for name, shape in shapes.items()}
-    parameters = {name: tuple(p.shape) for name, p in plain_llama(DEEP).named_parameters()}
+    parameters = {name: tuple(p.shape) for name, p in plain_model(DEEP).named_parameters()}
     want = {f"model.{name}": shape for name, shape in parameters.items()}
     for name, shape in parameters.items():
         state = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}

@@ -25,7 +25,7 @@ from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.helpers.fsdp import parameter_groups
-from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_llama, plain_llama, whole
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
 STEPS, GLOBAL_BATCH = 3, 8
 HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
@@ -50,7 +50,7 @@ def reference(
     args: LlamaArgs, frozen: Collection[str] = (), max_norm: float = 0.5
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights after the last."""
-    model = plain_llama(args)
+    model = plain_model(args)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     optimizer = adamw(model)
@@ -79,7 +79,7 @@ def steps_on_mesh(
     max_norm = float("inf") if is_early else 0.5
     want_figures, want_weights = reference(args, options.get("frozen", ()), max_norm)
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    model, meshes = parallel_llama(dims, args, microbatches=(num_microbatches, size), **options)
+    model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
     early = EarlyStep(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
@@ -145,7 +145,7 @@ def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
 
 
 def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
-    model, _ = parallel_llama(dims, microbatches=(dims.pp, 1), enable_cpu_offload=True)
+    model, _ = parallel_model(dims, microbatches=(dims.pp, 1), enable_cpu_offload=True)
     for stage in model.stages:
         assert isinstance(stage, FSDPModule)
         for module in stage.modules():
@@ -312,7 +312,7 @@ def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
 
 def _most_gradients() -> int:
     """That an update found in memory, itself included."""
-    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     optimizer = adamw(model)
     early, found = EarlyStep(optimizer), []
     optimizer.register_step_pre_hook(
@@ -349,7 +349,7 @@ def test_tied_embeddings_under_fsdp(on_ranks) -> None:
 
 
 def _bf16_loss() -> None:
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16
     )
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
@@ -382,7 +382,7 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
 
 def _bf16_figures(pp: int) -> tuple[float, float]:
     """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         ParallelDims(dp_replicate=1, dp_shard=1, pp=pp),
         DEEP,
         param_dtype=torch.bfloat16,
@@ -410,12 +410,12 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
 def _async_tensor_parallelism() -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
     with torch._inductor.config.patch(_micro_pipeline_tp=False):
-        _, meshes = parallel_llama(dims)
+        _, meshes = parallel_model(dims)
         group = meshes.tp.get_group().group_name
         assert not torch._inductor.config._micro_pipeline_tp
         assert not is_symm_mem_enabled_for_group(group)
         with warnings.catch_warnings(action="error"):
-            _, meshes = parallel_llama(dims, enable_async_tensor_parallel=True)
+            _, meshes = parallel_model(dims, enable_async_tensor_parallel=True)
         group = meshes.tp.get_group().group_name
         assert torch._inductor.config._micro_pipeline_tp
         if torch.__version__ < (2, 14):  # by 2.15 memory is symmetric unasked, and on GPUs alone
@@ -432,7 +432,7 @@ FP32_MODULES += ("layers.2.feed_forward.w2", "norm", "output")
 
 def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[float, float]:
     """Loss and gradient norm of a step in bf16 but for `fp32_modules`, in plain PyTorch."""
-    model = plain_llama(args)
+    model = plain_model(args)
     inside = tuple(f"{name}." for name in fp32_modules)
     for name in fp32_modules:
         module = model.get_submodule(name)
@@ -467,7 +467,7 @@ def _step_with_fp32_modules(
 ) -> None:
     num_microbatches = 4 if args is DEEP else 2
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         dims,
         args,
         param_dtype=torch.bfloat16,
@@ -550,7 +550,7 @@ class DtypesOfReduceScatter(TorchDispatchMode):
 
 
 def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
-    model, _ = parallel_llama(
+    model, _ = parallel_model(
         ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
@@ -570,7 +570,7 @@ def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32(on_ranks) -> None:
 
 def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
     bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules
     )
     for name, parameter in model.named_parameters():
@@ -598,7 +598,7 @@ def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
 
 
 def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
-    model, meshes = parallel_llama(
+    model, meshes = parallel_model(
         dims,
         param_dtype=torch.bfloat16,
         master_dtype=torch.bfloat16,
@@ -650,7 +650,7 @@ class NoSync(TorchDispatchMode):
 
 
 def _step_without_sync(is_early: bool) -> None:
-    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
     documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(tokens), -1)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
@@ -692,7 +692,7 @@ class CountCollectives(TorchDispatchMode):
 
 def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_llama(dims)
+    model, meshes = parallel_model(dims)
     tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
@@ -722,7 +722,7 @@ def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
 
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
     """All-gathers issued when each block begins forward, and those of backward at its backward."""
-    model, _ = parallel_llama(
+    model, _ = parallel_model(
         ParallelDims(dp_replicate=1, dp_shard=2),
         args,
         prefetch_layers=ahead,
@@ -770,7 +770,7 @@ def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None
 def _gradients_sent(options: dict) -> int:
     """By the second stage of two, in a step with four microbatches."""
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    model, meshes = parallel_llama(dims, microbatches=(4, 2), **options)
+    model, meshes = parallel_model(dims, microbatches=(4, 2), **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
         with CountCollectives() as counter:
             train_step(
@@ -793,7 +793,7 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
-    model, meshes = parallel_llama(ParallelDims(dp_replicate=1, dp_shard=2))
+    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
     early = EarlyStep(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()

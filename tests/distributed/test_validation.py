@@ -19,7 +19,7 @@ from tests.distributed.test_state_dict import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.packed import one_by_one, packed
-from tests.helpers.tiny import TIED, TINY, plain_llama
+from tests.helpers.tiny import TIED, TINY, plain_model
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
@@ -65,7 +65,7 @@ def evaluation_of(job: Job, batches: list[Batch]) -> Evaluation:
 def reference(args: LlamaArgs, is_packed: bool) -> tuple[float, int, int]:
     """Loss, labels and bytes, by a plain model in fp64."""
     batches = PACKED if is_packed else data()
-    model = plain_llama(args).double()
+    model = plain_model(args).double()
     total, num_labels, num_bytes = 0.0, 0, 0
     with torch.no_grad():
         for batch in batches:

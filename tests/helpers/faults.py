@@ -20,8 +20,7 @@ from meshwright.datasets import loader
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader
 from meshwright.loss import IGNORE, token_loss
-from meshwright.models import initialize
-from meshwright.models.llama import model as llama
+from meshwright.models import decoder, initialize
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.pipeline_parallel import Pipeline
@@ -132,19 +131,19 @@ def mean_of_means() -> Iterator[None]:
 @contextmanager
 def attention_across_documents() -> Iterator[None]:
     """Only causal, where documents were to be kept apart."""
-    real = llama.build_mask
+    real = decoder.build_mask
 
     def causal(documents, positions=None):
         return real(torch.zeros_like(documents), positions)
 
-    with patch.object(llama, "build_mask", causal):
+    with patch.object(decoder, "build_mask", causal):
         yield
 
 
 @contextmanager
 def positions_not_restarted() -> Iterator[None]:
     """A document's first token has the position that it has in the sequence."""
-    with patch.object(llama, "positions_in_document", lambda _, positions: positions):
+    with patch.object(decoder, "positions_in_document", lambda _, positions: positions):
         yield
 
 
@@ -189,13 +188,13 @@ def loss_in_bf16() -> Iterator[None]:
 @contextmanager
 def rotary_cache_in_bf16() -> Iterator[None]:
     """Cast with the parameters."""
-    real = llama.Llama.init_buffers
+    real = decoder.Decoder.init_buffers
 
     def low(self):
         real(self)
         self.cos.copy_(self.cos.bfloat16())
 
-    with patch.object(llama.Llama, "init_buffers", low):
+    with patch.object(decoder.Decoder, "init_buffers", low):
         yield
 
 
@@ -229,14 +228,14 @@ def weights_kept_in_bf16() -> Iterator[None]:
 @contextmanager
 def upper_ids_clamped() -> Iterator[None]:
     """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
-    real = llama.Llama.forward
+    real = decoder.Decoder.forward
 
     def clamped(self, tokens, *others):
         if self.tok_embeddings is not None:
             tokens = tokens.clamp(max=127)
         return real(self, tokens, *others)
 
-    with patch.object(llama.Llama, "forward", clamped):
+    with patch.object(decoder.Decoder, "forward", clamped):
         yield
 
 

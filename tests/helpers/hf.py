@@ -8,71 +8,46 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.hf_read import HuggingFaceWeights
 from meshwright.datasets.tokenizers import build_tokenizer
-from meshwright.models.llama import LlamaArgs, RopeScaling, hf
-from meshwright.models.llama.model import Llama
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import BARE, records_of
+from tests.helpers.families import cases, family_of
 
 # 259 rows: uneven on 2 and on 4 ranks, and room for the byte tokenizer's 258
-SMALL = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=259)
-SCALED = RopeScaling(factor=8.0, original_seq_len=16)
-CASES = {
-    "gqa": SMALL,
-    "mha": dataclasses.replace(SMALL, n_kv_heads=4, rope_theta=10000.0, norm_eps=1e-6),
-    "tied": dataclasses.replace(SMALL, tie_embeddings=True),
-    "scaled": dataclasses.replace(SMALL, rope_scaling=SCALED),
-    "mha-tied-scaled": dataclasses.replace(
-        SMALL, n_kv_heads=4, tie_embeddings=True, rope_scaling=SCALED
-    ),
-}
+CASES = cases(vocab_size=259)
+SMALL = CASES["llama-gqa"]
 
 
-def transformers_model(args: LlamaArgs = SMALL, seed: int = 0) -> LlamaForCausalLM:
+def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedModel:
     """With weights large enough that attention is not flat, norms among them."""
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling.factor,
-            "low_freq_factor": args.rope_scaling.low_freq_factor,
-            "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_seq_len,
-        }
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.dim,
-        intermediate_size=args.hidden_dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads,
-        rms_norm_eps=args.norm_eps,
-        tie_word_embeddings=args.tie_embeddings,
-        rope_parameters=rope,
-        bos_token_id=256,
-        eos_token_id=257,
-    )
-    model = LlamaForCausalLM(config)
+    written = family_of(args).hf.write_config(args, 64)
+    written |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
+    config = AutoConfig.for_model(written.pop("model_type"), **written)
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
     return model.eval()
 
 
-def save_transformers(folder: Path, args: LlamaArgs = SMALL, max_shard_size: str = "30KB") -> Path:
+def save_transformers(
+    folder: Path, args: DecoderArgs = SMALL, max_shard_size: str = "30KB"
+) -> Path:
     transformers_model(args).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def load_hf(folder: Path, args: LlamaArgs = SMALL) -> Llama:
+def load_hf(folder: Path, args: DecoderArgs = SMALL) -> Decoder:
     """On this process alone."""
-    model = Llama(args, seq_len=64)
+    model = Decoder(args, seq_len=64)
     model.init_buffers()
-    weights = HuggingFaceWeights(Place("folder", folder), hf, args)
+    weights = HuggingFaceWeights(Place("folder", folder), family_of(args).hf, args)
     weights.load(dict(model.named_parameters()))
     return model
 
@@ -88,7 +63,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def save_checkpoint(
     folder: Path,
     model: nn.Module,
-    args: LlamaArgs,
+    args: DecoderArgs,
     step: int = 5,
     tokenizer_path: str = "bytes",
     prefix: str = "model.",
@@ -99,7 +74,7 @@ def save_checkpoint(
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     manifest = BARE | {
         "step": step,
-        "model_name": "llama",
+        "model_name": family_of(args).name,
         "model_args": dataclasses.asdict(args),
         "tokenizer_path": tokenizer_path,
         "data_identity": {

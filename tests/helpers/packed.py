@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from meshwright.batch import Batch
 from meshwright.loss import IGNORE
+from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
-from meshwright.models.llama.model import Llama
-from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 # lengths, by sequence: one token, a whole sequence, ends on and off the cuts of 2 and of 4 cp ranks
 LENGTHS = (
@@ -34,7 +34,7 @@ def packed(step: int) -> Batch:
     return Batch(tokens, labels, documents)
 
 
-def one_by_one(model: Llama, batch: Batch) -> torch.Tensor:
+def one_by_one(model: Decoder, batch: Batch) -> torch.Tensor:
     """The mean loss over the labels of `batch`, each document being a sequence of its own."""
     assert batch.documents is not None
     total = torch.zeros(())
@@ -49,7 +49,7 @@ def one_by_one(model: Llama, batch: Batch) -> torch.Tensor:
 @functools.cache
 def reference(args: LlamaArgs, step: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of `packed(step)` by a plain model that sees one document at a time."""
-    model = plain_llama(args)
+    model = plain_model(args)
     loss = one_by_one(model, packed(step))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

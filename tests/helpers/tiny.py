@@ -7,13 +7,13 @@ from collections.abc import Collection
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
-from meshwright.models.llama.model import Llama
 from meshwright.parallelisms.local_model import LocalModel, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.parallelisms.parallelize_llama import parallelize_llama
+from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.pipeline_split import split_evenly
 
 # 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
@@ -31,14 +31,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def plain_llama(args: LlamaArgs = TINY, seed: int = 0) -> Llama:
+def plain_model(args: LlamaArgs = TINY, seed: int = 0) -> Decoder:
     """On this process alone, untouched by any parallelism."""
-    model = Llama(args, SEQ_LEN)
+    model = Decoder(args, SEQ_LEN)
     initialize(model, seed)
     return model
 
 
-def parallel_llama(
+def parallel_model(
     dims: ParallelDims,
     args: LlamaArgs = TINY,
     seed: int = 0,
@@ -61,9 +61,9 @@ def parallel_llama(
     meshes = meshes_of(dims, "cpu")
     num_stages = dims.pp * stages_per_rank
     model = build_local_model(
-        functools.partial(Llama, args, SEQ_LEN),
+        functools.partial(Decoder, args, SEQ_LEN),
         functools.partial(
-            parallelize_llama,
+            parallelize,
             meshes=meshes,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,

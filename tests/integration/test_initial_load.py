@@ -234,8 +234,12 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
         (broken_config, ("config.json cannot be read",)),
         (config(model_type="mistral"), ("model_type is 'mistral', not 'llama'",)),
         (config(attention_bias=True), ("attention_bias is True; this model has False alone",)),
+        (config(layer_types=["sliding_attention"]), ("layer_types has 'sliding_attention'",)),
         (config(hidden_act="gelu"), ("hidden_act is 'gelu'",)),
-        (config(head_dim=16), ("head_dim is 16; this model has", "= 8 alone")),
+        (
+            config(head_dim=16),
+            ("model.args.head_dim = 8: ", "has head_dim = 16\n  fix: set model.args.head"),
+        ),
         (config(hidden_size="32"), ("hidden_size is '32', not a positive integer",)),
         (config(quantization_config={"bits": 4}), ("the weights are quantized",)),
         (config(rope_parameters={"rope_type": "yarn"}), ("rope_type is 'yarn'",)),
@@ -300,5 +304,10 @@ def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
     assert "model.args.n_layers = 4: " in said
     assert "fix: set model.args.n_layers = 3" in said
     assert "initial_load_path is not given" in message("", True)
+    other = {"model__name": "qwen3", "model__args__head_dim": 8}
+    said = message(checkpoint, False, **other)
+    assert "is of a model 'llama', and model.name = 'qwen3'" in said
+    assert 'fix: set model.name = "llama"' in said
+    assert "model_type is 'llama', not 'qwen3'" in message(folder, True, **other)
     unfinished = checkpoint.rename(checkpoint.with_name("step-5.unfinished"))
     assert "is not a complete checkpoint" in message(unfinished, False)

@@ -13,22 +13,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config.job_config import SAVED_OPS
 from meshwright.errors import ConfigError
+from meshwright.models.decoder import Decoder
 from meshwright.models.layers import document_mask
-from meshwright.models.llama.model import Llama
 from meshwright.parallelisms.activation_checkpoint import (
     MESHES_HAVE_NO_SIZE,
     apply_ac,
     find_ops,
     keep_within_budget,
 )
-from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def llama(mode: str, **options: object) -> Llama:
-    model = plain_llama()
+def llama(mode: str, **options: object) -> Decoder:
+    model = plain_model()
     defaults = {"selective_ac_option": "op", "saved_ops": SAVED_OPS}
     apply_ac(model.layers, mode, **defaults | options)
     return model
@@ -46,7 +46,7 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward(model: Llama) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
+def backward(model: Decoder) -> tuple[Counter[str], int, dict[str, torch.Tensor]]:
     """Operators called, FLOPs of matrix products, and the gradients."""
     loss = model(TOKENS).square().sum()
     with CountOps() as operators, FlopCounterMode(display=False) as flops:
@@ -68,7 +68,7 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> None:
     _, plain_flops, plain_gradients = backward(llama("none"))
     _, flops, gradients = backward(llama(mode, selective_ac_option=option))
-    block = plain_llama().layers["0"]
+    block = plain_model().layers["0"]
     # matrix products of one block's forward; the last is not needed again: early stopping
     matrices = [p for p in block.parameters() if p.dim() == 2]
     needed = sum(p.numel() for p in matrices) - block.feed_forward.w2.weight.numel()
@@ -78,7 +78,7 @@ def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> N
 
 def test_every_nth_block_is_counted_from_the_models_first() -> None:
     """A stage that begins with another must not shift it."""
-    stage = plain_llama()
+    stage = plain_model()
     del stage.layers["0"]
     forwards = {number: block.forward for number, block in stage.layers.items()}
     apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
@@ -147,7 +147,7 @@ def test_a_compiled_part_of_an_eager_block_is_kept(monkeypatch) -> None:
     assert torch.equal(*gradients)
 
 
-def saved_bytes(model: Llama) -> int:
+def saved_bytes(model: Decoder) -> int:
     total = 0
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_a_budget_under_tensor_parallelism_needs_a_torch_that_can(monkeypatch) -
 
 
 def test_every_nth_block_counts_from_the_first_layer_of_the_model() -> None:
-    stage = plain_llama()
+    stage = plain_model()
     del stage.layers["0"]  # as the second stage of a pipeline
     apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
     assert [name for name, block in stage.layers.items() if "forward" in vars(block)] == ["2"]

@@ -14,11 +14,11 @@ from meshwright.checkpoint import commit, survey
 from meshwright.checkpoint.retention import retire
 from meshwright.cli.checkpoint import main
 from meshwright.errors import ConfigError
-from meshwright.models.llama.model import Llama
+from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, save_checkpoint
-from tests.helpers.tiny import plain_llama
+from tests.helpers.tiny import plain_model
 
 
 def run(capsys, *words: object) -> tuple[int, list[str]]:
@@ -37,7 +37,7 @@ def made(tmp_path_factory) -> Path:
     """A dump folder with what can be in one."""
     folder = tmp_path_factory.mktemp("dump") / "checkpoint"
     for step in (5, 10, 15):
-        save_checkpoint(folder, plain_llama(SMALL), SMALL, step)
+        save_checkpoint(folder, plain_model(SMALL), SMALL, step)
     (folder / "step-15" / ".metadata").unlink()
     shutil.copytree(folder / "step-5", folder / "step-8.aside0")
     commit.unfinished_folder(folder, 20).mkdir()
@@ -69,7 +69,7 @@ def test_show_says_what_a_checkpoint_is(made, capsys) -> None:
     code, lines = run(capsys, "show", made / "step-10", "--tensors")
     assert code == 0
     facts = {line.split("  ")[0]: line for line in lines if line and not line.startswith(" ")}
-    numel = sum(p.numel() for p in plain_llama(SMALL).parameters())
+    numel = sum(p.numel() for p in plain_model(SMALL).parameters())
     assert f"llama, {numel:,} parameters" in facts["model"]
     assert facts["step"].endswith(" 10")
     assert facts["loss"].endswith(" 1.5000")
@@ -199,8 +199,8 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
         run(capsys, "ls", folder)
 
 
-def changed(model: Llama) -> Llama:
-    model = plain_llama(SMALL)
+def changed(model: Decoder) -> Decoder:
+    model = plain_model(SMALL)
     with torch.no_grad():
         model.layers["1"].attention.wk.weight[3, 7] += 0.25
         model.norm.weight[4] = torch.nan
@@ -215,8 +215,8 @@ def rows_of(lines: list[str]) -> dict[str, list[str]]:
 
 def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, capsys) -> None:
     assert run(capsys, "diff", made / "step-5", made / "step-10", "--tensors")[0] == 0
-    a = save_checkpoint(tmp_path / "a", plain_llama(SMALL), SMALL)
-    b = save_checkpoint(tmp_path / "b", changed(plain_llama(SMALL)), SMALL)
+    a = save_checkpoint(tmp_path / "a", plain_model(SMALL), SMALL)
+    b = save_checkpoint(tmp_path / "b", changed(plain_model(SMALL)), SMALL)
     code, lines = run(capsys, "diff", a, b)
     assert code == 1
     total = len(list(SMALL.parameter_names()))
@@ -227,7 +227,7 @@ def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, cap
         "model.norm.weight",
         "model.layers.0.ffn_norm.weight",
     }
-    was = float(plain_llama(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
+    was = float(plain_model(SMALL).layers["1"].attention.wk.weight[3, 7].detach())
     row = rows["model.layers.1.attention.wk.weight"]
     assert row[:3] == ["1", "512", "0.25"]
     assert row[4] == "3,7"
@@ -258,7 +258,7 @@ def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> N
 
 def test_diff_names_what_one_of_them_lacks(made, tmp_path, capsys) -> None:
     other = dataclasses.replace(SMALL, n_layers=2, hidden_dim=64)
-    b = save_checkpoint(tmp_path, plain_llama(other), other)
+    b = save_checkpoint(tmp_path, plain_model(other), other)
     set_manifest(b, config={"training": {"steps": 3}, "added": 1})
     code, lines = run(capsys, "diff", made / "step-5", b)
     assert code == 1

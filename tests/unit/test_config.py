@@ -11,8 +11,8 @@ from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
 from meshwright.errors import ConfigError
-from meshwright.models.llama import FLAVORS
 from meshwright.preflight import preflight
+from meshwright.specs import MODELS
 from tests.helpers.checkpoints import BARE
 
 ROOT = Path(__file__).parents[2]
@@ -423,15 +423,16 @@ def test_a_missing_toml_is_named() -> None:
 )
 def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
     config, _ = load_config(["--job.config_file", str(path)])
-    assert config.model.flavor in FLAVORS
+    assert config.model.flavor in MODELS[config.model.name].flavors
     head = path.read_text().split("[", 1)[0]
     assert f"CONFIG_FILE=train_configs/{path.name}" in head
 
 
 def test_every_flavor_has_a_preset() -> None:
     presets = (ROOT / "train_configs").glob("*.toml")
-    flavors = {load_config(["--job.config_file", str(p)])[0].model.flavor for p in presets}
-    assert flavors == set(FLAVORS)
+    models = [load_config(["--job.config_file", str(preset)])[0].model for preset in presets]
+    flavors = {(name, flavor) for name, family in MODELS.items() for flavor in family.flavors}
+    assert {(model.name, model.flavor) for model in models} == flavors
 
 
 def test_help_documents_every_key(capsys) -> None:

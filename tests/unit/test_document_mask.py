@@ -7,15 +7,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.batch import Batch
+from meshwright.models import decoder
 from meshwright.models.layers.document_mask import (
     block_mask,
     dense_mask,
     masked_attention,
     positions_in_document,
 )
-from meshwright.models.llama import model
 from tests.helpers.packed import packed
-from tests.helpers.tiny import SEQ_LEN, plain_llama
+from tests.helpers.tiny import SEQ_LEN, plain_model
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 3, 3]], dtype=torch.int32)
 WITHIN = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 1, 2]])
@@ -64,7 +64,7 @@ def test_blocks_are_the_same_mask(num_keys, part) -> None:
 
 def test_blocks_rotate_by_positions_in_documents() -> None:
     """Which no loss shows: what rotary attention sees are differences of positions."""
-    llama, batch, seen = plain_llama(), packed(1), []
+    llama, batch, seen = plain_model(), packed(1), []
     llama.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
     llama(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
     within = positions_in_document(batch.documents)
@@ -82,10 +82,10 @@ def test_a_batch_goes_to_a_device_as_a_whole() -> None:
 
 def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
     """Forward, on the CPU and without code of its own: as near as that gets to a GPU's."""
-    monkeypatch.setattr(model, "build_mask", block_mask)
+    monkeypatch.setattr(decoder, "build_mask", block_mask)
     torch._dynamo.reset()
     counters.clear()
-    compiled, plain = plain_llama(), plain_llama()
+    compiled, plain = plain_model(), plain_model()
     for block in compiled.layers.values():
         block.compile(fullgraph=True, backend="aot_eager")
     for step in (1, 2, 3):
@@ -93,7 +93,7 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
         with torch.no_grad():
             got = compiled(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
             with monkeypatch.context() as patch:
-                patch.setattr(model, "build_mask", dense_mask)
+                patch.setattr(decoder, "build_mask", dense_mask)
                 want = plain(batch.tokens, documents=batch.documents)
         torch.testing.assert_close(got, want)
     assert counters["stats"]["unique_graphs"] == 1

@@ -35,7 +35,7 @@ from tests.helpers.tokenizer_files import (
     tiktoken_model,
 )
 
-ARGS = CASES["scaled"]
+ARGS = CASES["llama-scaled"]
 
 
 @pytest.fixture

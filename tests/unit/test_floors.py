@@ -1,13 +1,11 @@
 """Imports point down the floors of the house; see docs/architecture.md."""
 
 import ast
-import pkgutil
 from pathlib import Path
 
 import pytest
 
 import meshwright
-from meshwright.specs import MODELS
 
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
@@ -69,9 +67,3 @@ def test_checking_a_config_does_not_import_torch(start: str) -> None:
                 candidates = [path.with_suffix(".py"), path / "__init__.py"]
                 todo += [c for c in candidates if c.exists() and c not in seen]
     assert len(seen) > 3
-
-
-def test_what_the_model_table_names_exists() -> None:
-    for spec in MODELS.values():
-        assert callable(pkgutil.resolve_name(spec.model))
-        assert callable(pkgutil.resolve_name(spec.parallelize))

@@ -15,20 +15,21 @@ from meshwright.checkpoint.initial_load import check_initial, find_initial
 from meshwright.checkpoint.meta_read import MetaWeights
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
-from meshwright.models.llama import FLAVORS, LlamaArgs, RopeScaling, meta
-from meshwright.models.llama.model import Llama
+from meshwright.models.args import RopeScaling
+from meshwright.models.decoder import Decoder
+from meshwright.models.llama import FLAVORS, LlamaArgs, meta
 from meshwright.specs import MODELS
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.foreign import EVEN, PARAMS, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import save_checkpoint, transformers_model
-from tests.helpers.tiny import plain_llama
+from tests.helpers.tiny import plain_model
 
 TENSORS = interleaved(transformers_model(EVEN))
 
 
 def check(folder: Path, args: LlamaArgs = EVEN) -> None:
     spec, config = MODELS["llama"], Checkpoint(initial_load_path=str(folder))
-    check_initial(config, "llama", args, spec.hf, spec.meta, spec.torchtitan)
+    check_initial(config, args, spec)
 
 
 def refusal(folder: Path, args: LlamaArgs = EVEN) -> str:
@@ -66,7 +67,7 @@ def test_the_dimensions_of_every_flavor_follow_from_its_params(flavor) -> None:
     found = meta.read_params(params)
     assert found.keys() == set(dataclasses.asdict(args)) - {"vocab_size", "tie_embeddings"}
     for name, dimension in found.items():
-        assert meta.same(name, getattr(args, name), dimension.value), name
+        assert meta.same(name, getattr(args.resolved, name), dimension.value), name
 
 
 def test_the_feed_forward_width_is_truncated_and_then_rounded_up() -> None:
@@ -200,8 +201,8 @@ def test_a_folder_of_metas_that_is_wrong_is_refused(tmp_path, monkeypatch, damag
         assert part in said
 
 
-def load_meta(folder: Path, args: LlamaArgs) -> Llama:
-    model = Llama(args, seq_len=64)
+def load_meta(folder: Path, args: LlamaArgs) -> Decoder:
+    model = Decoder(args, seq_len=64)
     MetaWeights(Place("folder", folder), meta, args).load(dict(model.named_parameters()))
     return model
 
@@ -256,7 +257,7 @@ def test_an_index_that_names_code_or_is_damaged_is_refused(tmp_path, monkeypatch
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_taken_for_torchtitans(tmp_path) -> None:
-    checkpoint = save_checkpoint(tmp_path, plain_llama(EVEN), EVEN)
+    checkpoint = save_checkpoint(tmp_path, plain_model(EVEN), EVEN)
     config = Checkpoint(initial_load_path=str(checkpoint))
     assert find_initial(config).kind == "ours"
     ranks = torch.nn.ParameterDict({"rank_0": torch.ones(2)})
@@ -268,7 +269,7 @@ def test_a_damaged_checkpoint_of_ours_is_not_taken_for_torchtitans(tmp_path) -> 
 
 
 def test_a_checkpoint_of_ours_of_another_family_or_size_is_refused(tmp_path) -> None:
-    checkpoint = save_checkpoint(tmp_path, plain_llama(EVEN), EVEN)
+    checkpoint = save_checkpoint(tmp_path, plain_model(EVEN), EVEN)
     check(checkpoint)
     said = refusal(checkpoint, dataclasses.replace(EVEN, norm_eps=1e-6))
     assert "model.args.norm_eps = 1e-06" in said

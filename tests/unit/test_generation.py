@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from meshwright.cli.export import main as export
 from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
 from meshwright.generation import generate, greedy, sampler
-from meshwright.models.llama.model import Llama
+from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
@@ -24,7 +24,7 @@ PROMPT = "def f(x):"
 def test_greedy_equals_transformers(args, tmp_path) -> None:
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     export([str(save_checkpoint(tmp_path, model, args)), str(tmp_path / "out"), *FP32])
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     prompt = [256, *range(40, 52)]
     want = theirs.generate(
         torch.tensor([prompt]),
@@ -96,7 +96,7 @@ def test_sampling_follows_temperature_and_top_p() -> None:
 
 
 def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> None:
-    model: Llama = load_hf(save_transformers(tmp_path / "hf"))
+    model: Decoder = load_hf(save_transformers(tmp_path / "hf"))
     checkpoint = save_checkpoint(tmp_path / "dump" / "checkpoint", model, SMALL)
     prompt = [256, *PROMPT.encode()]
     new = list(generate(model, prompt, max_new_tokens=40, choose=greedy))
@@ -176,7 +176,10 @@ def test_a_damaged_checkpoint_is_not_generated_from(tmp_path, capsys) -> None:
 def test_forged_dimensions_take_no_memory(tmp_path) -> None:
     model = load_hf(save_transformers(tmp_path / "hf"))
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, SMALL)
-    forged = dataclasses.asdict(SMALL) | {"n_layers": 10**9}
-    set_manifest(checkpoint, model_args=forged)
-    with pytest.raises(ConfigError, match="model_args of .* parameters, but its files have"):
-        generate_text([str(checkpoint), "--prompt", "abc"])
+    for dimension, says in (
+        ({"hidden_dim": 10**9}, "model_args of .* parameters, but its files have"),
+        ({"n_layers": 10**9}, "n_layers = 1000000000: must be at most 10000"),
+    ):
+        set_manifest(checkpoint, model_args=dataclasses.asdict(SMALL) | dimension)
+        with pytest.raises(ConfigError, match=says):
+            generate_text([str(checkpoint), "--prompt", "abc"])

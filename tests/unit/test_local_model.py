@@ -2,7 +2,7 @@
 
 import torch
 
-from meshwright.models.llama.model import Llama
+from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.local_model import allocate
 from tests.helpers.tiny import SEQ_LEN, TINY
 
@@ -10,7 +10,7 @@ from tests.helpers.tiny import SEQ_LEN, TINY
 def test_buffers_may_be_elsewhere_than_parameters() -> None:
     cpu, elsewhere = torch.device("cpu"), torch.device("meta")
     with torch.device("meta"):
-        model = Llama(TINY, SEQ_LEN)
+        model = Decoder(TINY, SEQ_LEN)
     allocate(model, parameters=cpu, buffers=elsewhere)
     assert {parameter.device for parameter in model.parameters()} == {cpu}
     assert {buffer.device for buffer in model.buffers()} == {elsewhere}

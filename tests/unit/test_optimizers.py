@@ -10,15 +10,15 @@ from torch import nn
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import JobConfig, Optimizer, ParameterGroup
 from meshwright.errors import ConfigError
+from meshwright.models.decoder import Decoder
 from meshwright.models.llama import FLAVORS
-from meshwright.models.llama.model import Llama
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.groups import describe, fitted_groups, names_by_group, settings_of
 from meshwright.optim.optimizers import OPTIMIZERS, build_optimizer, set_learning_rate, update
 from meshwright.preflight import preflight
 from meshwright.proof.shrink import shrink
 from tests.helpers.optimizers import GROUPS, plain_groups
-from tests.helpers.tiny import SEQ_LEN, TINY, plain_llama
+from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 GO, HOLD = torch.tensor(False), torch.tensor(True)
 NAMES = list(TINY.parameter_names())
@@ -29,7 +29,7 @@ def options(name: str, **values: object) -> Optimizer:
     return Optimizer(name=name, lr=LRS[0], weight_decay=0.1, groups=GROUPS, **values)
 
 
-def set_gradients(model: Llama, seed: int) -> None:
+def set_gradients(model: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -52,7 +52,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("decay_norm_and_bias", [False, True])
 def test_groups_are_those_of_plain_torch(name, is_early, decay_norm_and_bias) -> None:
-    model, theirs = plain_llama(), plain_llama()
+    model, theirs = plain_model(), plain_model()
     config = options(name, decay_norm_and_bias=decay_norm_and_bias)
     optimizer = build_optimizer(model.named_parameters(), config)
     groups = plain_groups(theirs, 0.1, norm_decay=0.1 if decay_norm_and_bias else 0.0)
@@ -80,12 +80,12 @@ def test_groups_are_those_of_plain_torch(name, is_early, decay_norm_and_bias) ->
 
 
 def test_an_update_that_is_held_back_changes_no_bit(name) -> None:
-    model = plain_llama()
+    model = plain_model()
     optimizer = build_optimizer(model.named_parameters(), options(name))
     set_gradients(model, 1)
     update(optimizer, HOLD)  # the first too, which makes the state
     first = tensors_of(model, optimizer)
-    for key, parameter in plain_llama().named_parameters():
+    for key, parameter in plain_model().named_parameters():
         assert torch.equal(first[key], parameter), key
         assert all(not first[f"{key}.{slot}"].any() for slot in ("step", "exp_avg"))
     update(optimizer, GO)
@@ -100,7 +100,7 @@ def test_an_update_that_is_held_back_changes_no_bit(name) -> None:
 
 def test_each_parameter_is_updated_from_its_own_gradient_and_state(name) -> None:
     """What the optimizer in backward relies on."""
-    model = plain_llama()
+    model = plain_model()
     optimizer = build_optimizer(model.named_parameters(), options(name))
     alone = copy.deepcopy(model)
     one = build_optimizer(alone.named_parameters(), options(name))
@@ -121,7 +121,7 @@ def test_each_parameter_is_updated_from_its_own_gradient_and_state(name) -> None
 
 def test_every_state_is_saved_and_comes_back_into_other_groups(name) -> None:
     """A checkpoint of a job with one group for all, as from before there were groups."""
-    old_model, model = plain_llama(), plain_llama(seed=1)
+    old_model, model = plain_model(), plain_model(seed=1)
     old = build_optimizer(
         old_model.named_parameters(), Optimizer(name=name, decay_norm_and_bias=True)
     )
@@ -150,7 +150,7 @@ def test_every_state_is_saved_and_comes_back_into_other_groups(name) -> None:
 
 
 def test_state_that_a_checkpoint_would_drop_is_an_error(name) -> None:
-    model = plain_llama()
+    model = plain_model()
     optimizer = build_optimizer(model.named_parameters(), options(name))
     set_gradients(model, 1)
     update(optimizer, GO)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.models.llama.model import Llama
+from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.tensor_parallel import apply_tp
@@ -27,10 +27,10 @@ def test_a_parameter_without_a_layout_is_named() -> None:
     meshes = build_meshes(ParallelDims(dp_replicate=1, dp_shard=1, tp=2), "cpu")
     for args in (TINY, TIED):
         with torch.device("meta"):
-            model = Llama(args, SEQ_LEN)
+            model = Decoder(args, SEQ_LEN)
         apply_tp(model, meshes.tp, enable_loss_parallel=True)
     with torch.device("meta"):
-        model = Llama(TINY, SEQ_LEN)
+        model = Decoder(TINY, SEQ_LEN)
         model.layers["1"].attention.q_norm = nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.q_norm\.weight has no layout"):
         apply_tp(model, meshes.tp, enable_loss_parallel=True)

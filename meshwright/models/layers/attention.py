@@ -1,36 +1,52 @@
 """Causal self-attention with grouped key and value heads."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.models.layers.rope import apply_rope
+from meshwright.models.table import AttentionSpec
 
 
 class CausalAttention(nn.Module):
-    """softmax(Q K^T / sqrt(H)) V, where a position sees itself and those before it.
+    """softmax(scale Q K^T) V, where a position sees itself and those before it.
 
-    A module without parameters, so that parallelism has a name to replace it by.
+    The core of every attention: a module without parameters, named `attention.core`, so that
+    context parallelism, generation and other kernels have one thing to replace. Whatever stands in
+    its place takes these arguments and gives this result. Queries and keys come to it normalised
+    and rotated, heads may be those of one rank, and it keeps nothing from one sequence to the next
+    unless that is its purpose.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
-        """(B, N, S, H) and twice (B, K, S, H) -> (B, N, S, H); K divides N.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+    ) -> Tensor:
+        """(B, N, S, H), (B, K, S, H), (B, K, S, W) -> (B, N, S, W); K divides N.
+
+        Values have a width W of their own.
 
         Args:
             mask: that of `build_mask`, which is causal too; None: only causal.
+            scale: of products of queries with keys.
         """
-        return causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
+        if mask is None:
+            return causal_attention(q, k, v, scale=scale)
+        return masked_attention(q, k, v, mask, scale=scale)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Causal attention as `CausalAttention` without a mask."""
     if q.is_cuda and q.dtype == torch.float32:
         # flash and cuDNN's kernels take 16 bits; the memory-efficient one has no grouped heads
         # (torch 2.13), and without it SDPA makes an S x S matrix
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -42,28 +58,33 @@ class Attention(nn.Module):
     """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names follow Llama checkpoints.
-
-    Args:
-        dim: model width D.
-        n_heads: N.
-        n_kv_heads: K, a divisor of N.
     """
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+    def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
-        self.head_dim = dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
+        self.scale = 1 / math.sqrt(spec.head_dim)
+        query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        self.wq = nn.Linear(spec.dim, query, bias=False)
+        self.wk = nn.Linear(spec.dim, kv, bias=False)
+        self.wv = nn.Linear(spec.dim, kv, bias=False)
+        self.wo = nn.Linear(query, spec.dim, bias=False)
+        if spec.qk_norm is not None:
+            is_whole = spec.qk_norm == "all"
+            self.q_norm = nn.RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = nn.RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
         # the number of heads is what the weights give, so that each rank may hold some of them
-        q = apply_rope(self.wq(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, N, H)
-        k = apply_rope(self.wk(x).unflatten(-1, (-1, self.head_dim)), cos, sin)  # (B, S, K, H)
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
-        out = self.core(q, k, v, mask)  # (B, N, S, H)
+        out = self.core(q, k, v, mask, scale=self.scale)  # (B, N, S, H)
         return self.wo(out.transpose(1, 2).flatten(-2))

@@ -63,15 +63,23 @@ def block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:
     return create(is_seen, batch, None, own.shape[1], seq_len, device=device)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """(B, N, queries, H), twice (B, K, keys, H) -> (B, N, queries, H); K divides N."""
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None
+) -> Tensor:
+    """(B, N, queries, H), (B, K, keys, H), (B, K, keys, W) -> (B, N, queries, W); K divides N.
+
+    Args:
+        scale: of products of queries with keys; None: H^-1/2.
+    """
     is_grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # within a compiled block it is compiled with that
         is_eager = q.is_cuda and not torch.compiler.is_compiling()
         attend = _compiled(flex_attention) if is_eager else flex_attention
-        return attend(q, k, v, block_mask=mask, enable_gqa=is_grouped)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=is_grouped)
+        return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def _at(values: Tensor, positions: Tensor | None) -> Tensor:

@@ -3,19 +3,18 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.table import FeedForwardSpec
+
 
 class FeedForward(nn.Module):
     """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
 
     Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Weight names follow Llama checkpoints.
-
-    Args:
-        dim: model width D.
-        hidden_dim: inner width F.
     """
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, spec: FeedForwardSpec) -> None:
         super().__init__()
+        dim, hidden_dim = spec.dim, spec.hidden_dim
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)

@@ -1,131 +1,33 @@
-"""Llama's dimensions as data. Free of torch, so that a config is checked before torch is loaded."""
+"""Llama 2 and 3, as data. Free of torch, so that a config is checked before torch is loaded.
 
-from collections.abc import Iterator
+Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783.
+"""
+
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-LARGEST = 2**31
-"""Above this a dimension is a slip of the finger."""
-
-BLOCK_MODULES = (
-    *("attention_norm", "attention", "attention.wq", "attention.wk", "attention.wv"),
-    *("attention.wo", "attention.core", "ffn_norm"),
-    *("feed_forward", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-)
-"""Modules of a layer, in its order."""
-WITHOUT_WEIGHT = ("attention", "attention.core", "feed_forward")
-"""Of these, those that have no weight of their own."""
-
-
-def _check_positive(args: object, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(args, name) < LARGEST:
-            raise ValueError(f"{name} = {getattr(args, name)}: must be positive and below 2^31")
+from meshwright.models.args import STD, DecoderArgs, RopeScaling
+from meshwright.models.family import Family
+from meshwright.models.hugging_face import MODULES, HuggingFaceForm
+from meshwright.models.llama import meta, torchtitan
+from meshwright.models.table import DecoderSpec
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths; see `layers/rope.py` for the formula."""
+class LlamaArgs(DecoderArgs):
+    """Dimensions of a Llama."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
-
-    factor: float = 8.0
-    """How many times longer a context than in the original training."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above original_seq_len / low_freq_factor are stretched by the whole factor."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below original_seq_len / high_freq_factor are left alone."""
-    original_seq_len: int = 8192
-    """Tokens of context in the original training."""
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = "
-                f"{self.low_freq_factor}"
-            )
-
-
-@dataclass(frozen=True)
-class LlamaArgs:
-    """What fixes the shapes of a Llama.
-
-    Raises:
-        ValueError: if the dimensions do not fit each other.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
-
-    dim: int
-    """Model width D."""
-    n_layers: int
-    n_heads: int
-    """Query heads N."""
-    n_kv_heads: int
-    """Key and value heads K; each serves N/K query heads."""
-    hidden_dim: int
-    """Inner width F of the feed-forward block."""
-    vocab_size: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    """The output projection is the embedding."""
 
-    @property
-    def module_names(self) -> list[str]:
-        """Names of the modules that compute, in the order of the model."""
-        names = ["tok_embeddings"]
-        for index in range(self.n_layers):
-            names += [f"layers.{index}", *(f"layers.{index}.{name}" for name in BLOCK_MODULES)]
-        return [*names, "norm", "output"]
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
-        _check_positive(self, "vocab_size", "norm_eps", "rope_theta")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"
-            )
-        if self.dim % (2 * self.n_heads):
-            raise ValueError(
-                f"dim = {self.dim}: must be a multiple of 2 * n_heads = {2 * self.n_heads}, "
-                "for heads of equal and even width"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width H of one head."""
-        return self.dim // self.n_heads
-
-    def parameter_names(self) -> Iterator[str]:
-        """Names of all parameters of the model, in its order."""
-        yield "tok_embeddings.weight"
-        for layer in range(self.n_layers):
-            for module in BLOCK_MODULES:
-                if module not in WITHOUT_WEIGHT:
-                    yield f"layers.{layer}.{module}.weight"
-        yield "norm.weight"
-        if not self.tie_embeddings:
-            yield "output.weight"
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters by name, in the order of the model."""
-        query, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        matrices = {
-            "tok_embeddings": (self.vocab_size, self.dim),
-            "wq": (query, self.dim),
-            "wk": (kv, self.dim),
-            "wv": (kv, self.dim),
-            "wo": (self.dim, query),
-            "w1": (self.hidden_dim, self.dim),
-            "w2": (self.dim, self.hidden_dim),
-            "w3": (self.hidden_dim, self.dim),
-            "output": (self.vocab_size, self.dim),
-        }
-        modules = {name: name.split(".")[-2] for name in self.parameter_names()}
-        return {name: matrices.get(module, (self.dim,)) for name, module in modules.items()}
+    def expand(self) -> DecoderSpec:
+        """Matrices that end on the residual stream start smaller the more layers there are, so that
+        its variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
+        projection starts so that logits have variance 1 at any width."""
+        return self.decoder(
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+            rope_scaling=self.rope_scaling,
+        )
 
 
 def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
@@ -156,3 +58,24 @@ FLAVORS: dict[str, LlamaArgs] = {
     "llama3.1_70b": _llama3(8192, 80, 64, 28672, stretch=8.0),
     "llama3.1_405b": _llama3(16384, 126, 128, 53248, stretch=8.0),
 }
+
+FAMILY = Family(
+    name="llama",
+    args=LlamaArgs,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        modules={
+            **MODULES,
+            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        },
+        rotated=("attention.wq", "attention.wk"),
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        defaults={"rms_norm_eps": 1e-6},
+        has_rope_scaling=True,
+    ),
+    meta=meta,
+    torchtitan=torchtitan,
+)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.models.args import DecoderArgs, RopeScaling
 from meshwright.models.foreign import Dimension
-from meshwright.models.llama import LlamaArgs, RopeScaling
 
 TIED = "output.weight"
 """Written out in the files even where it is the embedding once more."""
@@ -32,6 +32,8 @@ def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
         if value is None and key == "n_kv_heads":
             value = params.get("n_heads")
         found[key] = Dimension(key, _positive(key, value))
+    width = found["dim"].value // found["n_heads"].value
+    found["head_dim"] = Dimension("heads of width dim / n_heads, which", width)
     vocab_size = params.get("vocab_size", -1)
     if vocab_size != -1:  # which is for the tokenizer to say
         found["vocab_size"] = Dimension("vocab_size", _positive("vocab_size", vocab_size))
@@ -73,7 +75,7 @@ def same(name: str, ours: object, theirs: object) -> bool:
     return ours == theirs
 
 
-def copy_of(name: str, args: LlamaArgs) -> str | None:
+def copy_of(name: str, args: DecoderArgs) -> str | None:
     """Under which other name the files may hold the parameter once more; see `MetaForm`."""
     return TIED if args.tie_embeddings and name == "tok_embeddings.weight" else None
 

@@ -1,4 +1,4 @@
-"""The order in which Llama is made parallel."""
+"""The order in which a model is made parallel."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,7 +6,6 @@ import torch
 
 from meshwright.config.job_config import SAVED_OPS
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers.attention import Attention
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
@@ -17,7 +16,7 @@ from meshwright.parallelisms import (
 from meshwright.parallelisms.meshes import Meshes
 
 
-def parallelize_llama(
+def parallelize(
     model: Decoder,
     meshes: Meshes,
     *,
@@ -38,7 +37,8 @@ def parallelize_llama(
 ) -> None:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
 
-    1. Tensor parallelism first, because its plan finds submodules by their plain names.
+    1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
+       the model's table.
     2. Context parallelism, inside of all that wraps a block.
     3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
     4. Compile block by block, so that one graph serves every layer.
@@ -50,10 +50,8 @@ def parallelize_llama(
         if enable_async_tensor_parallel:
             tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
-        attention = next(iter(model.layers.values())).get_submodule("attention")
-        assert isinstance(attention, Attention)
-        device_type = meshes.cp.device_type
-        has_kernel = ring_attention.is_available(device_type, param_dtype, attention.head_dim)
+        device_type, head_dim = meshes.cp.device_type, model.table.rope.head_dim
+        has_kernel = ring_attention.is_available(device_type, param_dtype, head_dim)
         goes_around = context_parallel.is_ring(
             context_parallel_attention, device_type, is_available=has_kernel
         )

@@ -1,0 +1,169 @@
+"""A model's dimensions as users write them in `model.args`, and as a table. Free of torch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+from meshwright.models.table import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    FeedForwardSpec,
+    RopeSpec,
+)
+
+LARGEST = 2**31
+"""Above this a dimension is a slip of the finger."""
+MOST_LAYERS = 10_000
+"""Above this so is their number: each has its place in the table."""
+STD = 0.02
+"""Of the initial values of most matrices."""
+
+
+def check_positive(args: object, *names: str) -> None:
+    """Raise `ValueError` unless every field is positive and no slip of the finger."""
+    for name in names:
+        if not 0 < getattr(args, name) < LARGEST:
+            raise ValueError(f"{name} = {getattr(args, name)}: must be positive and below 2^31")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary wavelengths; see `layers/rope.py` for the formula."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
+
+    factor: float = 8.0
+    """How many times longer a context than in the original training."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_seq_len / low_freq_factor are stretched by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_seq_len / high_freq_factor are left alone."""
+    original_seq_len: int = 8192
+    """Tokens of context in the original training."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor}: must be above low_freq_factor = "
+                f"{self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class DecoderArgs(ABC):
+    """The dimensions of a decoder; a family is a subclass that says what they expand to.
+
+    Raises:
+        ValueError: if the dimensions do not fit each other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
+
+    dim: int
+    """Model width D."""
+    n_layers: int
+    n_heads: int
+    """Query heads N."""
+    n_kv_heads: int
+    """Key and value heads K; each serves N/K query heads."""
+    hidden_dim: int
+    """Inner width F of the feed-forward block."""
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    tie_embeddings: bool = False
+    """The output projection is the embedding."""
+    head_dim: int | None = None
+    """Width H of a head; None: dim / n_heads."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+        check_positive(self, "vocab_size", "norm_eps", "rope_theta")
+        if self.n_layers > MOST_LAYERS:
+            raise ValueError(f"n_layers = {self.n_layers}: must be at most {MOST_LAYERS}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"
+            )
+        if self.head_dim is None:
+            if self.dim % (2 * self.n_heads):
+                raise ValueError(
+                    f"dim = {self.dim}: must be a multiple of 2 * n_heads = {2 * self.n_heads}, "
+                    "for heads of equal and even width"
+                )
+            return
+        check_positive(self, "head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim}: must be even, to be rotated in pairs")
+
+    @abstractmethod
+    def expand(self) -> DecoderSpec:
+        """The model that these dimensions are of."""
+
+    @cached_property
+    def table(self) -> DecoderSpec:
+        """The same, made once."""
+        return self.expand()
+
+    @property
+    def resolved(self) -> Self:
+        """The same model, with every field filled in."""
+        return replace(self, head_dim=self.head_dim or self.dim // self.n_heads)
+
+    @property
+    def module_names(self) -> list[str]:
+        """Names of the modules that compute, in the order of the model."""
+        return self.table.module_names
+
+    def parameter_names(self) -> Iterator[str]:
+        """Names of all parameters of the model, in its order."""
+        yield from self.table.parameters
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters by name, in the order of the model."""
+        return {name: parameter.shape for name, parameter in self.table.parameters.items()}
+
+    def decoder(
+        self,
+        *,
+        norm: Literal["pre", "post"] = "pre",
+        qk_norm: Literal["head", "all"] | None = None,
+        out_std: float = STD,
+        output_std: float = STD,
+        rope_scaling: RopeScaling | None = None,
+    ) -> DecoderSpec:
+        """A model of `n_layers` equal blocks, for `expand`.
+
+        Args:
+            norm, qk_norm: as in `BlockSpec` and `AttentionSpec`.
+            out_std: of the initial values of matrices that end on the residual stream.
+            output_std: as in `DecoderSpec`.
+        """
+        head_dim = self.head_dim or self.dim // self.n_heads
+        attention = AttentionSpec(
+            dim=self.dim,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            norm_eps=self.norm_eps,
+            std=STD,
+            out_std=out_std,
+        )
+        feed_forward = FeedForwardSpec(self.dim, self.hidden_dim, std=STD, out_std=out_std)
+        block = BlockSpec(attention, feed_forward, norm, self.norm_eps)
+        scaling = astuple(rope_scaling) if rope_scaling else None
+        return DecoderSpec(
+            dim=self.dim,
+            vocab_size=self.vocab_size,
+            blocks=(block,) * self.n_layers,
+            norm_eps=self.norm_eps,
+            rope=RopeSpec(head_dim, self.rope_theta, scaling),
+            tie_embeddings=self.tie_embeddings,
+            std=STD,
+            output_std=output_std,
+        )

@@ -1,0 +1,189 @@
+"""A model family in the form of Hugging Face's transformers, as data. Free of torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.models.args import DecoderArgs, RopeScaling
+from meshwright.models.foreign import Dimension, ForeignTensor
+
+MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+"""Our name of a module and theirs, as most families have them; {} is the layer."""
+
+TIED = "tok_embeddings.weight"
+"""Our parameter that is the output projection too, where embeddings are tied."""
+
+INTEGERS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
+"""Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceForm:
+    """Names of a family's modules, and keys of its config.json."""
+
+    model_type: str
+    """What config.json calls the family."""
+    architecture: str
+    """Its class in transformers."""
+    modules: Mapping[str, str]
+    """Our name of a module and theirs; {} is the layer."""
+    rotated: tuple[str, ...]
+    """Ends of the names of our modules whose rows are turned by position: transformers pairs row i
+    of a head with i + H/2, Meta and we pair 2i with 2i + 1."""
+    fixed: Mapping[str, object]
+    """Keys of config.json that can have but one value for our model; absent, they have it."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that are absent, where transformers has others than most families."""
+    has_rope_scaling: bool = False
+    """It may stretch wavelengths as Llama 3.1 does."""
+
+    def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
+        """Every parameter of the plain model, in its order."""
+        found = {}
+        for name, shape in args.parameter_shapes().items():
+            module = name.removesuffix(".weight")
+            layer = module.split(".")[1] if module.startswith("layers.") else ""
+            theirs = self.modules[module.replace(f".{layer}.", ".{}.", 1) if layer else module]
+            found[name] = ForeignTensor(
+                f"{theirs.format(layer)}.weight",
+                shape,
+                args.table.rope.head_dim if module.endswith(self.rotated) else None,
+                (f"{self.modules['output']}.weight",)
+                if name == TIED and args.tie_embeddings
+                else (),
+            )
+        return found
+
+    def is_needless(self, name: str) -> bool:
+        """Whether a tensor that no parameter is made of may be in the files all the same: what old
+        files hold that follows from config.json."""
+        return name.endswith("rotary_emb.inv_freq")
+
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        """A config.json as the dimensions of our model, by our names; what a key that is absent
+        means is transformers' default.
+
+        Raises:
+            ValueError: if our model is not that function, or a key is missing.
+        """
+        if config.get("model_type") != self.model_type:
+            raise ValueError(f"model_type is {config.get('model_type')!r}, not {self.model_type!r}")
+        for key, only in self.fixed.items():
+            if config.get(key, only) != only:
+                raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")
+        if config.get("quantization_config"):
+            raise ValueError("quantization_config: the weights are quantized")
+        for kind in config.get("layer_types") or ():
+            if kind != "full_attention":
+                raise ValueError(f"layer_types has {kind!r}; this model has full_attention alone")
+        found = self._read_integers(config)
+        rope, rope_key = config.get("rope_parameters"), "rope_parameters"
+        if rope is None:
+            rope, rope_key = config.get("rope_scaling"), "rope_scaling"
+        rope = rope or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{rope_key} is {rope!r}, not a table")
+        theta_key = "rope_parameters.rope_theta" if "rope_theta" in rope else "rope_theta"
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
+        numbers = {
+            "norm_eps": Dimension("rms_norm_eps", eps),
+            "rope_theta": Dimension(theta_key, theta),
+        }
+        for name, dimension in numbers.items():
+            if type(dimension.value) not in (int, float):
+                raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
+            found[name] = Dimension(dimension.key, float(dimension.value))
+        scaling = self._read_scaling(rope, rope_key)
+        if self.has_rope_scaling:
+            found["rope_scaling"] = Dimension(rope_key, scaling)
+        tied = config.get("tie_word_embeddings", False)
+        found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
+        return found
+
+    def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        found = {}
+        for ours, theirs in INTEGERS.items():
+            value = config.get(theirs)
+            if value is None and theirs == "num_key_value_heads":
+                value = config.get("num_attention_heads")
+            found[ours] = Dimension(theirs, _positive(theirs, value))
+        head_dim = config.get("head_dim", self.defaults.get("head_dim"))
+        if head_dim is None:
+            head_dim = found["dim"].value // found["n_heads"].value
+        found["head_dim"] = Dimension("head_dim", _positive("head_dim", head_dim))
+        return found
+
+    def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return None
+        kinds = "default and llama3" if self.has_rope_scaling else "default alone"
+        if kind != "llama3" or not self.has_rope_scaling:
+            raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
+        values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
+        for ours, value in values.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"{rope_key}.{SCALING[ours]} is {value!r}, not a number")
+        return RopeScaling(**values)  # type: ignore[arg-type]  # numbers, as was just seen
+
+    def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
+        """config.json, in the spelling that transformers 4 and 5 both read, without what says how
+        weights are stored and which tokens are special.
+
+        Args:
+            seq_len: of training; with stretched wavelengths the context is what they were stretched
+                to.
+        """
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.fixed,
+            **{theirs: getattr(args, ours) for ours, theirs in INTEGERS.items()},
+            "head_dim": args.table.rope.head_dim,
+            "rms_norm_eps": args.norm_eps,
+            "rope_theta": args.rope_theta,
+            "rope_scaling": None,
+            "tie_word_embeddings": args.tie_embeddings,
+            "max_position_embeddings": seq_len,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+        if scaling := args.table.rope.scaling:
+            stretching = RopeScaling(*scaling)
+            table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
+            config["rope_scaling"] = {"rope_type": "llama3", **table}
+            stretched = round(stretching.factor * stretching.original_seq_len)
+            config["max_position_embeddings"] = max(seq_len, stretched)
+        return config
+
+
+def _positive(key: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a positive integer")
+    return value

@@ -1,0 +1,215 @@
+"""What a decoder is made of, as data: modules, and each of their parameters, declared once.
+
+Names, shapes, counts, FLOPs, costs of pipeline stages, initial values, layouts and rules of
+divisibility follow from here. Free of torch, so that a config is checked before torch is loaded.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Layout = Literal[
+    "embedding", "colwise", "rowwise", "on_sequence", "on_heads", "over_heads", "output"
+]
+"""How tensor parallelism holds a parameter. A rank has its part of the sequence between the
+modules of a block, and its part of the heads or of the inner width inside them.
+
+    embedding: rows are cut; the module takes whole sequences of tokens.
+    colwise: rows (output features) are cut; the module takes whole sequences.
+    rowwise: columns (input features) are cut; results are summed over ranks.
+    on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
+    on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
+    over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over those of all ranks.
+    output: rows are cut, and so are the logits.
+"""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a module."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    std: float | None
+    """Standard deviation of its initial values; None: they are one."""
+    token_share: float = 1.0
+    """Share of tokens that it multiplies as a matrix; 0: a norm, or a table to look up in."""
+    parts: tuple[str, int] | None = None
+    """Key in `model.args` of the parts that only whole can be cut apart, and their number."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of N query heads over K key and value heads of width H, without biases."""
+
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    qk_norm: Literal["head", "all"] | None
+    """RMS norm of queries and keys: of each head, or over all heads of a token."""
+    norm_eps: float
+    std: float
+    out_std: float
+    """Of the initial values of `wo`."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name in the module."""
+        query, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        heads, kv_heads = ("n_heads", self.n_heads), ("n_kv_heads", self.n_kv_heads)
+        found = {
+            "wq.weight": Parameter((query, self.dim), "colwise", self.std, parts=heads),
+            "wk.weight": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+            "wv.weight": Parameter((kv, self.dim), "colwise", self.std, parts=kv_heads),
+            "wo.weight": Parameter((self.dim, query), "rowwise", self.out_std, parts=heads),
+        }
+        match self.qk_norm:
+            case "head":
+                norm = Parameter((self.head_dim,), "on_heads", None, 0)
+                found |= {"q_norm.weight": norm, "k_norm.weight": norm}
+            case "all":
+                found["q_norm.weight"] = Parameter((query,), "over_heads", None, 0, heads)
+                found["k_norm.weight"] = Parameter((kv,), "over_heads", None, 0, kv_heads)
+        return found
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Of a query with a key, forward and backward: products with the key, and of the value."""
+        return 12 * self.n_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class FeedForwardSpec:
+    """Gated feed-forward of inner width F, without biases."""
+
+    dim: int
+    hidden_dim: int
+    std: float
+    out_std: float
+    """Of the initial values of `w2`."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name in the module."""
+        inner, outer = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
+        parts = ("hidden_dim", self.hidden_dim)
+        return {
+            "w1.weight": Parameter(inner, "colwise", self.std, parts=parts),
+            "w2.weight": Parameter(outer, "rowwise", self.out_std, parts=parts),
+            "w3.weight": Parameter(inner, "colwise", self.std, parts=parts),
+        }
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A layer: attention and feed-forward, each with a norm, each added to the residual stream."""
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norm: Literal["pre", "post"]
+    """Norms are of what goes into attention and feed-forward, or of what comes out."""
+    norm_eps: float
+
+    @property
+    def modules(self) -> dict[str, dict[str, Parameter]]:
+        """Parameters by name in the module, by the module's name in the block, in its order."""
+        norm = {"weight": Parameter((self.attention.dim,), "on_sequence", None, 0)}
+        return {
+            "attention_norm": norm,
+            "attention": self.attention.parameters,
+            "attention.core": {},
+            "ffn_norm": norm,
+            "feed_forward": self.feed_forward.parameters,
+        }
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions of heads of width H."""
+
+    head_dim: int
+    theta: float
+    scaling: tuple[float, float, float, int] | None
+    """(factor, low, high, original) of `layers/rope.py`."""
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole model."""
+
+    dim: int
+    vocab_size: int
+    blocks: tuple[BlockSpec, ...]
+    norm_eps: float
+    rope: RopeSpec
+    tie_embeddings: bool
+    std: float
+    output_std: float
+    """Of the initial values of the output projection, and of an embedding that is that too."""
+
+    @cached_property
+    def _modules(self) -> dict[str, dict[str, Parameter]]:
+        matrix = (self.vocab_size, self.dim)
+        embedding = Parameter(matrix, "embedding", self.std, 0)
+        output = {"weight": Parameter(matrix, "output", self.output_std)}
+        if self.tie_embeddings:  # looked up in, and multiplied by
+            embedding, output = Parameter(matrix, "embedding", self.output_std), {}
+        found = {"tok_embeddings": {"weight": embedding}}
+        for index, block in enumerate(self.blocks):
+            found[f"layers.{index}"] = {}
+            found |= {f"layers.{index}.{name}": own for name, own in block.modules.items()}
+        norm = {"weight": Parameter((self.dim,), "on_sequence", None, 0)}
+        return found | {"norm": norm, "output": output}
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Every parameter by its name, in the order of the model."""
+        return {
+            f"{module}.{name}": parameter
+            for module, own in self._modules.items()
+            for name, parameter in own.items()
+        }
+
+    @cached_property
+    def module_names(self) -> list[str]:
+        """Names of the modules that compute, in the order of the model."""
+        names = list[str]()
+        for module, own in self._modules.items():
+            names.append(module)
+            names += [f"{module}.{name.rpartition('.')[0]}" for name in own if "." in name]
+        return names
+
+    @property
+    def num_params(self) -> int:
+        """All parameters; tied embeddings count once."""
+        return sum(parameter.numel for parameter in self.parameters.values())
+
+    def num_params_of(self, module: str) -> int:
+        """Parameters of `module` that are a matrix; its share in a stage's time and memory."""
+        own = [p for name, p in self.parameters.items() if name.startswith(f"{module}.")]
+        return sum(parameter.numel for parameter in own if len(parameter.shape) > 1)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating point operations of forward and backward, per token of a sequence of `seq_len`.
+
+        Matrix products only, a multiply-add as two: 6 per parameter in one (2 forward, 4 backward),
+        and attention's two products of queries with keys and weights with values, counted as if not
+        causal. That is the convention of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)
+        and of torchtitan; recomputation by activation checkpointing does not count.
+        """
+        multiplied = sum(p.numel * p.token_share for p in self.parameters.values())
+        pairs = sum(block.attention.flops_per_pair for block in self.blocks)
+        return round(6 * multiplied) + pairs * seq_len
+
+    @cached_property
+    def parts(self) -> Mapping[str, int]:
+        """Number of parts, by key of `model.args`, that tensor parallelism must divide."""
+        return dict(p.parts for p in self.parameters.values() if p.parts is not None)

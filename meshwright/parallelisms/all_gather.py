@@ -1,0 +1,27 @@
+"""All-gather that autograd and torch.compile see through."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+# Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
+# name (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
+# all_gather_into_tensor and reduce_scatter_tensor would do.
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.13 deprecates the only name that 2.11 has
+_all_gather: Callable[..., Tensor] = (
+    _functional_collectives.all_gather_single_autograd
+    if hasattr(_functional_collectives, "all_gather_single_autograd")
+    else _functional_collectives.all_gather_tensor_autograd
+)
+
+
+def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(n, ...) -> (ranks * n, ...), in their order; backward is a reduce-scatter. Collective.
+
+    Args:
+        mesh: of one axis.
+    """
+    return _all_gather(x.contiguous(), gather_dim=0, group=(mesh, 0))

@@ -1,0 +1,114 @@
+"""Every registered family on meshes, against one device: a registered family gets these tests."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.batch import Batch
+from meshwright.health import Health
+from meshwright.models.decoder import Decoder
+from meshwright.models.initialize import fill_normal, local_box
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.specs import MODELS
+from meshwright.step import train_step
+from tests.helpers.families import small
+from tests.helpers.packed import packed
+from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
+
+ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
+MESHES = {
+    2: ({"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}),
+    4: ({"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "tp": 2}),
+}
+OPTIONS = {
+    "plain": {},
+    "full": {"ac_mode": "full"},
+    "op": {"ac_mode": "selective", "selective_ac_option": "op"},
+    "compiled": {"compile_backend": "aot_eager"},
+    "ring": {"context_parallel_attention": "ring"},
+}
+TOLERANCE = 1e-5
+"""Of the largest gradient of a parameter: fp32, added up in another order."""
+
+
+def stir(model: Decoder | LocalModel) -> None:
+    """Other values than ones in every norm, the same however it is sharded: a gradient that does
+    not know its own weight is then wrong."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            local, offset = local_box(parameter.detach())
+            fill_normal(local, 0.3, 1, name, tuple(parameter.shape), offset)
+            local.add_(1)
+
+
+def reference(family: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    model = plain_model(ARGS[family])
+    stir(model)
+    logits = model(batch.tokens, documents=batch.documents)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> None:
+    """Initial values to the bit; then loss, and the gradient of every parameter."""
+    torch.compiler.reset()  # a job compiles one model, of one shape
+    batch = packed(1) if is_packed else plain_batch()
+    want_loss, wanted = reference(family, batch)
+    size = len(batch.tokens) // (dims.dp * dims.pp)
+    microbatches = (dims.pp, size)
+    model, meshes = parallel_model(dims, ARGS[family], microbatches=microbatches, **options)
+    initial = dict(plain_model(ARGS[family]).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter), initial[name]), name
+    stir(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        gradients.update({name: whole(p.grad) for name, p in model.named_parameters()})
+
+    optimizer.register_step_pre_hook(keep)
+    parts = [
+        part.split(size)[meshes.dp.get_local_rank() :: dims.dp]
+        for part in (batch.tokens, batch.labels, batch.documents)
+        if part is not None
+    ]
+    result = train_step(
+        model,
+        [Batch(*microbatch, *[None] * (3 - len(parts))) for microbatch in zip(*parts, strict=True)],
+        optimizer,
+        step=1,
+        max_norm=float("inf"),
+        meshes=meshes,
+        health=Health.on(torch.device("cpu")),
+    )
+    what = f"{family} on {dims}, {options}"
+    assert result.loss.item() == pytest.approx(want_loss, rel=2e-6), what
+    for name, got in gradients.items():
+        error = (got - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert error <= TOLERANCE, f"{what}: gradient of {name} is {error:.1e} off"
+
+
+def plain_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(131, (2, 8, SEQ_LEN), generator=generator)
+    return Batch(tokens, labels, None)
+
+
+def _compare_all(family: str, ranks: int) -> None:
+    for mesh in MESHES[ranks]:
+        dims = ParallelDims(**({"dp_replicate": 1, "dp_shard": 1} | mesh))
+        for name, options in OPTIONS.items():
+            if (name == "ring") == ("cp" in mesh) or name == "plain":
+                compare(family, dims, options, is_packed=False)
+        compare(family, dims, {}, is_packed=True)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("ranks", MESHES)
+def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(
+    on_ranks, family, ranks
+) -> None:
+    on_ranks(ranks, _compare_all, family, ranks)

@@ -1,0 +1,46 @@
+"""Every registered family, small: a family that is added gets their tests."""
+
+import dataclasses
+
+from meshwright.models.args import DecoderArgs, RopeScaling
+from meshwright.models.family import Family
+from meshwright.specs import MODELS
+
+SCALED = RopeScaling(factor=8.0, original_seq_len=16)
+
+
+def family_of(args: DecoderArgs) -> Family:
+    return next(family for family in MODELS.values() if type(args) is family.args)
+
+
+def small(family: Family, vocab_size: int, **changes: object) -> DecoderArgs:
+    """Odd where that finds mistakes: 66 inner rows and 131 of the vocabulary, say, leave uneven
+    shards on 2 or on 4 ranks, and heads of an own width are not dim / n_heads wide."""
+    debug = family.flavors["debugmodel"]
+    dimensions = {
+        "dim": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "hidden_dim": 66,
+        "vocab_size": vocab_size,
+        "head_dim": 10 if debug.head_dim else None,
+    }
+    return dataclasses.replace(debug, **(dimensions | changes))
+
+
+def cases(vocab_size: int) -> dict[str, DecoderArgs]:
+    """Sizes of every family, by name, with all that one may have and another not."""
+    found = {}
+    for name, family in MODELS.items():
+        variants = {
+            "gqa": {},
+            "mha": {"n_kv_heads": 4, "rope_theta": 10000.0, "norm_eps": 1e-4},
+            "tied": {"tie_embeddings": True},
+        }
+        if family.hf.has_rope_scaling:
+            variants["scaled"] = {"rope_scaling": SCALED}
+            variants["mha-tied-scaled"] = variants["mha"] | variants["tied"] | variants["scaled"]
+        for variant, changes in variants.items():
+            found[f"{name}-{variant}"] = small(family, vocab_size, **changes)
+    return found

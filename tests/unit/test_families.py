@@ -1,0 +1,199 @@
+"""Every family against transformers and its own table: a registered family gets these tests."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from meshwright.checkpoint.hf_read import halves
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder
+from meshwright.models.initialize import initialize
+from meshwright.models.llama import LlamaArgs
+from meshwright.specs import MODELS
+from tests.helpers.families import cases, family_of
+from tests.helpers.tiny import SEQ_LEN
+
+CASES = cases(vocab_size=131)
+every_case = pytest.mark.parametrize("args", CASES.values(), ids=CASES.keys())
+
+
+def random_model(args: DecoderArgs, seq_len: int = 32) -> Decoder:
+    """With larger values than initial ones, so that attention is not flat, norms among them."""
+    torch.manual_seed(0)
+    model = Decoder(args, seq_len)
+    model.init_buffers()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def in_transformers(ours: Decoder) -> PreTrainedModel:
+    """The same function, by the config.json and the names that an export would write."""
+    form = family_of(ours.args).hf
+    config = form.write_config(ours.args, 64) | {"pad_token_id": None}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tensors = their_tensors(ours, dict(ours.named_parameters()))
+    assert {name for name, _ in theirs.named_parameters()} == tensors.keys()
+    theirs.load_state_dict(tensors, strict=False)  # a tied output has two names there
+    return theirs
+
+
+def their_tensors(ours: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` by transformers' names, and in its order of rows."""
+    found = {}
+    for name, foreign in family_of(ours.args).hf.tensors(ours.args).items():
+        tensor = tensors[name].detach()
+        found[foreign.name] = halves(tensor, foreign.head_dim) if foreign.head_dim else tensor
+    return found
+
+
+def assert_gradients_equal(ours: Decoder, theirs: PreTrainedModel) -> None:
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    wanted = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, got in their_tensors(ours, gradients).items():
+        assert_close(got, wanted[name], name)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= 1e-5, f"{what}: {error:.2e} of the largest value"
+
+
+@every_case
+def test_logits_loss_and_gradients_equal_transformers(args: DecoderArgs) -> None:
+    ours = random_model(args)
+    theirs = in_transformers(ours)
+    tokens = torch.randint(args.vocab_size, (3, 32))
+    labels = torch.randint(args.vocab_size, (3, 32))
+    logits, their_logits = ours(tokens), theirs(tokens).logits
+    assert_close(logits, their_logits, "logits")
+    losses = [
+        F.cross_entropy(output.flatten(0, 1), labels.flatten()) for output in (logits, their_logits)
+    ]
+    assert_close(losses[0], losses[1], "loss")
+    for loss in losses:
+        loss.backward()
+    assert_gradients_equal(ours, theirs)
+
+
+@every_case
+def test_packed_documents_equal_transformers(args: DecoderArgs) -> None:
+    """Which is told of them by a mask of four dimensions, and by positions."""
+    ours = random_model(args)
+    theirs = in_transformers(ours)
+    lengths = [(5, 20, 7), (32,), (1, 30, 1)]
+    tokens = torch.randint(args.vocab_size, (3, 32))
+    documents, positions = torch.empty(3, 32, dtype=torch.int32), torch.empty(3, 32).long()
+    sees = torch.zeros(3, 1, 32, 32, dtype=torch.bool)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(parts):
+            own = slice(start, start + length)
+            documents[row, own] = number
+            positions[row, own] = torch.arange(length)
+            sees[row, 0, own, own] = torch.ones(length, length).tril().bool()
+            start += length
+    unseen = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    logits = ours(tokens, documents=documents)
+    theirs_out = theirs(tokens, attention_mask=unseen, position_ids=positions).logits
+    assert_close(logits, theirs_out, "logits")
+    (logits.square().mean() + theirs_out.square().mean()).backward()
+    assert_gradients_equal(ours, theirs)
+
+
+@every_case
+def test_the_table_is_that_of_the_model(args: DecoderArgs) -> None:
+    model, table = Decoder(args, SEQ_LEN), args.table
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert [*table.parameters] == [*shapes]  # in the same order
+    assert args.parameter_shapes() == shapes
+    names = [name for name, _ in model.named_modules()]
+    assert table.module_names == [name for name in names if name not in ("", "layers")]
+    assert table.num_params == sum(p.numel() for p in model.parameters())
+    model.init_buffers()
+    # attention as plain matrix products: torch has no count of its fused kernel on the CPU
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, SEQ_LEN, dtype=torch.int64)).sum().backward()
+    assert counter.get_total_flops() == 2 * SEQ_LEN * table.flops_per_token(SEQ_LEN)
+
+
+@every_case
+def test_initial_values_are_those_of_the_table(args: DecoderArgs) -> None:
+    model = Decoder(args, SEQ_LEN)
+    initialize(model, seed=0)
+    for name, parameter in model.named_parameters():
+        std = args.table.parameters[name].std
+        if std is None:
+            assert (parameter == 1).all(), name
+        elif parameter.numel() > 1000:
+            # of a normal cut at 3 deviations: 0.98 of it
+            assert abs(parameter.std() / std - 0.9866) < 0.1, name
+
+
+@pytest.mark.parametrize("name", [name for name, args in CASES.items() if not args.tie_embeddings])
+def test_first_loss_is_about_the_logarithm_of_the_vocabulary(name: str) -> None:
+    args = CASES[name]
+    model = Decoder(args, SEQ_LEN)
+    initialize(model, seed=0)
+    tokens = torch.randint(args.vocab_size, (8, SEQ_LEN + 1))
+    logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loss.item() - torch.tensor(args.vocab_size).log().item()) < 0.7
+
+
+def test_names_and_initial_values_of_llama_do_not_change_between_releases() -> None:
+    """A run is to be repeatable, and a checkpoint to load, with a later version."""
+    for is_tied, pinned in ((False, "29b3516aefe49682"), (True, "bfb0c7d9ff0878a7")):
+        args = LlamaArgs(32, 3, 4, 2, 66, 131, tie_embeddings=is_tied)
+        model, digest = Decoder(args, SEQ_LEN), hashlib.sha256()
+        initialize(model, seed=7)
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().numpy().tobytes())
+        assert digest.hexdigest()[:16] == pinned
+
+
+PUBLISHED = {  # billions of parameters
+    "llama2_7b": 6.738,
+    "llama2_13b": 13.016,
+    "llama2_70b": 68.977,
+    "llama3_1b": 1.236,
+    "llama3_3b": 3.213,
+    "llama3_8b": 8.030,
+    "llama3.1_8b": 8.030,
+    "llama3_70b": 70.554,
+    "llama3.1_70b": 70.554,
+    "llama3.1_405b": 405.853,
+    "qwen3_0.6b": 0.596,
+    "qwen3_1.7b": 1.721,
+    "qwen3_4b": 4.022,
+    "qwen3_8b": 8.191,
+    "qwen3_14b": 14.768,
+    "qwen3_32b": 32.762,
+    "olmo2_1b": 1.485,
+    "olmo2_7b": 7.299,
+    "olmo2_13b": 13.716,
+    "olmo2_32b": 32.234,
+}
+
+
+@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS.keys())
+def test_flavors_have_their_published_size(family) -> None:
+    """Parameter counts as the headers of the files on the Hugging Face hub give them."""
+    for flavor, args in family.flavors.items():
+        if flavor in PUBLISHED:
+            assert round(args.table.num_params / 1e9, 3) == PUBLISHED[flavor], flavor
+    assert {*family.flavors} <= {*PUBLISHED, "debugmodel"}
+
+
+def test_the_table_of_families_does_without_torch() -> None:
+    """Families are found by name, which the test of imports cannot follow."""
+    code = "import sys, meshwright.specs; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
