@@ -132,7 +132,7 @@ def _measure(
     tensors = {"weights": weights, "gradients": gradients, "updates": updates}
     torch.compiler.reset()
     resumed, missing = checkpoint.resume(plan, meshes, source)
-    seen.wrong_in_checkpoint += missing
+    seen.wrong_in_checkpoint = sorted({*seen.wrong_in_checkpoint, *missing})
     if resumed is None:
         return seen, tensors
     seen.wrong_after_load = different(resumed.state_dict(), saved)
