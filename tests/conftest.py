@@ -36,7 +36,7 @@ def _close(pools: dict[int, RankPool]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_idle_ranks(request: pytest.FixtureRequest, _pools: dict[int, RankPool]) -> None:
-    """A rank that waits costs next to no time (see `RankPool`), but memory, which whole jobs need."""
+    """A rank that waits costs no time to speak of, but memory, which whole jobs need."""
     if request.path.parent.name != "distributed":
         _close(_pools)
 
