@@ -36,8 +36,7 @@ def _close(pools: dict[int, RankPool]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_idle_ranks(request: pytest.FixtureRequest, _pools: dict[int, RankPool]) -> None:
-    """gloo has a thread for every process group, which wakes up a hundred times a second whether
-    there is work or not; the meshes of all tests leave hundreds on each rank."""
+    """A rank that waits costs no time to speak of, but memory, which whole jobs need."""
     if request.path.parent.name != "distributed":
         _close(_pools)
 
