@@ -22,8 +22,8 @@ from meshwright.errors import EXIT_CONFIG, EXIT_SAVE
 
 SHIM = Path(__file__).parent / "faulty_files"
 NUMBERS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-ROOM = "6m"
-"""Of the small disk: a checkpoint of the job has 0.6 MB."""
+ROOM = "16m"
+"""Of the small disk: a checkpoint of the job has 1.8 MB, and three are kept."""
 
 
 class Start(Protocol):

@@ -329,7 +329,7 @@ def _check_all(
         manifest = commit.inspect(checkpoint)
         if wrong := commit.verify(checkpoint, manifest, sorted(manifest["files"])):
             raise file_faults.WrongError(f"{checkpoint} is damaged: {wrong}")
-    compare = [sys.executable, ROOT / "tests/helpers/compare_checkpoints.py"]
+    compare = [sys.executable, "-W", "ignore", ROOT / "tests/helpers/compare_checkpoints.py"]
     last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
     if subprocess.run([*compare, *last], check=False).returncode:
         raise file_faults.WrongError("tensors of the last checkpoint differ")

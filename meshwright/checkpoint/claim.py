@@ -122,8 +122,8 @@ class Claim:
     def _create(self) -> bool:
         """Make the file with its content in it; whether there was none."""
         mine = self._file.with_name(f"{FILE}.{self._me.nonce}")
-        mine.write_bytes(self._content())
         try:
+            mine.write_bytes(self._content())
             os.link(mine, self._file)
         except FileExistsError:
             return False
@@ -179,13 +179,15 @@ def new_nonce() -> str:
 
 
 def check_claim(folder: Path, nonce: str) -> None:
-    """Check that no other job than that of `nonce` has claimed `folder`.
+    """Check that no other job than that of `nonce` has claimed `folder`, and still runs.
+
+    (Where the file could not be written, on a full disk, that of a killed job may be there.)
 
     Raises:
         TakenOverError: if one has.
     """
     owner = holder(folder)
-    if owner is not None and not nonce.startswith(owner.nonce):
+    if owner is not None and not (nonce.startswith(owner.nonce) or owner.is_gone):
         raise TakenOverError(f"another job writes checkpoints to {folder} now: {owner}")
 
 

@@ -26,8 +26,8 @@ def sync_file(descriptor: int, path: Path) -> None:
             raise
         kind = "a folder" if path.is_dir() else "a file"
         warn_once(
-            f"the file system of {path.parent} cannot flush {kind} to the disk ({error.strerror}): "
-            "a power cut may damage the newest checkpoint"
+            f"the file system at {mount_of(path)} cannot flush {kind} to the disk "
+            f"({error.strerror}): a power cut may damage the newest checkpoint"
         )
 
 
@@ -38,7 +38,7 @@ def sync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        warn_once(f"the file system of {folder} cannot open a folder: {error.strerror}")
+        warn_once(f"the file system at {mount_of(folder)} cannot open a folder: {error.strerror}")
         return
     try:
         sync_file(descriptor, folder)
@@ -53,6 +53,12 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system of `path` begins."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_mount())
 
 
 @cache

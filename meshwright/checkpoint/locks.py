@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from meshwright.checkpoint.flushing import UNSUPPORTED, warn_once
+from meshwright.checkpoint.flushing import UNSUPPORTED, mount_of, warn_once
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError
 
 
@@ -48,7 +48,7 @@ def lock(file: IO[bytes], kind: int, path: Path) -> bool:
         if error.errno not in UNSUPPORTED | {errno.ENOLCK}:
             raise
         warn_once(
-            f"the file system of {path.parent.parent} has no flock ({error.strerror}): a "
+            f"the file system at {mount_of(path)} has no flock ({error.strerror}): a "
             "checkpoint may be deleted while it is read"
         )
     return True

@@ -107,8 +107,13 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
     ids = {piece: number for number, (piece, _) in enumerate(pieces)}
     unknown = tokenizer.unknown_id
     if settings.is_unigram:
+        never = min(score for _, score in pieces) - 1000.0  # sentencepiece has them out of its trie
+        scored = [
+            (piece, score if tokenizer.is_usual(number) else never)
+            for number, (piece, score) in enumerate(pieces)
+        ]
         made = tokenizers.Tokenizer(
-            models.Unigram(pieces, unk_id=unknown, byte_fallback=settings.has_byte_fallback)
+            models.Unigram(scored, unk_id=unknown, byte_fallback=settings.has_byte_fallback)
         )
     else:
         order = sorted(range(len(pieces)), key=lambda number: (-pieces[number][1], number))
@@ -169,7 +174,7 @@ def samples(tokenizer: Tokenizer, num_ids: int = 20_000) -> Iterator[str]:
     texts = [*SAMPLES]
     for order in (ids, scattered):
         texts += [tokenizer.decode(order[i : i + 64]) for i in range(0, len(order), 64)]
-    for text in texts:
+    for text in (text.replace("\N{REPLACEMENT CHARACTER}", "") for text in texts):
         if not any(name in text for name in specials.values()):
             yield text
 

@@ -144,6 +144,24 @@ def sum_gradients(model: Decoder) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def accumulate_in_reduce_dtype(model: Decoder) -> None:
+    """Add gradients that autograd left on gathered parameters to FSDP2's sums in `reduce_dtype`.
+
+    FSDP2 does so itself once a module's inputs have their gradients. Schedules that split backward
+    compute those of weights later, and autograd then adds up microbatches in `param_dtype`.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
+            # gradients of several microbatches are rounded after each (errors of 1e-3).
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # not in torch 2.11
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def forget_forward(model: Decoder) -> None:
     """After forwards of `model` without gradients: free what is gathered, and leave FSDP2 as a
     backward would, which never comes."""

@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from meshwright.batch import Batch
 from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.pipeline_forward import forward_all
 from meshwright.parallelisms.pipeline_split import SCHEDULES, stages_of_rank
 
@@ -28,12 +29,18 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
 
 
 class Stage(PipelineStage):
-    """A stage of torch's, which greets no stage on its own rank.
+    """A stage of torch's, with two differences.
 
-    Schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
+    Gradients of weights that are computed apart from those of inputs are added up in FSDP2's
+    `reduce_dtype`, as others are. And it sends no first message to a stage on its own rank:
+    schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
     them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
     not call this.
     """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        accumulate_in_reduce_dtype(self.submod)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         messages = super()._get_init_p2p_neighbors_ops()

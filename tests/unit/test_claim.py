@@ -156,6 +156,24 @@ def test_a_job_that_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / FILE).exists()  # it is the other's
 
 
+def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(
+    tmp_path: Path, monkeypatch
+) -> None:
+    with another_job(tmp_path) as job:
+        job.kill()
+        job.wait()
+
+    def refuse(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        Claim(tmp_path, new_nonce()).take()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    save(tmp_path, 5)  # though the file is of another job: it is gone
+
+
 def test_without_hard_links(tmp_path: Path, monkeypatch) -> None:
     def refuse(*of_call: object) -> None:
         raise PermissionError(1, "Operation not permitted")
