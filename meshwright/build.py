@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -19,8 +18,10 @@ from meshwright.checkpoint.torchtitan_folder import find_names
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
-from meshwright.datasets.loader import BatchShape, Loader, padded_steps
+from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
+from meshwright.datasets.sample import Sample
+from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work
@@ -130,6 +131,7 @@ def build_loader(
         max_epochs=training.max_epochs,
         batch=shape.global_batch_size,
         slots=shape.slots,
+        max_bad_records=training.max_bad_records,
     )
     return Loader(
         order,
@@ -139,18 +141,26 @@ def build_loader(
     )
 
 
+Fail = Callable[[Exception], None]
+"""Notes that this rank cannot go on, so that all ranks stop."""
+
+
 def build_validation(
     plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
-) -> Callable[[LocalModel, Callable[[], bool]], dict[str, float]]:
-    """What measures a model on `sources`: figures by name. Collective.
+) -> Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]:
+    """Return a function that evaluates a model on `sources`: figures by name. Collective.
 
-    It asks between its steps whether it is to stop, and gives no figure of what it has not been
-    through.
+    The function asks between its steps whether it is to stop, and omits the figures of what it has
+    not been through. Streamed sources are read here, once, and kept: whether they hold enough shows
+    before the first step, and no later validation waits for a network.
+
+    Raises:
+        ConfigError: if a source holds fewer samples than it is to give.
     """
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
 
-    def steps(source: OpenSource) -> Iterator[list[Batch]]:
+    def read(source: OpenSource) -> Iterator[list[Sample]]:
         order = GlobalOrder(
             [source],
             [1],
@@ -160,20 +170,31 @@ def build_validation(
             max_epochs=1,
             batch=shape.global_batch_size,
             slots=shape.slots,
+            max_bad_records=training.max_bad_records,
         )
         num_samples = plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
             num_samples = source.cache.num_tokens // order.length
-        padded = padded_steps(order, shape, num_samples, mask_documents=training.mask_documents)
-        for batches in padded:
+        return padded_samples(order, shape, num_samples)
+
+    kept = {
+        source.entry.key: list(read(source))
+        for source in sources
+        if not isinstance(source, CachedSource)
+    }
+
+    def steps(source: OpenSource) -> Iterator[list[Batch]]:
+        for samples in kept[source.entry.key] if source.entry.key in kept else read(source):
+            batches = to_batches(samples, shape.local_batch_size, training.mask_documents)
             yield [batch.send(device) for batch in batches]
 
-    def validate(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, float]:
+    def validate(model: LocalModel, is_stopped: Callable[[], bool], fail: Fail) -> dict[str, float]:
         figures: dict[str, float] = {}
         for source in sources:
             prefix = "validation/" + f"{source.entry.name}/" * (len(sources) > 1)
-            until_stopped = takewhile(lambda _: not is_stopped(), steps(source))
-            result = evaluate(model, until_stopped, meshes, token_bytes)
+            result = evaluate(
+                model, _until_stopped(steps(source), is_stopped, fail), meshes, token_bytes
+            )
             if is_stopped():
                 break
             figures |= {
@@ -184,6 +205,22 @@ def build_validation(
         return figures
 
     return validate
+
+
+def _until_stopped(
+    steps: Iterator[list[Batch]], is_stopped: Callable[[], bool], fail: Fail
+) -> Iterator[list[Batch]]:
+    """Those steps that all ranks have. Collective."""
+    while True:
+        batches: list[Batch] | None = None
+        try:
+            batches = next(steps, None)
+        except (ConfigError, OSError) as error:
+            fail(error)
+        is_stopped()  # sends what this rank has to say
+        if is_stopped() or batches is None:  # after all have been heard
+            return
+        yield batches
 
 
 def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:

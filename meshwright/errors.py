@@ -7,6 +7,7 @@ from difflib import get_close_matches
 EXIT_CONFIG = 2
 EXIT_TRAINING = 3
 EXIT_SAVE = 4
+EXIT_DATA = 5
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
 <sysexits.h>."""
@@ -34,6 +35,14 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training went wrong and cannot go on. Raised on every rank."""
+
+
+class RecordError(ConfigError):
+    """One record cannot be made into tokens; `training.max_bad_records` may pass over it."""
+
+
+class DataError(RuntimeError):
+    """The data cannot be read on. What was trained is saved. Raised on every rank."""
 
 
 class SaveError(RuntimeError):

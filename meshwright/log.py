@@ -1,6 +1,8 @@
 """The job's logger: the console, and one file a rank."""
 
+import faulthandler
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def log_to_console() -> None:
 
 
 def log_to_file(folder: Path, rank: int) -> None:
-    """Also append the log of this rank to `folder`/rank_N.log."""
+    """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # what no check of permissions foresees: a quota, /proc, ...
@@ -34,6 +36,9 @@ def log_to_file(folder: Path, rank: int) -> None:
     handler = RankFile(folder / f"rank_{rank}.log")
     handler.setFormatter(FORMAT)
     logger.addHandler(handler)
+    assert handler.stream is not None  # it is opened at once
+    # written in C, so also by a rank that hangs in a collective or a compiler
+    faulthandler.register(signal.SIGUSR2, file=handler.stream)
 
 
 class RankFile(logging.FileHandler):

@@ -1,4 +1,5 @@
-"""Being asked to stop, by a signal, a file or the clock; all ranks then stop at the same step."""
+"""Being asked to stop, by a signal, a file or the clock, or having no data: all ranks stop at the
+same step."""
 
 import os
 import signal
@@ -11,6 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS, stop_signals
 
@@ -19,6 +21,7 @@ STOP_FILE = "STOP"
 
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
+NO_LIMIT = 2**62
 PATIENCE_S = 20
 """How long a rank that torchrun, or somebody, sent SIGTERM has to find the others alive. They are
 not if the job has failed; torchrun then waits 30 s and kills, which would look like the cause."""
@@ -46,13 +49,16 @@ class StopRequest:
             f"{self._stop_file} is there",
             *(number.name for number in STOP_SIGNALS),
         )
+        # the last step that this rank can take, and that all can, as far as they have said
+        self._own_last_step = self._last_step = NO_LIMIT
+        self._error: Exception | None = None
         # votes; the thread that reads signals writes its own, so that none is lost to a look
         self._asked = self._signalled = self._agreed = 0
         self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
         self._look_at = self._begun
         self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
-        self._vote = torch.zeros(1, dtype=torch.int32)
+        self._vote = torch.zeros(2, dtype=torch.int64)  # the reason; the last step, negative
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopRequest":
@@ -78,6 +84,31 @@ class StopRequest:
         """What the ranks have agreed to stop for; empty if they have not."""
         return self._reasons[self._agreed]
 
+    def fail(self, error: Exception, last_step: int) -> None:
+        """Say that this rank can take no step after `last_step`.
+
+        All ranks know it after the second call of `agreed` from now, without waiting for it after
+        the first. So to be known in time, it is to be said a step ahead.
+        """
+        if last_step >= self._own_last_step:
+            return
+        self._error, self._own_last_step = error, last_step
+        if not isinstance(error, (ConfigError, OSError)):
+            logger.error("reading failed", exc_info=error)
+
+    def is_over(self, step: int) -> bool:
+        """Whether `step` is the last: some rank was asked to stop, or can take no other."""
+        return self.agreed() or step >= self._last_step
+
+    def failures(self, step: int) -> dict[int, Exception]:
+        """By rank, why there can be no step after `step`; empty if there can. Collective."""
+        if step < self._last_step:
+            return {}
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        mine = self._error if self._own_last_step <= step else None
+        dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
+        return {rank: error for rank, error in enumerate(errors) if error is not None}
+
     def agreed(self) -> bool:
         """Whether, when this was asked the time before, some rank had been asked to stop.
 
@@ -89,7 +120,7 @@ class StopRequest:
             self._cast_vote()
         assert self._voting is not None
         self._voting.wait()
-        self._agreed = int(self._vote.item())
+        self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
         self._voting = None
         if not self._agreed:
             self._cast_vote()
@@ -108,6 +139,7 @@ class StopRequest:
     def _cast_vote(self) -> None:
         self._look()
         self._vote[0] = max(self._asked, self._signalled)
+        self._vote[1] = -self._own_last_step
         self._voting = dist.all_reduce(
             self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
@@ -159,3 +191,10 @@ class StopRequest:
 
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Python writes a signal's number only if it has a handler for it."""
+
+
+def _as_plain(error: Exception) -> Exception:
+    """The error without its cause, and of a kind that can be sent."""
+    if isinstance(error, ConfigError):
+        return ConfigError(error.key, str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")

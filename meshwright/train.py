@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,20 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.changes import to_json
 from meshwright.config.checks import check_device
-from meshwright.config.job_config import Checkpoint
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
-from meshwright.datasets.global_order import Cursor
-from meshwright.datasets.loader import whole_cursor
+from meshwright.datasets.global_order import Cursor, bad_records
+from meshwright.datasets.loader import Loader, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.errors import (
     EXIT_CONFIG,
+    EXIT_DATA,
     EXIT_INTERRUPTED,
     EXIT_SAVE,
     EXIT_STOPPED,
     EXIT_TRAINING,
     ConfigError,
+    DataError,
     SaveError,
     TrainingError,
 )
@@ -82,6 +85,9 @@ def main() -> None:
     except TrainingError as error:
         logger.error("stopped: %s", error)
         code = EXIT_TRAINING
+    except DataError as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_DATA
     except SaveError as error:
         logger.error("stopped: %s", error)
         code = EXIT_SAVE
@@ -93,7 +99,10 @@ def main() -> None:
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
-    if code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE) and int(os.environ.get("RANK", "0")) > 0:
+    if (
+        code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
+        and int(os.environ.get("RANK", "0")) > 0
+    ):
         time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
@@ -208,6 +217,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         saved=saved["bad_steps"],  # checkpoints from before have none
     )
     lr_at = learning_rate(config)
+    max_bad_records = config.training.max_bad_records
     reduction = config.parallelism.fsdp_reduce_gradients
     step, is_last = saved["step"], False
 
@@ -216,16 +226,15 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         StopRequest(dump_folder, config.job.max_run_seconds) as stop,
         checkpoints,
     ):
-        is_over = stop.agreed()
+        data_time_s = _look_ahead(loader, stop, step, steps)
+        is_over = stop.is_over(step)
         while not is_over:
-            asked = time.perf_counter()
             data = next(loader, None)
             if data is None:
                 check_has_data(step + 1)
                 is_last = True
                 break
             step += 1
-            data_time_s = time.perf_counter() - asked
             batches = [batch.to(device, non_blocking=True) for batch in data.batches]
             lr = lr_at(step)
             set_learning_rate(optimizer, lr)
@@ -243,8 +252,9 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             reporter.count(data_time_s)
             bad_steps.count(step, data.cursor)
 
+            data_time_s = _look_ahead(loader, stop, step, steps)
             is_first, is_last = step == saved["step"] + 1, step == steps or data.is_last
-            is_over = stop.agreed() or is_last
+            is_over = stop.is_over(step) or is_last
             is_validated = validate is not None and (is_last or step % config.validation.freq == 0)
             is_logged = is_first or is_over or is_validated or step % config.metrics.log_freq == 0
             if is_logged or checkpoints.is_due(step, is_over):
@@ -253,11 +263,17 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
                 figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
                 figures |= {"lr": lr} | {f"epochs/{k}": count for k, count in data.epochs.items()}
                 figures |= bad_steps.figures
+                if max_bad_records:
+                    figures["bad_records"] = passed_over = num_bad_records(data.cursor)
+                    if passed_over > max_bad_records:
+                        stop.fail(_too_many_bad_records(passed_over, max_bad_records), step)
                 if validate is not None and is_validated:
                     with reporter.paused():
                         set_timeout(meshes, config.comm.init_timeout_seconds)  # it compiles anew
-                        figures |= validate(model, stop.agreed)
-                    is_over = stop.agreed() or is_last
+                        figures |= validate(
+                            model, partial(stop.is_over, step), partial(stop.fail, last_step=step)
+                        )
+                    is_over = stop.is_over(step) or is_last
                 reporter.report(step, **figures)
             is_due = checkpoints.is_due(step, is_over)
             if is_due:
@@ -283,6 +299,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     reporter.close()
     if stop.reason:
         stop.heeded()
+    if failures := stop.failures(step):
+        _raise_data_error(config, failures, step, is_new=step > saved["step"])
     if not is_last:
         if step > saved["step"]:
             _check_goes_on(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
@@ -295,6 +313,41 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_last
+
+
+def _look_ahead(loader: Loader, stop: StopRequest, step: int, steps: int) -> float:
+    """Have the data of the two steps after `step` at hand, or tell the other ranks that this one
+    cannot: they hear of it while they take the first of the two. Returns the seconds waited."""
+    start, wanted = time.perf_counter(), min(2, steps - step)
+    count = loader.fetch(wanted)
+    if count < wanted and loader.error is not None:
+        stop.fail(loader.error, step + count)
+    return time.perf_counter() - start
+
+
+def _too_many_bad_records(count: int, allowed: int) -> ConfigError:
+    """What ends a job whose ranks have passed over too many records, though none by itself has."""
+    key = "training.max_bad_records"
+    return ConfigError(
+        key, f"{key} = {allowed}: {count} records have been passed over so far\n  fix: raise it"
+    )
+
+
+def _raise_data_error(
+    config: JobConfig, failures: Mapping[int, Exception], step: int, *, is_new: bool
+) -> None:
+    """End a job whose ranks `failures` cannot read the data of the step after `step`.
+
+    Args:
+        is_new: this process has trained, so to start it again leads further. If not, it is an error
+            as at any start, for else a scheduler would start it for ever.
+    """
+    rank, error = min(failures.items())
+    what = f"the data cannot be read after step {step}: rank {rank}: {error}"
+    if not is_new:
+        raise ConfigError(getattr(error, "key", ""), what)
+    _check_goes_on(config.checkpoint, what)
+    raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
 
 
 def _is_said(plan: Plan) -> bool:
@@ -375,6 +428,9 @@ def _place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -
                 "training.shuffle_window too), or use another job.dump_folder",
             )
     cursor = Cursor.from_json(saved["data"])
+    allowed = plan.config.training.max_bad_records
+    if (passed_over := sum(bad_records(cursor).values())) > allowed:
+        raise _too_many_bad_records(passed_over, allowed)
     return cursor.reweighted() if drift_of(plan, saved).is_reweighted else cursor
 
 

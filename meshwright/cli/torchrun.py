@@ -19,6 +19,7 @@ from torch.distributed.run import parse_args, run
 from meshwright.config.loader import load_config
 from meshwright.errors import (
     EXIT_CONFIG,
+    EXIT_DATA,
     EXIT_INTERRUPTED,
     EXIT_SAVE,
     EXIT_STOPPED,
@@ -27,7 +28,7 @@ from meshwright.errors import (
 )
 from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, stop_signals
 
-OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE)
+OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
 """What the ranks have said themselves."""
 INTERRUPTED = signal.SIGINT.name
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)

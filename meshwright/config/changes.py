@@ -43,8 +43,8 @@ EFFECTS: dict[str, Effect] = {
         "none",
         job="config_file dump_folder description device_memory_gib max_run_seconds",
         bad_steps="budget",
-        training="max_epochs token_cache_folder local_batch_size enable_cpu_offload gc_freq "
-        "deterministic",
+        training="max_epochs max_bad_records token_cache_folder local_batch_size "
+        "enable_cpu_offload gc_freq deterministic",
         validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
         "dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",

@@ -180,6 +180,11 @@ class Training(Source):
     """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
     and the loss leaves out the first token of each."""
 
+    max_bad_records: NonNegativeInt = 0
+    """Records of streamed sources (a line that is no JSON, a row without its text, ...) that may be
+    passed over in the whole job, each epoch counting; one more stops it. They are counted in the
+    metrics and named in the logs of the ranks that meet them. 0: the first stops it."""
+
     shuffle_window: PositiveInt = 256
     """Documents that each shard of a streamed source reads at once, to shuffle them."""
 

@@ -10,7 +10,7 @@ from meshwright.datasets.chat_template import TEMPLATE_KEY, compile_template, fi
 from meshwright.datasets.special_tokens import any_of
 from meshwright.datasets.tokenizers import KEY, Tokenizer
 from meshwright.datasets.well_formed import well_formed
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RecordError
 
 __all__ = ["ChatTemplate", "find_template"]
 
@@ -90,7 +90,7 @@ class ChatTemplate:
             return self._encode(messages)
         except ValueError as error:
             at = f"{where}: " if where else ""
-            raise ConfigError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
+            raise RecordError(DATA_KEY, f"{DATA_KEY}: {at}the conversation {error}") from error
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
         marks = free_marks(messages)

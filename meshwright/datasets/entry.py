@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.config.job_config import Source
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RecordError
 
 Messages = list[dict[str, str]]
 Document = str | Messages
@@ -22,6 +22,12 @@ class Entry:
 
     def error(self, key: str, what: str, fix: str = "") -> ConfigError:
         """That `key` of this source is at fault."""
+        return ConfigError(f"{self.key}.{key}", self._message(key, what, fix))
+
+    def record_error(self, key: str, what: str) -> RecordError:
+        """That a record is at fault, as `key` of this source has it read."""
+        return RecordError(f"{self.key}.{key}", self._message(key, what))
+
+    def _message(self, key: str, what: str, fix: str = "") -> str:
         value = getattr(self.source, key)
-        message = f"{self.key}.{key} = {value!r}: {what}" + (f"\n  fix: {fix}" if fix else "")
-        return ConfigError(f"{self.key}.{key}", message)
+        return f"{self.key}.{key} = {value!r}: {what}" + (f"\n  fix: {fix}" if fix else "")

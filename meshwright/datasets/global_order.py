@@ -10,6 +10,8 @@ from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sample import Sample
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace, StreamedSamples
+from meshwright.errors import RecordError
+from meshwright.log import logger
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Cursor:
         return replace(self, weighted_from=self.counts)
 
 
+def bad_records(cursor: Cursor) -> dict[tuple[str, int], int]:
+    """Of each shard, by source and number, the records that were passed over, if any."""
+    return {
+        (name, number): place.bad_records
+        for name, shards in cursor.places.items()
+        for number, place in shards.items()
+        if place.bad_records
+    }
+
+
 def merged(cursors: Sequence[Cursor]) -> Cursor:
     """One cursor of those that ranks have, each of which knows only the shards that it reads."""
     first = cursors[0]
@@ -57,6 +69,7 @@ class GlobalOrder:
         length: tokens of a sample.
         seed: of every shuffle; None: samples of caches come in the order in which they lie.
         max_epochs: times that a source may be read; 0: no limit.
+        max_bad_records: of streamed sources, to be passed over, in all shards that are read here.
         batch: samples of a global batch.
         slots: which of them, by number, are asked for; others are only stepped over.
     """
@@ -72,8 +85,9 @@ class GlobalOrder:
         max_epochs: int,
         batch: int,
         slots: Collection[int],
+        max_bad_records: int = 0,
     ) -> None:
-        self.length = length
+        self.length, self._max_bad_records = length, max_bad_records
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         before = cursor.weighted_from or (0,) * len(sources)
         counts = cursor.counts or before
@@ -102,6 +116,7 @@ class GlobalOrder:
                     window=source.window,
                     seed=seed or 0,
                     max_epochs=max_epochs,
+                    pass_over=self._pass_over,
                     places=places,
                 )
                 self._samples.append(streamed)
@@ -131,6 +146,13 @@ class GlobalOrder:
     def _counts(self) -> list[int]:
         """How many samples came from each source."""
         return [a + b for a, b in zip(self._before, self._mixture.counts, strict=True)]
+
+    def _pass_over(self, error: RecordError) -> None:
+        """Log the record; or raise, if there were as many before as there may be."""
+        so_far = sum(bad_records(self.cursor).values())
+        if so_far >= self._max_bad_records:
+            raise error
+        logger.warning("passed over a record (%d): %s", so_far + 1, error)
 
     def next_sample(self) -> Sample | None:
         """The next sample; None if it is not one of the slots.

@@ -34,10 +34,13 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
         path = config.model.chat_template_path
         yield f"model.chat_template_path = {shown(path)} has no effect: no source has conversations"
     are_streamed = {is_streamed(entry) for entry in training}
+    any_streamed = are_streamed | {is_streamed(entry) for entry in held_out}
     unused = []
     if True not in are_streamed:
         unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
-    if are_streamed | {is_streamed(entry) for entry in held_out} == {True}:
+    if True not in any_streamed:  # a cache is not made of bad records
+        unused.append(("max_bad_records", "no source is streamed"))
+    if any_streamed == {True}:
         unused.append(("token_cache_folder", "every source is streamed"))
     for key, why in unused:
         value = getattr(config.training, key)

@@ -3,6 +3,8 @@
 import dataclasses
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,13 +14,15 @@ import torch.distributed as dist
 
 from meshwright.batch import Batch
 from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
+from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, merged
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.streamed_samples import EndOfData
 from meshwright.errors import ConfigError
 from meshwright.loss import IGNORE
 
 STEPS_AHEAD = 4
+CLOSE_WITHIN_S = 5.0
+"""Seconds that `close` waits for a read to end: it may be waiting to try again."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,13 @@ class BatchShape:
 class Loader:
     """Iterates over the steps of a job, from where `order` is, to the end of the data.
 
-    The order is the same on every rank; each steps over what is not its own. A thread reads ahead;
-    errors in it are raised where the data is asked for.
+    The order is the same on every rank; each steps over what is not its own. A thread reads ahead.
+
+    Attributes:
+        error: why there are no steps but those that are fetched; None if nothing went wrong.
     """
+
+    error: Exception | None = None
 
     def __init__(
         self, order: GlobalOrder, shape: BatchShape, *, mask_documents: bool, pin_memory: bool
@@ -73,6 +81,8 @@ class Loader:
         self._order, self._shape = order, shape
         self._mask_documents, self._pin_memory = mask_documents, pin_memory
         self._ready: queue.Queue[StepData | Exception | None] = queue.Queue(STEPS_AHEAD)
+        self._fetched = deque[StepData]()
+        self._is_over = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, name="loader", daemon=True)
         self._thread.start()
@@ -81,17 +91,29 @@ class Loader:
         return self
 
     def __next__(self) -> StepData:
-        item = self._ready.get()
-        if isinstance(item, Exception):
-            raise item
-        if item is None:
-            raise StopIteration
-        return item
+        self.fetch(1)
+        if self._fetched:
+            return self._fetched.popleft()
+        if self.error is not None:
+            raise self.error
+        raise StopIteration
+
+    def fetch(self, count: int) -> int:
+        """Wait until the next `count` steps are here, or fewer, if the data ends or fails before;
+        return how many are."""
+        while len(self._fetched) < count and not self._is_over:
+            item = self._ready.get()
+            if isinstance(item, StepData):
+                self._fetched.append(item)
+            else:
+                self._is_over, self.error = True, item
+        return len(self._fetched)
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._closed.set()
-        while self._thread.is_alive():
+        end = time.monotonic() + CLOSE_WITHIN_S
+        while self._thread.is_alive() and time.monotonic() < end:
             try:
                 self._ready.get(timeout=0.1)
             except queue.Empty:
@@ -119,7 +141,7 @@ class Loader:
         except EndOfData:
             return None
         mine = [sample for sample in read if sample is not None]
-        batches = _stack(mine, self._shape.local_batch_size, self._mask_documents)
+        batches = to_batches(mine, self._shape.local_batch_size, self._mask_documents)
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
         return StepData(batches, self._order.cursor, self._order.epochs)
@@ -134,11 +156,31 @@ def whole_cursor(cursor: Cursor) -> Cursor:
     return merged(cursors)
 
 
+def num_bad_records(cursor: Cursor) -> int:
+    """Records that all ranks together have passed over before `cursor`. Collective."""
+    mine = bad_records(cursor)
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    # ranks that read the same shard say the same of it
+    return sum({shard: count for of_rank in gathered for shard, count in of_rank.items()}.values())
+
+
 def padded_steps(
     order: GlobalOrder, shape: BatchShape, num_samples: int, *, mask_documents: bool
 ) -> Iterator[list[Batch]]:
-    """This rank's batches of the first `num_samples` samples, in steps of equal shape: where they
-    end, sequences without a label follow.
+    """This rank's batches of the first `num_samples` samples, in steps of equal shape.
+
+    Raises:
+        ConfigError: if the data ends before.
+    """
+    for samples in padded_samples(order, shape, num_samples):
+        yield to_batches(samples, shape.local_batch_size, mask_documents)
+
+
+def padded_samples(
+    order: GlobalOrder, shape: BatchShape, num_samples: int
+) -> Iterator[list[Sample]]:
+    """This rank's samples of each step; after the last of all, samples without a label follow.
 
     Raises:
         ConfigError: if the data ends before.
@@ -157,11 +199,10 @@ def padded_steps(
                 f"validation.num_samples = {num_samples}: {order.names} holds fewer"
                 "\n  fix: lower it, or add data",
             ) from None
-        mine = [sample for sample in read if sample is not None]
-        yield _stack(mine, shape.local_batch_size, mask_documents)
+        yield [sample for sample in read if sample is not None]
 
 
-def _stack(samples: Sequence[Sample], size: int, mask_documents: bool) -> list[Batch]:
+def to_batches(samples: Sequence[Sample], size: int, mask_documents: bool) -> list[Batch]:
     """Batches of `size` samples."""
     raw = np.stack([sample.raw for sample in samples]).astype(np.int64)
     tokens, labels = raw[:, :-1], raw[:, 1:].copy()

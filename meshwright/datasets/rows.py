@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -28,9 +29,9 @@ def row_reader(entry: Entry) -> ToDocument:
         try:
             document = function(row) if function else row[column]
         except Exception as error:  # whatever the user's function raises
-            raise entry.error(key, f"{which}: {type(error).__name__}: {error}") from error
+            raise entry.record_error(key, f"{which}: {type(error).__name__}: {error}") from error
         if not is_document(document):
-            raise entry.error(key, f"{which} holds {no_document(document)}")
+            raise entry.record_error(key, f"{which} holds {no_document(document)}")
         return document
 
     return to_document
@@ -44,6 +45,27 @@ def is_document(value: object) -> TypeGuard[Document]:
 def no_document(value: object) -> str:
     """How an error calls it."""
     return f"{shortened(value)}, which is neither text nor a list of {{role, content}}"
+
+
+def line_reader(entry: Entry) -> ToDocument:
+    """The same of lines of JSON: each a row whose only column, "text", holds an object.
+
+    A line that is no JSON is a bad record; a reader of whole files would fail with all of them.
+    """
+    to_document = row_reader(entry)
+
+    def from_line(line: dict[str, Any], which: str) -> Document:
+        if not line["text"].strip():
+            return ""
+        try:
+            row = json.loads(line["text"])
+        except (ValueError, RecursionError) as error:
+            raise entry.record_error("dataset_path", f"{which} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise entry.record_error("dataset_path", f"{which} is no object: {shortened(row)}")
+        return to_document(row, which)
+
+    return from_line
 
 
 def _are_messages(value: object) -> bool:

@@ -3,20 +3,23 @@
 import glob
 import hashlib
 import importlib.util
+import json
 import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from gzip import BadGzipFile
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
-from meshwright.datasets.rows import ToDocument, row_reader
-from meshwright.errors import ConfigError, check
+from meshwright.datasets.rows import ToDocument, line_reader, row_reader
+from meshwright.errors import ConfigError, RecordError, check
 
 SUFFIXES = {
     "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
@@ -24,6 +27,24 @@ SUFFIXES = {
     "text": (".txt", ".md"),
     "arrow": (".arrow",),
 }
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+"""Files with a record a line."""
+
+
+NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+STAYS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, BadGzipFile)
+"""Errors of the operating system that another attempt does not mend."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether the error, or its cause, is one of a network or a file system that may be gone
+    later."""
+    while error is not None and not isinstance(error, STAYS):
+        is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
+        if is_of_network or isinstance(error, (OSError, HTTPException)):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Reader(Protocol):
@@ -110,15 +131,23 @@ class StreamedRows:
         size, more = divmod(len(self._files), num_shards)
         begin = shard * size + min(shard, more)
         files = self._files[begin : begin + size + (shard < more)]
-        return _RowReader(rows, self._entry, self._to_document, files)
+        return _RowReader(rows, self._entry, self._to_document, files, is_whole=state is None)
 
 
 class _RowReader:
     def __init__(
-        self, rows: Any, entry: Entry, to_document: ToDocument, files: Sequence[str]
+        self,
+        rows: Any,
+        entry: Entry,
+        to_document: ToDocument,
+        files: Sequence[str],
+        *,
+        is_whole: bool,
     ) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self._iterator, self._count, self._files = iter(rows), 0, files
+        # files are searched for the first bad record: others cannot be told from it
+        self._is_first_bad = is_whole and not entry.source.dataset_format
 
     @property
     def state(self) -> Any:
@@ -130,10 +159,16 @@ class _RowReader:
     def __next__(self) -> Document:
         with _openable(self._entry, self._near_files):
             row = next(self._iterator, None)
-            self._count += 1
-            if row is not None:
-                return self._to_document(row, f"row {self._count} since the start")
-        raise StopIteration
+        if row is None:
+            raise StopIteration
+        self._count += 1
+        try:
+            return self._to_document(row, f"row {self._count} since the start")
+        except RecordError as error:
+            fault = find_fault(self._entry, self._near_files()) if self._is_first_bad else ""
+            self._is_first_bad = False
+            key = error.key.rpartition(".")[2]
+            raise (self._entry.record_error(key, fault) if fault else error) from error
 
     def _near_files(self) -> Sequence[str]:
         """The file that is being read and its neighbours: rows are read ahead."""
@@ -210,8 +245,11 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
-        with tokenize.open(files[index]) as file:  # heeds the file's own coding line
-            return file.read()
+        try:
+            with tokenize.open(files[index]) as file:  # heeds the file's own coding line
+                return file.read()
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise entry.record_error("dataset", f"{files[index]}: {error}") from error
 
     return IndexedDocuments(len(files), read)
 
@@ -242,9 +280,12 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
+    names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
+    if streamed and all(file.endswith(LINES) for file in files):
+        lines = {"data_files": names, "split": "train", "sample_by": "line"}
+        return _load(entry, True, "text", files, line_reader(entry), **lines)
     kept_in = _arrow_folder(entry, files)
-    # `datasets` takes every name for a pattern
-    options["data_files"] = [glob.escape(file) for file in files]
+    options["data_files"] = names
     return _load(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
 
 
@@ -283,12 +324,18 @@ def _subset(entry: Entry, usual: str) -> str | None:
 
 
 def _load(
-    entry: Entry, streamed: bool, path: str, files: Sequence[str] = (), **options: Any
+    entry: Entry,
+    streamed: bool,
+    path: str,
+    files: Sequence[str] = (),
+    from_line: ToDocument | None = None,
+    **options: Any,
 ) -> Documents:
     """`datasets.load_dataset`, with its failures as ours.
 
     Args:
         files: local ones that it reads, in order, to find one that is at fault.
+        from_line: makes documents of lines that `path` reads as rows.
     """
     import datasets  # as above
 
@@ -296,19 +343,31 @@ def _load(
     to_document = row_reader(entry)
     with _openable(entry, lambda: files):
         rows = datasets.load_dataset(path, streaming=streamed, **options)
-        columns = rows.column_names or list(next(iter(rows), {}))
+        columns = None if from_line else rows.column_names
+        if not columns:
+            first: dict[str, Any] = next(iter(rows), {})
+            columns = _columns_in(first) if from_line else list(first)
     column = entry.source.dataset_column
     if columns and not entry.source.dataset_format and column not in columns:
         fault = find_fault(entry, files[:1]) or "no such column"
         raise entry.error("dataset_column", fault, f"choose from {', '.join(columns)}")
     if streamed:
-        return StreamedRows(rows, entry, to_document, files)
+        return StreamedRows(rows, entry, from_line or to_document, files)
 
     def get(index: int) -> Document:
         with _openable(entry, lambda: files):  # JSON is decoded only now
             return to_document(rows[index], f"row {index}")
 
     return IndexedDocuments(len(rows), get)
+
+
+def _columns_in(line: dict[str, str]) -> list[str]:
+    """Of a line of JSON; none if it is not that, which shows when it is read."""
+    try:
+        row = json.loads(line["text"])
+    except (KeyError, ValueError, RecursionError):
+        return []
+    return list(row) if isinstance(row, dict) else []
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Samples of a source that is tokenised as it is read."""
 
 import functools
-import itertools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,15 @@ from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.order import permutation
 from meshwright.datasets.sample import Sample, to_sample
-from meshwright.datasets.sources import Documents
+from meshwright.datasets.sources import Documents, Reader, may_pass
+from meshwright.errors import RecordError
+from meshwright.log import logger
+
+RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further attempt to read what failed for a reason that may pass."""
+
+PassOver = Callable[[RecordError], None]
+"""Called with a record that is to be passed over; raises if it is not to be."""
 
 
 class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
@@ -32,6 +41,8 @@ class ShardPlace:
     """Number of the current document in the shuffled window."""
     used: int = 0
     """Tokens of it that have gone into samples."""
+    bad_records: int = 0
+    """Records before the current document that were passed over, in all epochs."""
 
 
 class Shard:
@@ -41,6 +52,9 @@ class Shard:
         length: tokens of a sample.
         window: documents that are shuffled together.
         max_epochs: times that it may be read; 0: no limit.
+
+    A record that is passed over stands in its window as a document without tokens. So the stream is
+    the same whoever reads it, and from whatever place.
     """
 
     def __init__(
@@ -55,13 +69,16 @@ class Shard:
         window: int,
         seed: int,
         max_epochs: int,
+        pass_over: PassOver,
         place: ShardPlace,
     ) -> None:
         self._entry, self._documents, self._encoder = entry, documents, encoder
         self._number, self._num_shards = number, num_shards
         self._length, self._window, self._seed = length, window, seed
         self._max_epochs, self._has_documents = max_epochs, False
-        self._reader = documents.read(number, num_shards, place.window_state)
+        self._pass_over, self._bad_records = pass_over, place.bad_records
+        self._reader: Reader | None = None
+        self._window_state = place.window_state
         self._epoch, self._window_number = place.epoch, place.window
         self._fill_window()
         self._document, self._used = place.document, place.used
@@ -71,7 +88,12 @@ class Shard:
     def place(self) -> ShardPlace:
         """Where the next sample begins."""
         return ShardPlace(
-            self._epoch, self._window_number, self._window_state, self._document, self._used
+            self._epoch,
+            self._window_number,
+            self._window_state,
+            self._document,
+            self._used,
+            self._bad_records,
         )
 
     def next_sample(self) -> Sample:
@@ -101,6 +123,7 @@ class Shard:
         return to_sample(pieces)
 
     def _next_document(self) -> None:
+        self._bad_records += self._is_bad
         self._document, self._used = self._document + 1, 0
         if self._document >= len(self._shuffled):
             self._document, self._window_number = 0, self._window_number + 1
@@ -115,22 +138,60 @@ class Shard:
         self._epoch, self._window_number = self._epoch + 1, 0
         if self._epoch == self._max_epochs:
             raise EndOfData
-        self._reader = self._documents.read(self._number, self._num_shards)
+        self._reader, self._window_state = None, None
         self._fill_window()
 
     def _fill_window(self) -> None:
-        self._window_state = self._reader.state
-        documents = list(itertools.islice(self._reader, self._window))
+        documents = self._read_window()
         order = permutation(
             len(documents), self._seed, self._epoch, self._number, self._window_number
         )
-        self._shuffled: list[Document] = [documents[index] for index in order]
+        self._shuffled = [documents[index] for index in order]
         self._has_documents = self._has_documents or bool(documents)
 
+    def _read_window(self) -> list[Document | RecordError]:
+        """The documents of the next window, read again from its beginning if that may help."""
+        for wait_s in (*RETRY_AFTER_S, None):
+            try:
+                return self._try_window()
+            except Exception as error:  # whatever a file system or a network client raises
+                self._reader = None
+                if wait_s is None or not may_pass(error):
+                    raise
+                logger.warning(
+                    "%s: shard %d of %d cannot be read: %s; trying again in %g s",
+                    *(self._entry.name, self._number, self._num_shards, error, wait_s),
+                )
+                time.sleep(wait_s)
+        raise AssertionError
+
+    def _try_window(self) -> list[Document | RecordError]:
+        if self._reader is None:
+            self._reader = self._documents.read(self._number, self._num_shards, self._window_state)
+        self._window_state = self._reader.state
+        documents = list[Document | RecordError]()
+        while len(documents) < self._window:
+            try:
+                documents.append(next(self._reader))
+            except StopIteration:
+                break
+            except RecordError as error:  # raised, or passed over, in its turn
+                documents.append(error)
+        return documents
+
     def _encode(self, document: int) -> npt.NDArray[np.uint32]:
+        self._is_bad = False
         if not self._shuffled:  # a shard without a document
             return np.empty(0, np.uint32)
-        return self._encoder.encode(self._shuffled[document])
+        found = self._shuffled[document]
+        try:
+            if isinstance(found, RecordError):
+                raise found
+            return self._encoder.encode(found)
+        except RecordError as error:
+            self._pass_over(error)
+            self._is_bad = True
+            return np.empty(0, np.uint32)
 
 
 class StreamedSamples:
@@ -151,6 +212,7 @@ class StreamedSamples:
         window: int,
         seed: int,
         max_epochs: int,
+        pass_over: PassOver,
         places: dict[int, ShardPlace],
     ) -> None:
         self.num_shards = num_shards
@@ -164,6 +226,7 @@ class StreamedSamples:
             window=window,
             seed=seed,
             max_epochs=max_epochs,
+            pass_over=pass_over,
         )
         self._places = places
         self._shards: dict[int, Shard] = {}

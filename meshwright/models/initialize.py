@@ -23,8 +23,8 @@ TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
 FRACTION_BITS = 24  # what a float32 holds exactly
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements at a time. On CPUs temporaries stay in the cache; on GPUs they are 176 MiB, and few kernels
-are launched."""
+"""Elements at a time. On CPUs temporaries stay in the cache; on GPUs they are 176 MiB, and few
+kernels are launched."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Activation checkpointing: what backward computes again instead of keeping in memory."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,13 +48,7 @@ def apply_ac(
         if mode == "full":
             _recompute(block)
         elif mode == "selective" and selective_ac_option == "op":
-            _recompute(
-                block,
-                context_fn=functools.partial(
-                    create_selective_checkpoint_contexts,
-                    functools.partial(_policy, frozenset(find_ops(saved_ops))),
-                ),
-            )
+            _recompute(block, context_fn=_keeping(tuple(saved_ops)))
         elif mode == "selective" and int(number) % int(selective_ac_option) == 0:
             _recompute(block)
 
@@ -92,12 +86,18 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
     return compile_within_budget
 
 
-def _policy(
-    saved: Collection[Operator], context: object, operator: Operator, *_: object, **__: object
-) -> CheckpointPolicy:
+@functools.cache  # blocks with the same function share a compiled graph
+def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
+    """What `checkpoint` takes as `context_fn`, to keep what the operators of these names give."""
+    saved = frozenset(find_ops(names))
+
     # a function and not a list: 2.13 takes operators of higher order in one, older torch may not
-    is_saved = operator in saved
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    def policy(_: object, operator: Operator, *__: object, **___: object) -> CheckpointPolicy:
+        is_saved = operator in saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # of no arguments: torch.compile would look at them, and knows not every operator
+    return lambda: create_selective_checkpoint_contexts(policy)
 
 
 def find_ops(names: Sequence[str]) -> list[Operator]:

@@ -6,6 +6,7 @@ arXiv:2112.05682; of the backward from the merged logarithms: Dao 2023, arXiv:23
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from meshwright.parallelisms.ring_attention import SEQUENCE, efficient_kernels, kernels
 
+Part = tuple[Tensor, Tensor]
+"""Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
 WIDTHS = 8
 """The kernels of GPUs take heads whose width is a multiple of this."""
 
@@ -40,7 +43,8 @@ def gathered_attention(
     width = q.shape[-1]
     if q.is_cuda and width % WIDTHS:
         q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
-    return _GatheredAttention.apply(q, k, v, chunks, is_flash, scale)[..., :width]
+    apply: Callable[..., Tensor] = _GatheredAttention.apply
+    return apply(q, k, v, chunks, is_flash, scale)[..., :width]
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -59,12 +63,12 @@ class _GatheredAttention(torch.autograd.Function):
         attend, _ = kernels(q) if is_flash else efficient_kernels()
         outputs, sums = [], []
         for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
-            parts = []
+            parts: list[Part] = []
             for keys, is_causal in seen:
-                part = attend(
+                out, logsumexp, *_ = attend(
                     queries, k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale
                 )
-                parts.append(part[:2])
+                parts.append((out, logsumexp))
             out, logsumexp = functools.reduce(_merge, parts)
             outputs.append(out)
             sums.append(logsumexp.contiguous())
@@ -111,7 +115,7 @@ def _keys(q: Tensor, chunks: tuple[int, int]) -> list[list[tuple[slice, bool]]]:
     ]
 
 
-def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merge(a: Part, b: Part) -> Part:
     """Attention to the keys of both, and its logarithms, from that to the keys of each."""
     (out_a, sum_a), (out_b, sum_b) = a, b
     weight = torch.sigmoid(sum_b - sum_a).unsqueeze(-1)

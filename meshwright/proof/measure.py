@@ -120,7 +120,7 @@ def _measure(
         seen.losses.append(loss)
         seen.grad_norms.append(grad_norm)
         if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
-            seen.validation = validate(job.model, lambda: False)
+            seen.validation = validate(job.model, lambda: False, _fail)
         if step == SAVED_STEP:
             seen.wrong_in_checkpoint = checkpoint.save(job, step)
             saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
@@ -143,6 +143,10 @@ def _measure(
     resumed.close()
     seen.wrong_after_resume += different(resumed.state_dict(), wanted)
     return seen, tensors
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _copy(tensor: Tensor) -> Tensor:

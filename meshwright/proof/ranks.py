@@ -78,11 +78,32 @@ class RankPool:
         self._folder.cleanup()
 
 
+def _share_one_gloo_thread() -> None:
+    """Have all gloo groups of this process use one device.
+
+    Each group makes a device of its own otherwise, whose thread wakes up a hundred times a second
+    for as long as the process lives: the groups of a few meshes take a core from whoever works.
+    torch has no public way to say so. Without the names it would raise here, and nothing is lost
+    if this function goes.
+    """
+    own: Any = dist.ProcessGroupGloo
+    device = own.create_default_device()
+
+    class OnSharedDevice(own):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = own._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+
+
 def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed
     tqdm.set_lock(threading.RLock())
     timeout = timedelta(seconds=timeout_s)
+    _share_one_gloo_thread()
     dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
     while True:
         try:

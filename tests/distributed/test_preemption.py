@@ -28,7 +28,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     step = 0
     with StopRequest(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
-        while not stop.agreed() and step < (STEPS if way != "clock" else 10**6):
+        while not stop.is_over(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
             time.sleep(0.001 + 0.002 * rank)
             if rank == 1 and step == 5:
@@ -36,11 +36,15 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
                     (folder / STOP_FILE).touch()
                 elif way == "launcher":
                     from_launcher.write_text("SIGTERM")
+                elif way == "data":
+                    stop.fail(OSError("gone"), last_step=7)
                 elif way != "clock" and way:
                     os.kill(os.getpid(), signal.Signals[way])
         reason = stop.reason
         if reason:
             stop.heeded()
+        if failures := stop.failures(step):
+            reason = str(failures)
     del os.environ[FROM_LAUNCHER]
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -73,6 +77,12 @@ def _without_delay(folder: Path, way: str) -> tuple[int, str]:
         return steps_until_stopped(folder, way)
     finally:
         preemption.LOOK_EVERY_S = before
+
+
+def test_all_ranks_stop_where_the_data_of_one_ends(on_ranks, tmp_path) -> None:
+    """Said at step 5, of step 7; no rank waits for another."""
+    want = (7, "{1: RuntimeError('OSError: gone')}")
+    assert on_ranks(2, _without_delay, tmp_path, "data") == [want, want]
 
 
 def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:

@@ -136,8 +136,10 @@ def test_memory_is_what_the_simulation_says(device, case: str) -> None:
     rank.step(1, rank.batches())
     batches = rank.batches()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # with cuBLAS's workspace, 32 MiB on Hopper
     rank.step(2, batches)
-    assert torch.cuda.max_memory_allocated() == pytest.approx(found["peak_bytes"], rel=0.1)
+    growth = torch.cuda.max_memory_allocated() - before
+    assert growth == pytest.approx(found["peak_bytes"] - found["start_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

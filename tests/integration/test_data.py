@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
+from tests.helpers.files import flip_bit
 from tests.integration.test_launcher import (
     CONFIG,
     EXIT_SIGKILL,
     ROOT,
+    assert_close,
     environment,
     launch,
+    losses,
     records,
     train_alone,
     wait_for,
@@ -110,6 +114,80 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
     os.kill(int(first.name.split(".")[1]), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == EXIT_SIGKILL, output
+
+
+def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
+    """On two ranks, of which one meets it; then on one, with and without leave to pass over it."""
+    write_texts(tmp_path / "data", 2, 2, 60)
+    lines = (tmp_path / "data/1.jsonl").read_text().splitlines()
+    lines[40] = '{"text": "cut sh'
+    (tmp_path / "data/1.jsonl").write_text("\n".join(lines) + "\n")
+    options = (
+        *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
+        *("--training.dataset_mode", "streamed", "--training.stream_shards", 2),
+        *("--training.shuffle_window", 4, "--training.steps", 40),
+    )
+    environ = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
+    folder = tmp_path / "out"
+    result = launch(folder, *options, **environ)
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    (step,) = {row["step"] for row in records(folder)[-1:]}
+    assert (
+        f"the data cannot be read after step {step}: rank 1: training.dataset_path" in result.stdout
+    )
+    assert "is not JSON: Unterminated string" in result.stdout
+    assert commit.saved_steps(folder / "checkpoint")[-1] == step
+
+    again = train_alone(folder, *options, **environ)  # a scheduler would go in circles
+    assert again.returncode == 2, again.stdout + again.stderr
+    assert "is not JSON" in again.stderr
+    assert commit.saved_steps(folder / "checkpoint")[-1] == step
+
+    leave = ("--training.max_bad_records", 1)
+    result = train_alone(folder, *options, *leave, **environ)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed over a record (1): training.dataset_path" in result.stdout
+    whole = train_alone(tmp_path / "whole", *options, *leave, **environ)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert records(folder)[-1]["bad_records"] == 1
+    assert_close(losses(folder), losses(tmp_path / "whole"))
+
+
+def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
+    """One of two ranks reads a damaged block, in the middle of a job."""
+    folder, cache = tmp_path / "out", tmp_path / "cache"
+    options = (
+        *("--validation.enable", "--validation.dataset_split", "validation"),
+        *("--validation.freq", 3, "--validation.num_samples", 64, "--checkpoint.interval", 100),
+        *("--training.token_cache_folder", cache),
+    )
+    words = ("tokenize", "--job.config_file", CONFIG, *options)
+    subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", *map(str, words)], check=True, timeout=60
+    )
+    sizes = {path: path.stat().st_size for path in cache.rglob("*/00000.tokens")}
+    flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
+    result = launch(folder, *options)
+    assert result.returncode == 5, result.stdout + result.stderr
+    assert "damaged at byte 0" in result.stdout
+    assert commit.saved_steps(folder / "checkpoint") == [3]
+    again = launch(folder, *options, "--training.steps", 6)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "validation/loss" in records(folder)[-1]
+
+
+def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path: Path) -> None:
+    write_texts(tmp_path / "data", 3, 1, 20)
+    result = train_alone(
+        tmp_path / "out",
+        *("--validation.enable", "--validation.dataset", "json", "--validation.num_samples", 5000),
+        *("--validation.dataset_path", tmp_path / "data", "--validation.dataset_mode", "streamed"),
+        HF_DATASETS_CACHE=tmp_path / "hf_cache",
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "validation.num_samples = 5000: json holds fewer" in result.stderr
+    assert records(tmp_path / "out") == []
 
 
 def notes_of(folder: Path) -> dict[tuple[int, int], str]:

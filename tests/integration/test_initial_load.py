@@ -77,7 +77,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
 
 
 def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> None:
-    """No rank reads a byte of them; with sizes as they were, the check before the start is silent."""
+    """No rank reads a byte of them; sizes are as they were, so the check before is silent."""
     model = load_hf(save_transformers(tmp_path / "hf"))
     checkpoints = tmp_path / "other" / "checkpoint"
     good, bad = (save_checkpoint(checkpoints, model, SMALL, step) for step in (5, 10))

@@ -264,6 +264,8 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, moment: str) -> None
     if moment == "training":
         wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
     wait_for(lambda: len(ranks_of(folder)) == 2, "two ranks")
+    if moment == "training":
+        check_stacks(process, folder)
     process.kill()
     process.wait()
     wait_for(lambda: not ranks_of(folder), "the end of the ranks", seconds=30)
@@ -301,6 +303,19 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
     assert seconds < 5
     assert "Traceback" not in errors
     assert not ranks_of(tmp_path / "again")
+
+
+def check_stacks(process: subprocess.Popen, folder: Path) -> None:
+    """SIGUSR2 to whatever runs train.py: each rank writes its stacks, and trains on."""
+    for number in (process.pid, *ranks_of(folder)):
+        os.kill(number, signal.SIGUSR2)
+    for rank in (0, 1):
+        log = folder / "logs" / f"rank_{rank}.log"
+        wait_for(lambda log=log: "most recent call first" in log.read_text(), "stacks")
+        assert ", line " in log.read_text()
+    steps = len(records(folder))
+    wait_for(lambda: len(records(folder)) > steps, "another step")
+    assert process.poll() is None
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -517,7 +532,7 @@ def test_segments_expand_unless_the_user_says_otherwise(tmp_path: Path, own, wan
     result = subprocess.run(
         command(tmp_path / "out"), env=variables, capture_output=True, text=True, timeout=60
     )
-    assert want in result.stdout, result.stderr
+    assert result.stdout.splitlines()[-1] == want, result.stderr
 
 
 @contextmanager

@@ -111,7 +111,7 @@ OUTCOMES = {
     ),
     "idle": keys_of(
         model="chat_template_path",
-        training="dataset_column dataset_format shuffle_window stream_shards",
+        training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
         validation=f"freq num_samples datasets {SOURCE} dataset_mode",
         bad_steps="budget spike_window",
         parallelism="disable_loss_parallel enable_async_tensor_parallel context_parallel_attention "
@@ -197,6 +197,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     "training.dataset_split": {},
     "training.dataset_mode": {},
     "training.shuffle_window": STREAMED,
+    "training.max_bad_records": STREAMED,
     "training.stream_shards": STREAMED,
     "training.token_cache_folder": {},
     **{

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,13 @@ import torch
 
 from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.global_order import Cursor, GlobalOrder, merged
+from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, merged
 from meshwright.datasets.loader import BatchShape, Loader, StepData, padded_steps
 from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.streamed_samples import EndOfData
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RecordError
 from meshwright.loss import IGNORE
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
@@ -239,6 +239,7 @@ def read_steps(
     cursor: Cursor = Cursor(),
     max_epochs: int = 0,
     mask_documents: bool = False,
+    max_bad_records: int = 0,
 ) -> list[tuple[list[list[int]], Cursor]]:
     """The global batches of `n` steps, put together from all ranks, and the cursors after them."""
     dp_size, local, accumulate = split
@@ -254,6 +255,7 @@ def read_steps(
             max_epochs=max_epochs,
             batch=shape.global_batch_size,
             slots=shape.slots,
+            max_bad_records=max_bad_records,
         )
         loaders.append(Loader(order, shape, mask_documents=mask_documents, pin_memory=False))
     steps = []
@@ -444,3 +446,85 @@ def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
         next(loader)
     with pytest.raises(ConfigError, match="row 3 is bad"):
         next(loader)
+
+
+BAD = (3, 4, 11, 17)
+
+
+def with_errors(texts: tuple[str, ...], bad: Collection[int]) -> Callable[[int], str]:
+    def get(index: int) -> str:
+        if index in bad:
+            raise RecordError("training.dataset_path", f"row {index} is bad")
+        return texts[index]
+
+    return get
+
+
+@pytest.mark.parametrize("split", [(1, 12, 1), (2, 2, 3), (4, 3, 1)])
+def test_records_are_passed_over_on_any_mesh_and_after_resumes(split) -> None:
+    """As if they held no text, and counted once each epoch, whoever reads them."""
+    source = streamed(LETTERS, num_shards=6, window=3, get=with_errors(LETTERS, BAD))
+    blank = tuple("" if n in BAD else text for n, text in enumerate(LETTERS))
+    want = [rows for rows, _ in read_steps([streamed(blank, 6, 3)], [1], (1, 12, 1), 18)]
+    first = read_steps([source], [1], (1, 12, 1), 18, max_bad_records=100)
+    assert [rows for rows, _ in first] == want
+    counts = [sum(bad_records(cursor).values()) for _, cursor in first]
+    assert counts == sorted(counts)
+    assert counts[-1] >= 2 * len(BAD)  # in the second epoch again
+    got = read_steps([source], [1], split, 7, max_bad_records=100)
+    saved = json.loads(json.dumps(dataclasses.asdict(got[-1][1])))
+    got += read_steps([source], [1], (2, 3, 2), 11, Cursor.from_json(saved), max_bad_records=100)
+    assert [rows for rows, _ in got] == want
+    assert [sum(bad_records(cursor).values()) for _, cursor in got] == counts
+
+
+def test_no_more_records_are_passed_over_than_may_be() -> None:
+    for allowed, error in ((4, None), (3, "is bad"), (0, "is bad")):
+        source = streamed(LETTERS, num_shards=1, window=26, get=with_errors(LETTERS, BAD))
+        order = GlobalOrder(
+            [source],
+            [1],
+            Cursor(),
+            length=8,
+            seed=0,
+            max_epochs=1,
+            batch=1,
+            slots=[0],
+            max_bad_records=allowed,
+        )
+        samples = iter(order.next_sample, None)
+        with pytest.raises(RecordError if error else EndOfData, match=error):
+            list(samples)
+        assert sum(bad_records(order.cursor).values()) == min(allowed, 4)
+
+
+def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
+    waits, texts, failures = [], LETTERS, [OSError(116, "Stale file handle")] * 8
+
+    def get(index: int) -> str:
+        if index == 9 and failures:
+            raise failures.pop()
+        return texts[index]
+
+    monkeypatch.setattr("time.sleep", waits.append)
+    want = [rows for rows, _ in read_steps([streamed(texts, 1, 4)], [1], (1, 1, 1), 30)]
+    source = streamed(texts, num_shards=1, window=4, get=get)
+    with pytest.raises(OSError, match="Stale file handle"):
+        read_steps([source], [1], (1, 1, 1), 30)
+    assert waits == [1, 2, 4, 8, 16, 32]
+    assert len(failures) == 1
+    assert [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)] == want
+    assert waits == [1, 2, 4, 8, 16, 32, 1]
+
+
+def test_steps_are_fetched_ahead_of_an_error() -> None:
+    source = streamed(
+        ("abcdef",) * 6, num_shards=1, window=1, get=with_errors(("abcdef",) * 6, [3])
+    )
+    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, batch=1, slots=[0])
+    loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
+    assert loader.fetch(2) == 2
+    next(loader)
+    assert loader.error is None
+    assert loader.fetch(5) == 2
+    assert str(loader.error) == "row 3 is bad"

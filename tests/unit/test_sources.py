@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+from http.client import IncompleteRead
 from pathlib import Path
 
 import datasets
@@ -15,10 +16,16 @@ from meshwright.datasets import faulty_files, find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.recipe import Recipe
-from meshwright.datasets.sources import Documents, IndexedDocuments, check_path, fingerprint
+from meshwright.datasets.sources import (
+    Documents,
+    IndexedDocuments,
+    check_path,
+    fingerprint,
+    may_pass,
+)
 from meshwright.datasets.tokenizers import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RecordError
 from tests.helpers.tokenizer_files import byte_level_json
 
 ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]
@@ -79,6 +86,40 @@ def test_a_reader_begins_again_where_it_was(streamed: bool, folder: Path) -> Non
         first = [next(reader) for _ in range(count)]
         state = json.loads(json.dumps(reader.state))
         assert first + list(documents.read(0, 1, state)) == TEXTS
+
+
+def test_of_lines_that_are_streamed_only_the_bad_ones_are_lost(folder: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "a.jsonl").write_text("\n".join([*lines[:3], '{"text": ', "", "3", *lines[3:]]))
+    documents = open_documents(True, dataset="json", dataset_path=str(folder))
+    reader, read = documents.read(0, 1), list[object]()
+    while len(read) < len(TEXTS) + 3:
+        try:
+            read.append(next(reader))
+        except RecordError as error:
+            read.append(error)
+    assert [*read[:3], "", *read[6:]] == [*TEXTS[:3], "", *TEXTS[3:]]
+    assert f"{folder}/a.jsonl:4: not JSON: Expecting value" in str(read[3])
+    assert "row 6 since the start is no object: 3" in str(read[5])
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(116, "Stale file handle"), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (IncompleteRead(b""), True),
+        (FileNotFoundError(), False),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, ""), False),
+        (ConfigError("", "no cause"), False),
+    ],
+)
+def test_errors_that_may_pass(error: Exception, passes: bool) -> None:
+    assert may_pass(error) is passes
+    wrapped = ConfigError("training.dataset", "cannot be opened")
+    wrapped.__cause__ = error
+    assert may_pass(wrapped) is passes
 
 
 def test_indexed_documents_are_cut_evenly() -> None:

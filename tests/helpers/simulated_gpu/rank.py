@@ -59,6 +59,8 @@ class Figures:
     """Of a step: functional ones, forward, recomputed and backward."""
     not_on_device: list[str]
     """Parameters, gradients and optimizer states that are elsewhere."""
+    start_bytes: int
+    """Live on the device before the step."""
     peak_bytes: int
     """Of a step."""
 
@@ -108,6 +110,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
         batches = rank.batches()
         send_waits = fake_cuda.host_waits | watch.blocking_copies
         watch.begin()
+        start_bytes = watch.now
         if case.is_saved and step == 2:
             staging.take(TrainingTensors(model, optimizer, case.rank).state_dict())
         if case.is_faulty:
@@ -129,6 +132,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
         stream_log=list(fake_cuda.stream_log),
         collectives=dict(watch.collectives),
         not_on_device=sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
+        start_bytes=start_bytes,
         peak_bytes=watch.peak,
     )
 
