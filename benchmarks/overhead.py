@@ -1,6 +1,6 @@
 """Throughput of the trainer over that of a bare loop: what FSDP2, data, metrics and care cost.
 
-Both train the same Decoder (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
+Both train the same Llama (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
 the same fused AdamW in one process. The bare loop is what anyone would write: plain model, loss,
 backward, clip, step; no FSDP2, no data loading, no logging. The two alternate step by step, and
 each pair gives a ratio; the last line is their median, above 1 if the trainer is the faster.

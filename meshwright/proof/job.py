@@ -20,6 +20,8 @@ from meshwright.step import train_step
 
 STRETCH = (8.0, 16.0)
 """Of queries and keys at the first and at the last position."""
+STRETCH_NORMALISED = (1.0, 2.0)
+"""The same, of queries and keys that the model normalises."""
 
 
 class Job:
@@ -93,10 +95,13 @@ def show_attention(stage: Decoder) -> None:
     Initial queries and keys are so small that attention is nearly a mean of what it sees: which
     token is where would hardly show. And rotary attention sees nothing but distances: if documents
     did not begin at position 0, each query would still see its own keys at the right ones. Here
-    scores are of order 1, and depend on places.
+    scores are of order 1, and depend on places. Queries and keys that are normalised make such
+    scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
     """
+    is_normalised = any(block.attention.qk_norm for block in stage.table.blocks)
+    stretch = STRETCH_NORMALISED if is_normalised else STRETCH
     for cache in stage.buffers():  # (S, H/2) each
-        cache *= torch.linspace(*STRETCH, len(cache)).unsqueeze(1)
+        cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
 
 
 def _hash(*parts: Tensor) -> str:

@@ -59,7 +59,8 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
     *inputs, grad = _inputs(dtype)
     positions = local_positions(SEQ_LEN, mesh, grad.device)
     own = [part[:, :, positions].requires_grad_() for part in inputs]
-    output = attend(*own, mesh=mesh, ring=None)
+    scale = inputs[0].shape[-1] ** -0.5
+    output = attend(*own, scale=scale, mesh=mesh, ring=None)
     gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
     assert all(got.dtype == dtype for got in gets)
     _check(gets, [want[:, :, positions] for want in _whole(inputs, grad)], tolerance)

@@ -171,8 +171,10 @@ def test_attention_to_gathered_keys_is_that_to_the_whole(device, dtype, toleranc
 
 def test_fp32_attention_of_grouped_heads_is_right(device) -> None:
     q, k, v = (torch.randn(1, heads, 128, 64, device=device) for heads in (8, 2, 2))
-    got = CausalAttention()(q, k, v)
-    want = CausalAttention()(q.cpu().double(), k.cpu().double(), v.cpu().double())
+    got = CausalAttention()(q, k, v, scale=q.shape[-1] ** -0.5)
+    want = CausalAttention()(
+        q.cpu().double(), k.cpu().double(), v.cpu().double(), scale=q.shape[-1] ** -0.5
+    )
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
 
 
