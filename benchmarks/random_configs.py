@@ -77,9 +77,6 @@ def _case(
     kind: Kind = "fp32"
     if training.mixed_precision_param == "bfloat16":
         is_exact = training.mixed_precision_reduce == "float32" and not config.compile.enable
-        if "pp" in mesh:  # torch adds up some microbatches' gradients of weights in bf16 (2.13)
-            schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-            is_exact = is_exact and not schedule.splits_backward
         kind = "bf16 sums" if is_exact and not {"cp", "tp"} & mesh.keys() else "bf16"
     per_rank = config.parallelism.pipeline_parallel_stages_per_rank
     options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank

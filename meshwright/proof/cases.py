@@ -114,6 +114,10 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     for name in SCHEDULES:
         mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
         cases.append(build_case(name, small, mesh, parallelism=schedule))
+        if SCHEDULES[name].splits_backward:  # gradients of weights go a way of their own
+            cases.append(
+                build_case(f"{name}, bf16", small, mesh, kind="bf16 sums", parallelism=schedule)
+            )
         for policy in RESHARD:
             keys = schedule | {"fsdp_reshard_after_forward": policy}
             case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)

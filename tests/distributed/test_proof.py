@@ -221,6 +221,13 @@ def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, word) -> None:
         assert any(text.startswith(word) for text in verdict.failures), verdict.failures
 
 
+def test_gradients_of_weights_that_are_computed_apart_are_summed_in_fp32(verdict_of) -> None:
+    (case,) = (c for c in every_mesh(SMALL, ARGS) if c.name.startswith("ZBVZeroBubble, bf16"))
+    verdict = verdict_of(case)
+    assert verdict.failures == []
+    assert verdict.gradient_error < 1e-7
+
+
 def test_bf16_where_products_are_cut(verdict_of) -> None:
     verdict = verdict_of(case_on(kind="bf16", tp=2))
     assert verdict.failures == []
