@@ -53,7 +53,7 @@ EFFECTS: dict[str, Effect] = {
         "context_parallel_degree context_parallel_attention "
         "pipeline_parallel_degree pipeline_parallel_schedule "
         "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "
-        "fsdp_prefetch_layers",
+        "fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
         compile="enable backend",
         checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
@@ -64,7 +64,7 @@ EFFECTS: dict[str, Effect] = {
         comm="init_timeout_seconds train_timeout_seconds",
     ),
     # the run goes on, but not as it would have; the learning rate is a function of training.steps,
-    # too, and training.dtype is also what fsdp_reduce_gradients adds up in
+    # too
     **_keys(
         "training",
         model="frozen",
@@ -73,7 +73,6 @@ EFFECTS: dict[str, Effect] = {
         "fp32_modules mixed_precision_reduce",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
-        parallelism="fsdp_reduce_gradients",
         checkpoint="exclude_from_loading",
     ),
     f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is

@@ -26,7 +26,9 @@ def test_copies_in_host_memory_are_written_without_the_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", Loader)
     state = {"model.weight": torch.arange(10.0)}
-    writer = CommittingWriter(tmp_path, 1, BARE | {"step": 1}, is_staged=is_staged)
+    writer = CommittingWriter(
+        commit.unfinished_folder(tmp_path, 1), BARE | {"step": 1}, is_staged=is_staged
+    )
     dcp.save(
         state,
         storage_writer=writer,
