@@ -118,6 +118,7 @@ def test_what_changes_training_is_warned_of_and_the_rest_listed(resume, caplog) 
     ]
     assert harmless.startswith(
         "resuming step-5 with changes that no result will show, rounding aside: "
+        "parallelism.fsdp_reduce_gradients = 'last_microbatch' (was 'auto'), "
         "activation_checkpoint.saved_ops = ['aten.mm'] (was ['aten.mm', 'aten._scaled"
     )
     assert "compile.enable = True (was False), " in harmless
