@@ -120,12 +120,13 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     """On two ranks, of which one meets it; then on one, with and without leave to pass over it."""
     write_texts(tmp_path / "data", 2, 2, 60)
     lines = (tmp_path / "data/1.jsonl").read_text().splitlines()
-    lines[40] = '{"text": "cut sh'
+    lines[20] = '{"text": "cut sh'
     (tmp_path / "data/1.jsonl").write_text("\n".join(lines) + "\n")
     options = (
         *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
         *("--training.dataset_mode", "streamed", "--training.stream_shards", 2),
         *("--training.shuffle_window", 4, "--training.steps", 40),
+        *("--training.local_batch_size", 1),  # so that each of two ranks reads one shard
     )
     environ = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
     folder = tmp_path / "out"
