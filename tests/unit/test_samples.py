@@ -502,7 +502,7 @@ def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
     waits, texts, failures = [], LETTERS, [OSError(116, "Stale file handle")] * 8
 
     def get(index: int) -> str:
-        if index == 9 and failures:
+        if index == 5 and failures:
             raise failures.pop()
         return texts[index]
 
