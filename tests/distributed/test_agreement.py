@@ -142,13 +142,17 @@ def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
     assert (tmp_path / "out").exists() == is_shared
 
 
+def publish_bare(folder: Path) -> None:
+    unfinished = commit.unfinished_folder(folder, 5)
+    unfinished.mkdir(parents=True)
+    commit.publish(unfinished, BARE | {"step": 5}, {})
+
+
 def own_folder(folder: Path) -> tuple[str, float]:
     """What ranks say that have a folder of the same name each; one of them has a checkpoint."""
     mine = folder / str(dist.get_rank())
     if dist.get_rank() == 0:
-        step = mine / "checkpoint" / "step-5"
-        (mine / "checkpoint" / "step-5.unfinished").mkdir(parents=True)
-        commit.publish(step.parent, 5, BARE | {"step": 5}, {})
+        publish_bare(mine / "checkpoint")
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         try:
@@ -162,8 +166,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
     """The step that is found, and how often this rank looked at a checkpoint's files."""
     rank, looks = dist.get_rank(), []
     if rank == 0:
-        (folder / "step-5.unfinished").mkdir(parents=True)
-        commit.publish(folder, 5, BARE | {"step": 5}, {})
+        publish_bare(folder)
     dist.barrier()
 
     def noting(checkpoint: Path) -> dict:

@@ -135,6 +135,7 @@ def _refuse_code(folder: str) -> None:
     path, manager = Path(folder), make(folder)
     for step, what in ((5, "it names pathlib"), (10, "optimizer.step .* is no tensor there")):
         save(manager, step)
+        settle(manager)  # it would tidy what `republish` makes
         if dist.get_rank() == 0:
             index = commit.step_folder(path, step) / ".metadata"
             metadata: object = Trap(path / "sprung")
