@@ -144,7 +144,7 @@ def sum_gradients(model: Decoder) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def accumulate_in_reduce_dtype(model: Decoder) -> None:
+def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     """Add gradients that autograd left on gathered parameters to FSDP2's sums in `reduce_dtype`.
 
     FSDP2 does so itself once a module's inputs have their gradients. Schedules that split backward
