@@ -137,8 +137,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         TrainingError: if a step was bad beyond what is allowed; or if it was asked to stop, and
             would not go on from there when started again.
     """
-    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    steps = config.training.steps
+    config = plan.config
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(
@@ -156,11 +155,29 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     )
     if device.type == "cuda":
         check_memory(config, plan.least_bytes, hardware.memory_gib(device))
+    find_ops(config.activation_checkpoint.saved_ops)
     start_process_group(device, config.comm.init_timeout_seconds)
     sources, held_out = open_training_data(config), open_validation_data(config)
     check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, config.checkpoint)
     checkpoints.claim()
+    try:
+        return _train(plan, device, checkpoints, sources, held_out, extra_sinks)
+    finally:
+        checkpoints.release()
+
+
+def _train(
+    plan: Plan,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    sources: Sequence[OpenSource],
+    held_out: Sequence[OpenSource],
+    extra_sinks: Sequence[sinks.Sink],
+) -> bool:
+    """Resume or begin, train, and close; return whether the last step is done."""
+    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
+    steps = config.training.steps
     found = checkpoints.find()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
     if found is not None:
@@ -175,11 +192,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             plan.resume_step,
             steps,
         )
-        checkpoints.release()
         dist.destroy_process_group()
         return True
-    # before anything is written: what torch lacks shows only now
-    find_ops(config.activation_checkpoint.saved_ops)
     log_to_file(dump_folder / "logs", dist.get_rank())
     _announce(plan, device)
     if found is not None and dist.get_rank() == 0:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,7 +108,10 @@ class Claim:
         self._beating.start()
 
     def give_back(self) -> None:
-        """Let another job have the folder. Does nothing if it was not taken, or taken over."""
+        """Let another job have the folder, and remove that if it is empty.
+
+        Does nothing if the folder was not taken, or was taken over.
+        """
         self._is_over.set()
         if self._beating is None:
             return
@@ -116,6 +120,8 @@ class Claim:
         try:
             if holder(self._folder) == self._me:
                 self._file.unlink()
+                with suppress(OSError):  # it holds checkpoints
+                    self._folder.rmdir()
         except OSError as error:
             logger.warning("%s could not be removed: %s", self._file, error)
 

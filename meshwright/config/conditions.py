@@ -45,7 +45,7 @@ def _num_data_ranks(c: JobConfig) -> int:
     return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
 
 
-def _has_fsdp(c: JobConfig) -> bool:
+def has_fsdp(c: JobConfig) -> bool:
     """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
     p, training = c.parallelism, c.training
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
@@ -246,7 +246,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
-        lambda c: not _has_fsdp(c),
+        lambda c: not has_fsdp(c),
         "one rank that computes in float32 uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),

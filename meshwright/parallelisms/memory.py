@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.config.conditions import has_fsdp
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
 from meshwright.parallelisms.pipeline_split import stages_of_rank
@@ -80,7 +81,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     width = BYTES[training.mixed_precision_reduce]
     saved = load.trained * (width - BYTES[training.dtype] / shards)
     limit = LARGEST_PART * (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
-    if reduction == "auto" and num_microbatches > 1:
+    if reduction == "auto" and num_microbatches > 1 and has_fsdp(config):
         is_possible = (
             parallelism.pipeline_parallel_degree == 1
             and not config.optimizer.early_step_in_backward

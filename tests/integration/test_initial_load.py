@@ -306,7 +306,7 @@ def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
     assert "initial_load_path is not given" in message("", True)
     other = {"model__name": "qwen3", "model__args__head_dim": 8}
     said = message(checkpoint, False, **other)
-    assert "is of a model 'llama', and model.name = 'qwen3'" in said
+    assert "holds weights of the family 'llama'" in said
     assert 'fix: set model.name = "llama"' in said
     assert "model_type is 'llama', not 'qwen3'" in message(folder, True, **other)
     unfinished = checkpoint.rename(checkpoint.with_name("step-5.unfinished"))

@@ -213,7 +213,6 @@ def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tm
     before, after = result.stdout.split("[rank0]:", 1)
     logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
     for said in (
-        "resuming step-15 with a change that training will show: "
         "parallelism.fsdp_reduce_gradients = 'every_microbatch' (was 'last_microbatch')",
         "resuming step-15 with changes that no result will show, rounding aside: job.dump_folder",
         ", training.local_batch_size = 1 (was 2), training.enable_cpu_offload = True (was False), ",
@@ -611,7 +610,10 @@ def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, t
     flip_bit(folder / "checkpoint/step-15/__1_0.distcp", 1_000_000)
     (folder / "checkpoint/step-20/checkpoint.json").write_text('{"step": 20}')
     before = tree(folder)
-    for step, what in ((15, "the content of __1_0.distcp has changed"), (20, "has no key 'crc32'")):
+    for step, what in (
+        (15, "the content of __1_0.distcp has changed"),
+        (20, "has changed since it was written"),
+    ):
         result = launch(folder, "--checkpoint.load_step", step)
         assert result.returncode == 2, result.stdout + result.stderr
         assert result.stderr.count("meshwright:") == 1
