@@ -171,7 +171,8 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
     result = launch(folder, *options)
     assert result.returncode == 5, result.stdout + result.stderr
-    assert "damaged at byte 0" in result.stdout
+    # of two ranks that meet it, one may find it forgotten by the other
+    assert "what is damaged is then made anew" in result.stdout
     assert commit.saved_steps(folder / "checkpoint") == [3]
     again = launch(folder, *options, "--training.steps", 6)
     assert again.returncode == 0, again.stdout + again.stderr
