@@ -41,7 +41,7 @@ LOCAL_BATCH, SEQ_LEN = 2, 2048
 BASE = (
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
-    *("--training.mixed_precision_param=bfloat16", "--validation.enable=false"),
+    "--validation.enable=false",
     "--model.args.n_layers=2",
 )
 

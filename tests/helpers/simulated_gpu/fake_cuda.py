@@ -239,11 +239,16 @@ def _uncompiled(function: Any) -> Any:
 
 
 def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: flex.BlockMask, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: flex.BlockMask,
+    enable_gqa: bool,
+    scale: float | None = None,
 ) -> Tensor:
     assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = block_mask.as_tuple()
     return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]
 
