@@ -165,18 +165,6 @@ def num_bad_records(cursor: Cursor) -> int:
     return sum({shard: count for of_rank in gathered for shard, count in of_rank.items()}.values())
 
 
-def padded_steps(
-    order: GlobalOrder, shape: BatchShape, num_samples: int, *, mask_documents: bool
-) -> Iterator[list[Batch]]:
-    """This rank's batches of the first `num_samples` samples, in steps of equal shape.
-
-    Raises:
-        ConfigError: if the data ends before.
-    """
-    for samples in padded_samples(order, shape, num_samples):
-        yield to_batches(samples, shape.local_batch_size, mask_documents)
-
-
 def padded_samples(
     order: GlobalOrder, shape: BatchShape, num_samples: int
 ) -> Iterator[list[Sample]]:

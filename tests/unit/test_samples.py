@@ -13,7 +13,13 @@ import torch
 from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, merged
-from meshwright.datasets.loader import BatchShape, Loader, StepData, padded_steps
+from meshwright.datasets.loader import (
+    BatchShape,
+    Loader,
+    StepData,
+    padded_samples,
+    to_batches,
+)
 from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
@@ -381,7 +387,7 @@ def test_no_label_crosses_a_masked_boundary(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_padded_steps_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp_path) -> None:
+def test_padded_samples_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp_path) -> None:
     """7 samples in steps of 4: the eighth has no label."""
     rows, labels = [], 0
     for rank in range(dp_size):
@@ -396,7 +402,8 @@ def test_padded_steps_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp_p
             batch=4,
             slots=shape.slots,
         )
-        steps = list(padded_steps(order, shape, 7, mask_documents=False))
+        padded = padded_samples(order, shape, 7)
+        steps = [to_batches(samples, shape.local_batch_size, False) for samples in padded]
         assert [[batch.tokens.shape for batch in step] for step in steps] == [
             [(4 // dp_size, LENGTH - 1)]
         ] * 2
