@@ -88,6 +88,6 @@ fi
 # torchrun would give each rank a single thread, however many cores there are
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-exec "$python" -m meshwright.cli.launch "${rendezvous[@]}" --nproc-per-node "$ranks" \
+exec "$python" -m meshwright.launch.door "${rendezvous[@]}" --nproc-per-node "$ranks" \
     --local-ranks-filter "$log_rank" --role rank --tee 3 \
     "$here/train.py" "${arguments[@]}"

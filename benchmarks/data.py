@@ -39,7 +39,7 @@ from meshwright.datasets.opening import CachedSource
 from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import Documents, IndexedDocuments
 from meshwright.datasets.token_cache import TokenCache
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache
 
 TOKENIZER = str(Path(__file__).parents[1] / "assets/tokenizers/python_2k.model")

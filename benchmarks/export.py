@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.export import Job, export
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.state import MODEL
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
+from meshwright.exchange.export import Job, export
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
 from meshwright.specs import MODELS

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.chat import find_template
+from meshwright.datasets.conversations.chat import find_template
 from meshwright.datasets.opening import OpenSource, StreamedSource
-from meshwright.datasets.tokenizers import Tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.preflight import Plan
 

@@ -10,11 +10,6 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.batch import Batch
-from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.checkpoint.initial_load import Initial, meta_form, torchtitan_form
-from meshwright.checkpoint.initial_on_ranks import open_initial
-from meshwright.checkpoint.meta_read import MetaWeights
-from meshwright.checkpoint.torchtitan_folder import find_names
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
@@ -22,6 +17,11 @@ from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_ba
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
 from meshwright.datasets.sample import Sample
 from meshwright.errors import ConfigError
+from meshwright.exchange.hf_read import HuggingFaceWeights
+from meshwright.exchange.initial_load import Initial, meta_form, torchtitan_form
+from meshwright.exchange.initial_on_ranks import open_initial
+from meshwright.exchange.meta_read import MetaWeights
+from meshwright.exchange.torchtitan_folder import find_names
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.reporter import Reporter, Work

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
-from meshwright.checkpoint.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.config.checks import (
     check_divisible,
@@ -29,8 +28,9 @@ from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
+from meshwright.exchange.initial_load import check_initial
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group

@@ -52,6 +52,8 @@ from meshwright.errors import (
     SaveError,
     TrainingError,
 )
+from meshwright.launch.process import LAUNCHER, die_with_parent
+from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_console, log_to_file, logger
 from meshwright.metrics import sinks
 from meshwright.optim.early_step import EarlyStep
@@ -62,11 +64,9 @@ from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
-from meshwright.preemption import StopRequest
 from meshwright.preflight import Plan, check_first_weights, drift_of, preflight
 from meshwright.profiling import build_profiler
 from meshwright.step import train_step
-from meshwright.supervise import LAUNCHER, die_with_parent
 
 
 def main() -> None:

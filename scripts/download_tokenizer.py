@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from meshwright.datasets.tokenizers import FILE_NAMES, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import FILE_NAMES, build_tokenizer
 from meshwright.errors import EXIT_CONFIG, ConfigError
 
 WANTED = (

@@ -14,7 +14,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import open_training_data
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("dump_folder", type=Path)

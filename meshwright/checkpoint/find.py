@@ -9,9 +9,9 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
 
 NAME = re.compile(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.state import MODEL
 from meshwright.errors import ConfigError

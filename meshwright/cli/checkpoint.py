@@ -14,9 +14,9 @@ from pkgutil import resolve_name
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.survey import Entry, find_entries, look_at
 from meshwright.cli.plain_text import align, flatten, human_bytes

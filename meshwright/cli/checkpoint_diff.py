@@ -5,8 +5,8 @@ from typing import Any
 
 from meshwright.checkpoint.compare import Difference, compare_tensors
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.plain_text import align

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.export import Job, export
 from meshwright.checkpoint.find import open_checkpoint, saved_args
-from meshwright.checkpoint.hf_folder import GENERATION_CONFIG, Place
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.sentencepiece_file import SentencePieceTokenizer
 from meshwright.datasets.tokenizer_json import samples, special_names, to_tokenizer_json
-from meshwright.datasets.tokenizers import Tokenizer, find_file
+from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file
+from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.errors import check
+from meshwright.exchange.export import Job, export
+from meshwright.exchange.hf_folder import GENERATION_CONFIG
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"

@@ -14,18 +14,18 @@ import torch
 
 from meshwright import hardware
 from meshwright.checkpoint.find import find_candidates, open_checkpoint, saved_args
-from meshwright.checkpoint.hf_folder import (
+from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.saved import open_tokenizer, saved_spec
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.errors import ConfigError, check
+from meshwright.exchange.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
-    Place,
     is_hf_folder,
     read_args,
 )
-from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.cli.saved import open_tokenizer, saved_spec
-from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
-from meshwright.errors import ConfigError, check
+from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.generation import NotFiniteError, generate, greedy, sampler
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder

@@ -1,8 +1,8 @@
 """What goes with a checkpoint besides its tensors: the model's family and the tokenizer."""
 
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.datasets.tokenizers import Tokenizer, build_tokenizer
+from meshwright.checkpoint.place import Place
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check
 from meshwright.models.family import Family
 from meshwright.specs import MODELS

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.entry import Document, Messages
-from meshwright.datasets.tokenizers import Tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer
 
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""

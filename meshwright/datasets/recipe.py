@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from meshwright.datasets import find_dataset
-from meshwright.datasets.chat import ChatTemplate, find_template
+from meshwright.datasets.conversations.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.sources import Documents, fingerprint, sampled
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 
 TODAY = datetime(2024, 7, 26)

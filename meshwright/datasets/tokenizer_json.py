@@ -11,10 +11,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from meshwright.datasets.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.sentencepiece_file import SPACE, SentencePieceTokenizer
-from meshwright.datasets.tiktoken_file import SPLIT_PATTERN, TiktokenTokenizer
-from meshwright.datasets.tokenizers import ByteTokenizer, Tokenizer
+from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer, Tokenizer
+from meshwright.datasets.tokenizers.sentencepiece_file import SPACE, SentencePieceTokenizer
+from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, TiktokenTokenizer
 
 BOS, EOS = "<s>", "</s>"
 """Of the byte tokenizer."""

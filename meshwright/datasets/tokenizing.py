@@ -34,11 +34,11 @@ from meshwright.datasets.token_cache import (
     checksums,
     load_arrays,
 )
-from meshwright.datasets.tokenizers import build_tokenizer
-from meshwright.datasets.well_formed import well_formed
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
+from meshwright.launch.process import die_with_parent
 from meshwright.log import logger
-from meshwright.supervise import die_with_parent
 
 
 def default_folder() -> Path:

@@ -16,7 +16,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
 from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import BLOCK_DOCUMENTS, TokenCache
-from meshwright.datasets.tokenizers import ByteTokenizer
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
 NUM_DOCUMENTS = 1500
 """More than one block of a cache."""

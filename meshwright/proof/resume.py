@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint

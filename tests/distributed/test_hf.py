@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.hf_folder import Place
-from meshwright.checkpoint.hf_read import HuggingFaceWeights
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.checkpoint import main as checkpoint_tool
 from meshwright.cli.export import main as export
+from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.parallel_dims import ParallelDims

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright import preemption
 from meshwright.checkpoint import commit
 from meshwright.errors import EXIT_INTERRUPTED
-from meshwright.preemption import STOP_FILE, StopRequest
-from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS
+from meshwright.launch import stop as preemption
+from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS
+from meshwright.launch.stop import STOP_FILE, StopRequest
 
 STEPS = 50
 
@@ -93,7 +93,7 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from meshwright import preemption
+from meshwright.launch import stop as preemption
 from meshwright.parallelisms.process_group import start_process_group
 start_process_group(torch.device("cpu"), 60)
 preemption.PATIENCE_S = 1
@@ -165,7 +165,7 @@ def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
 STOPPED_SOON = """
 import os, sys
 from pathlib import Path
-from meshwright import preemption
+from meshwright.launch import stop as preemption
 from meshwright.config.loader import load_config
 from meshwright.errors import TrainingError
 from meshwright.preflight import preflight

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.hf_folder import Place
-from meshwright.checkpoint.hf_read import HuggingFaceWeights
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.checkpoint.place import Place
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import BARE, records_of

@@ -11,7 +11,7 @@ from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Document, Entry, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
 from meshwright.datasets.sources import IndexedDocuments
-from meshwright.datasets.tokenizers import ByteTokenizer
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.datasets.tokenizing import open_cache
 
 BOS, EOS = 256, 257

@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tiktoken_file import SPLIT_PATTERN, llama3_special_tokens
+from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, llama3_special_tokens
 
 CODE = (
     'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n'

@@ -23,7 +23,7 @@ SKIP = (
 
 def train(folder: Path, *overrides: object) -> subprocess.CompletedProcess:
     script = ROOT / "tests/helpers/faulty_train.py"
-    launcher = (sys.executable, "-m", "meshwright.cli.launch", "--standalone")
+    launcher = (sys.executable, "-m", "meshwright.launch.door", "--standalone")
     config = ("--job.config_file", CONFIG, "--job.dump_folder", folder)
     words = (*launcher, "--nproc-per-node", 2, script, *config, *SKIP, *overrides)
     return subprocess.run(

@@ -79,7 +79,7 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
     """Train and note what is read; kill the first rank once `kill_at` steps are reported."""
     notes = folder / "notes"
     notes.mkdir(parents=True, exist_ok=True)
-    launcher = ("-m", "meshwright.cli.launch", "--standalone", "--nproc-per-node", str(ranks))
+    launcher = ("-m", "meshwright.launch.door", "--standalone", "--nproc-per-node", str(ranks))
     process = subprocess.Popen(
         [
             *(sys.executable, *(launcher if ranks > 1 else ())),

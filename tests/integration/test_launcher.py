@@ -446,7 +446,7 @@ def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_pat
     script.write_text(PEER)
     torchrun = ["--standalone", "--nproc-per-node", "2", str(script), str(code)]
     result = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.launch", *torchrun],
+        [sys.executable, "-m", "meshwright.launch.door", *torchrun],
         env=environment(),
         capture_output=True,
         text=True,
@@ -472,7 +472,7 @@ def test_the_stderr_of_a_rank_that_cpp_ends_is_kept_and_shown(tmp_path: Path) ->
     torchrun = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0", "--tee", "3"]
     words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
     result = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.launch", *torchrun, str(script), *words],
+        [sys.executable, "-m", "meshwright.launch.door", *torchrun, str(script), *words],
         env=environment(),
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.datasets.chat import ChatTemplate, find_template
-from meshwright.datasets.tiktoken_file import llama3_special_tokens
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.conversations.chat import ChatTemplate, find_template
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.tiktoken_file import llama3_special_tokens
 from meshwright.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     byte_level_json,

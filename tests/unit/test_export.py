@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import meshwright.checkpoint.export
-import meshwright.checkpoint.hf_write
 import meshwright.cli.export
+import meshwright.exchange.export
+import meshwright.exchange.hf_write
 from meshwright.checkpoint.retention import retire
 from meshwright.cli.export import main as export
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
 from tests.helpers.files import flip_bit, tree
@@ -140,9 +140,9 @@ def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> No
 def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
-    monkeypatch.setattr(meshwright.checkpoint.hf_write, "halves", lambda tensor, head_dim: tensor)
+    monkeypatch.setattr(meshwright.exchange.hf_write, "halves", lambda tensor, head_dim: tensor)
     assert "wq.weight is not what the checkpoint holds" in message(checkpoint, out)
-    monkeypatch.setattr("meshwright.checkpoint.hf_read.pairs", lambda tensor, head_dim: tensor)
+    monkeypatch.setattr("meshwright.exchange.hf_read.pairs", lambda tensor, head_dim: tensor)
     said = message(checkpoint, out)
     assert "its logits by transformers" in said
     assert not list(tmp_path.glob("out*"))
@@ -157,12 +157,12 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     ],
 )
 def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value) -> None:
-    write = meshwright.checkpoint.export._write_json
+    write = meshwright.exchange.export._write_json
 
     def write_wrong(file: Path, content: dict) -> None:
         write(file, content | {key: value} if file.name == "config.json" else content)
 
-    monkeypatch.setattr(meshwright.checkpoint.export, "_write_json", write_wrong)
+    monkeypatch.setattr(meshwright.exchange.export, "_write_json", write_wrong)
     assert "its logits by transformers" in message(checkpoint, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
@@ -202,13 +202,13 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys) -> N
 def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:
     newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
     set_manifest(newer, step=6)
-    kept, real = [], meshwright.checkpoint.export._verify
+    kept, real = [], meshwright.exchange.export._verify
 
     def retire_then_verify(*of_export: object) -> None:
         kept.extend(retire(checkpoint.parent, 1))
         real(*of_export)
 
-    monkeypatch.setattr(meshwright.checkpoint.export, "_verify", retire_then_verify)
+    monkeypatch.setattr(meshwright.exchange.export, "_verify", retire_then_verify)
     export([str(checkpoint), str(tmp_path / "out")])
     assert kept == [5]
 

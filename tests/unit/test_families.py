@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from meshwright.checkpoint.hf_read import halves
+from meshwright.exchange.hf_read import halves
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize

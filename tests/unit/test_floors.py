@@ -10,11 +10,11 @@ import meshwright
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware supervise",
+    "log hardware",
     "config models batch",
-    "parallelisms loss",
-    "datasets optim checkpoint metrics profiling validation generation health preemption",
-    "specs step bad_steps",
+    "parallelisms loss launch",
+    "datasets optim checkpoint metrics profiling validation generation health",
+    "specs step bad_steps exchange",
     "preflight",
     "agreement build",
     "train",

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.hf_folder import Place
-from meshwright.checkpoint.initial_load import check_initial, find_initial
-from meshwright.checkpoint.meta_read import MetaWeights
+from meshwright.checkpoint.place import Place
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
+from meshwright.exchange.initial_load import check_initial, find_initial
+from meshwright.exchange.meta_read import MetaWeights
 from meshwright.models.args import RopeScaling
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import FLAVORS, LlamaArgs, meta

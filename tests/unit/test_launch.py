@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from meshwright.cli.torchrun import _ask_to_stop, _report
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.launch.torchrun import _ask_to_stop, _report
 
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:

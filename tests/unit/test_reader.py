@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint.hf_folder import Place
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import PlainReader
 from meshwright.checkpoint.saved_tensors import INDEX
 from meshwright.checkpoint.weights import CheckpointWeights

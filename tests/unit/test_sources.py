@@ -23,7 +23,7 @@ from meshwright.datasets.sources import (
     fingerprint,
     may_pass,
 )
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError, RecordError
 from tests.helpers.tokenizer_files import byte_level_json

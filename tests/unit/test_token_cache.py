@@ -215,7 +215,7 @@ def test_a_token_keeps_whether_the_loss_counts_it(tmp_path) -> None:
 
 
 def test_large_vocabularies_need_four_bytes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("meshwright.datasets.tokenizers.ByteTokenizer.vocab_size", 1 << 17)
+    monkeypatch.setattr("meshwright.datasets.tokenizers.kinds.ByteTokenizer.vocab_size", 1 << 17)
     cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
     assert documents_of(cache) == [encode(text) for text in MANY if text]
     assert (cache.folder / "00000.tokens").stat().st_size % 4 == 0

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from meshwright.datasets import tiktoken_file
-from meshwright.datasets.tokenizers import build_tokenizer
+from meshwright.datasets.tokenizers import tiktoken_file
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     CODE,
@@ -296,8 +296,8 @@ def test_long_runs_are_cut_where_tiktoken_would_give_up() -> None:
 def test_neither_threads_nor_torch(files: dict[str, Path]) -> None:
     """Whoever tokenises does so in several processes: threads in each would be too many."""
     program = f"""
-import os, meshwright.datasets.chat
-from meshwright.datasets.tokenizers import build_tokenizer
+import os, meshwright.datasets.conversations.chat
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 before = len(os.listdir("/proc/self/task"))
 tokenizer = build_tokenizer({str(files["byte-level"])!r})
 for _ in range(9):

@@ -11,7 +11,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from meshwright.datasets.well_formed import well_formed
+from meshwright.datasets.tokenizers.well_formed import well_formed
 
 SPACE = "\u2581"  # a space in a piece
 

@@ -11,8 +11,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from meshwright.datasets.special_tokens import any_of, special_names, split_at_specials
-from meshwright.datasets.well_formed import well_formed
+from meshwright.datasets.tokenizers.special_tokens import any_of, special_names, split_at_specials
+from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
 
 # Read by `tokenizers` at each batch. Where it is not set, a batch of a single text starts a thread

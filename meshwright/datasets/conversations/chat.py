@@ -5,11 +5,11 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
-from meshwright.datasets.chat_marks import Marks, free_marks, overlaps, take_out
-from meshwright.datasets.chat_template import TEMPLATE_KEY, compile_template, find_template
-from meshwright.datasets.special_tokens import any_of
-from meshwright.datasets.tokenizers import KEY, Tokenizer
-from meshwright.datasets.well_formed import well_formed
+from meshwright.datasets.conversations.marks import Marks, free_marks, overlaps, take_out
+from meshwright.datasets.conversations.template import TEMPLATE_KEY, compile_template, find_template
+from meshwright.datasets.tokenizers.kinds import KEY, Tokenizer
+from meshwright.datasets.tokenizers.special_tokens import any_of
+from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError, RecordError
 
 __all__ = ["ChatTemplate", "find_template"]

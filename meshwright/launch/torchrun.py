@@ -26,7 +26,7 @@ from meshwright.errors import (
     EXIT_TRAINING,
     ConfigError,
 )
-from meshwright.supervise import FROM_LAUNCHER, LAUNCHER, stop_signals
+from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
 """What the ranks have said themselves."""

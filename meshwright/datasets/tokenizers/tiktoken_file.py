@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from meshwright.datasets.special_tokens import any_of, split_at_specials
+from meshwright.datasets.tokenizers.special_tokens import any_of, split_at_specials
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

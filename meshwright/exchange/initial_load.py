@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import find_candidates, find_checkpoint, saved_args
-from meshwright.checkpoint.hf_folder import Place, check_args, check_hf_folder, is_hf_folder
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.meta_folder import check_meta_folder, is_meta_folder
-from meshwright.checkpoint.torchtitan_folder import find_names, is_torchtitan_folder
+from meshwright.checkpoint.place import Place
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import check
+from meshwright.exchange.hf_folder import check_args, check_hf_folder, is_hf_folder
+from meshwright.exchange.meta_folder import check_meta_folder, is_meta_folder
+from meshwright.exchange.torchtitan_folder import find_names, is_torchtitan_folder
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.models.foreign import MetaForm, TorchtitanForm

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.sentencepiece_file import SentencePieceTokenizer
-from meshwright.datasets.tiktoken_file import TiktokenTokenizer, is_tiktoken
-from meshwright.datasets.well_formed import well_formed
+from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
+from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
+from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_tiktoken
+from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
 
 KEY = "model.tokenizer_path"

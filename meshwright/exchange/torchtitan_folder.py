@@ -7,8 +7,8 @@ rotation) is the config's.
 
 from pathlib import Path
 
-from meshwright.checkpoint.hf_folder import Place
 from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs

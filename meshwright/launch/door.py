@@ -1,6 +1,6 @@
 """torchrun with the job's own exit code, and without its report of what the job has said.
 
-python -m meshwright.cli.launch TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
+python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
 """
 
 import os
@@ -8,7 +8,7 @@ import signal
 from types import FrameType
 
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from meshwright.supervise import stop_signals
+from meshwright.launch.process import stop_signals
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
         signal.signal(number, _end)
     # asks ranks for their stacks; who sends it to all that runs train.py means no harm
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    from meshwright.cli.torchrun import launch  # takes seconds, for torch
+    from meshwright.launch.torchrun import launch  # takes seconds, for torch
 
     launch()
 

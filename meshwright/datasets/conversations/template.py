@@ -14,8 +14,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.special_tokens import read_json_object
-from meshwright.datasets.tokenizers import KEY, find_file
+from meshwright.datasets.tokenizers.kinds import KEY, find_file
+from meshwright.datasets.tokenizers.special_tokens import read_json_object
 from meshwright.errors import ConfigError
 
 TEMPLATE_KEY = "model.chat_template_path"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.inert_pickle import Record, read_pickle
-from meshwright.checkpoint.safetensors_file import StoredTensor
+from meshwright.exchange.safetensors_file import StoredTensor
 
 TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = ("torch._utils", "_rebuild_parameter")

@@ -6,8 +6,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.hf_folder import Place, check_tensors, find_tensors
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
+from meshwright.exchange.hf_folder import check_tensors, find_tensors
 from meshwright.models.args import DecoderArgs
 from meshwright.models.hugging_face import HuggingFaceForm
 from meshwright.models.initialize import local_box

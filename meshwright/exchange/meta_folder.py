@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.hf_folder import Place, check_args
-from meshwright.checkpoint.pth_file import read_header
-from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
+from meshwright.exchange.hf_folder import check_args
+from meshwright.exchange.pth_file import read_header
+from meshwright.exchange.safetensors_file import ITEM_BYTES, StoredTensor
 from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import MetaForm
 

@@ -4,13 +4,13 @@ Free of torch, so that a job that cannot start says so before any rank does.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header
-from meshwright.errors import ConfigError, check
+from meshwright.checkpoint.place import Place
+from meshwright.errors import ConfigError
+from meshwright.exchange.safetensors_file import ITEM_BYTES, StoredTensor, read_header
 from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import Dimension, ForeignTensor
 from meshwright.models.hugging_face import HuggingFaceForm
@@ -19,30 +19,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A path that a user gave, and the key that it was given by: what an error must name."""
-
-    key: str
-    path: Path
-
-    def check(self, ok: bool, rule: str, fix: str = "") -> None:
-        """Raise `ConfigError` unless `ok`."""
-        check(ok, self.key, str(self.path), rule, fix)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in the file `name` of the folder."""
-        try:
-            content = json.loads((self.path / name).read_text("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                self.key, f"{self.key} = {str(self.path)!r}: {name} cannot be read: {reason}"
-            ) from None
-        self.check(isinstance(content, dict), f"{name} holds no JSON object")
-        return dict(content)
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
+from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS, stop_signals
 from meshwright.log import logger
-from meshwright.supervise import FROM_LAUNCHER, STOP_SIGNALS, stop_signals
 
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.hf_folder import INDEX, SINGLE
-from meshwright.checkpoint.hf_read import halves
+from meshwright.exchange.hf_folder import INDEX, SINGLE
+from meshwright.exchange.hf_read import halves
 from meshwright.models.foreign import ForeignTensor
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}

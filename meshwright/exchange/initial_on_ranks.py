@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.initial_load import KEY, Initial, find_initial
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
+from meshwright.exchange.initial_load import KEY, Initial, find_initial
 from meshwright.log import logger
 
 READING_TIMEOUT = timedelta(hours=1)

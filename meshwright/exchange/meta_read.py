@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.hf_folder import Place
-from meshwright.checkpoint.meta_folder import check_meta_folder
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
+from meshwright.exchange.meta_folder import check_meta_folder
 from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import MetaForm
 from meshwright.models.initialize import local_box

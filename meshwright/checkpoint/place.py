@@ -1,0 +1,32 @@
+"""A path and the key it was given by."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, check
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path that a user gave, and the key that it was given by: what an error must name."""
+
+    key: str
+    path: Path
+
+    def check(self, ok: bool, rule: str, fix: str = "") -> None:
+        """Raise `ConfigError` unless `ok`."""
+        check(ok, self.key, str(self.path), rule, fix)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in the file `name` of the folder."""
+        try:
+            content = json.loads((self.path / name).read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                self.key, f"{self.key} = {str(self.path)!r}: {name} cannot be read: {reason}"
+            ) from None
+        self.check(isinstance(content, dict), f"{name} holds no JSON object")
+        return dict(content)
