@@ -81,7 +81,7 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
         say: is called with a line for each thing done.
 
     Raises:
-        ConfigError: if `out` exists, cannot be written, or differs from the checkpoint once written.
+        ConfigError: if `out` exists, cannot be written, or then differs from the checkpoint.
     """
     place = Place("OUT", out)
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
