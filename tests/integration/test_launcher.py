@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
 from tests.helpers.files import flip_bit, tree
+from tests.helpers.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "run_llama_train.sh"
@@ -60,14 +61,8 @@ def train_alone(
 ) -> subprocess.CompletedProcess:
     """train.py as one process, for what neither the launcher nor a second rank has a part in."""
     words = ["--job.config_file", config, "--job.dump_folder", folder, *overrides]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, words)],
-        env=environment(OMP_NUM_THREADS=1, **variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd="/",
-    )
+    words = [str(word) for word in (ROOT / "train.py", *words)]
+    return run_forked(words, environment(OMP_NUM_THREADS=1, **variables), timeout_s=120)
 
 
 def records(folder: Path) -> list[dict]:
