@@ -8,8 +8,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.context import BaseContext
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
