@@ -76,7 +76,7 @@ class CommittingWriter(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest, the last files, on the first rank, after all ranks have written."""
+        """Write index and manifest, the last files; on the first rank, after all have written."""
         super().finish(metadata, results)
         files = dict(self.fs.written)
         for of_rank in results:
