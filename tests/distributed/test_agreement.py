@@ -103,6 +103,20 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
 
 
+def test_the_few_differ_from_the_many(monkeypatch) -> None:
+    """Whichever ranks come first: one machine with old code is named, not all others."""
+    there = [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
+
+    def gather(gathered: list, mine: object) -> None:
+        gathered[:] = there
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(there))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(ConfigError) as error:
+        agreement.check_same({})
+    assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
+
+
 def test_ranks_in_words() -> None:
     assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
     assert in_ranges([5]) == "5"

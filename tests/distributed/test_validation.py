@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.batch import Batch
-from meshwright.loss import IGNORE
+from meshwright.loss import IGNORE, summed_loss
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.validation import Evaluation, evaluate
@@ -121,6 +121,13 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
     assert math.isnan(nothing.perplexity)
     assert math.isnan(nothing.bits_per_byte)
     assert (nothing.num_labels, nothing.num_bytes) == (0, 0)
+
+
+def test_losses_are_added_up_in_fp64() -> None:
+    """Beside 2^24 an fp32 sum has no place for halves."""
+    logits = torch.tensor([[[0.0, -(2.0**24)], [0.0, 0.0], [0.0, 0.0]]])
+    total = summed_loss(logits, torch.tensor([[1, 0, 0]])).item()
+    assert total == pytest.approx(2**24 + 2 * math.log(2), rel=1e-12)
 
 
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:

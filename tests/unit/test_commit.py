@@ -217,11 +217,16 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
         being_read(tmp_path / "step-10").__enter__()
 
 
-def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_what_is_deleted_while_it_is_opened_is_not_read(
+    tmp_path: Path, monkeypatch, is_saved_again: bool
+) -> None:
     checkpoint = save(tmp_path, 5)
 
     def delete_first(*of_flock: object) -> bool:
         shutil.rmtree(checkpoint)
+        if is_saved_again:  # the lock is on the manifest of before
+            save(tmp_path, 5)
         return True
 
     monkeypatch.setattr(locks, "lock", delete_first)

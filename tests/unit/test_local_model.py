@@ -1,9 +1,14 @@
-"""Where the tensors of a rank's part of the model are."""
+"""Where the tensors of a rank's part of the model are, and of which type."""
+
+from typing import Any
 
 import torch
 
+from meshwright import build
+from meshwright.config.loader import load_config
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.local_model import allocate
+from meshwright.preflight import preflight
 from tests.helpers.tiny import SEQ_LEN, TINY
 
 
@@ -15,3 +20,18 @@ def test_buffers_may_be_elsewhere_than_parameters() -> None:
     assert {parameter.device for parameter in model.parameters()} == {cpu}
     assert {buffer.device for buffer in model.buffers()} == {elsewhere}
     assert not any("cos" in name for name in model.state_dict())
+
+
+def test_every_type_is_the_configs(monkeypatch) -> None:
+    words = ["--job.config_file", "tests/integration/tiny.toml", "--training.dtype", "float32"]
+    words += ["--training.mixed_precision_param", "bfloat16"]
+    words += ["--training.mixed_precision_reduce", "float32"]
+    given: dict[str, Any] = {}
+
+    def note(model: object, apply: Any, stages: object, **options: object) -> None:
+        given.update(options | apply.keywords)
+
+    monkeypatch.setattr(build, "build_local_model", note)
+    build.build_model(preflight(load_config(words)[0], 1), None, torch.device("cpu"))
+    assert (given["dtype"], given["param_dtype"]) == (torch.bfloat16, torch.bfloat16)
+    assert (given["reduce_dtype"], given["master_dtype"]) == (torch.float32, torch.float32)

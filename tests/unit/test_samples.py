@@ -105,6 +105,15 @@ def test_documents_and_samples_are_shuffled_anew_each_epoch(tmp_path, small_bloc
     assert [int(other.read(n).tokens[1]) for n in range(26)] != epochs[0]
 
 
+def test_blocks_are_not_shuffled_alike(tmp_path, small_blocks) -> None:
+    samples = CachedSamples(cached(tmp_path, LETTERS).cache, LENGTH, seed=0)
+    orders = set()
+    for block in range(6):  # of four letters each, as long as each other
+        starts, _ = samples._shuffled_block(0, block)
+        orders.add(tuple(start - min(starts) for start in starts))
+    assert len(orders) > 1
+
+
 def test_the_samples_of_a_single_document_are_shuffled_anew_each_epoch(tmp_path) -> None:
     text = "".join(map(chr, range(32, 127)))
     samples = CachedSamples(cached(tmp_path, (text,)).cache, 1, seed=0)

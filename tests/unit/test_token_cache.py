@@ -292,3 +292,23 @@ def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
         caches = first.result(), second.result()
     assert len(made) == 1
     assert documents_of(caches[0]) == documents_of(caches[1])
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
+    """Else a power cut may leave the name, and not the content."""
+    flushed, named = dict[int, int](), set[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def note_flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def note_name(source: Path, target: Path) -> None:
+        assert flushed.get(source.stat().st_ino) == source.stat().st_size, target
+        named.add(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_name)
+    open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    assert named >= {"00000.tokens", "00000.npz", "lengths", "cache.npz"}
