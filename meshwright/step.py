@@ -119,7 +119,7 @@ def _accumulate(
             model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
         if early is not None:
-            early.gradients_are_final = True
+            early.gradients_are_final = is_last
         share = loss_fn(model(batch.tokens, positions, batch.documents), batch.labels)
         share.backward()
         loss += share.detach()

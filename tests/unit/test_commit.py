@@ -192,6 +192,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
 
 
+def test_a_damaged_one_is_deleted_in_its_turn(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    no_json(tmp_path / "step-5")
+    retire(tmp_path, 2)
+    assert commit.saved_steps(tmp_path) == [10, 15]
+
+
 def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60, 70):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
