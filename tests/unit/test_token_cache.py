@@ -138,6 +138,18 @@ def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> Non
     assert first.content != second.content
 
 
+def test_another_chat_template_is_another_cache(tmp_path) -> None:
+    text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
+    text.write_text("text")
+    source = Source(dataset="text", dataset_path=str(text))
+    recipe = Recipe(Entry("training", "text", source), BYTES, str(template))
+    identities = set()
+    for content in ("{{ messages }}", "{{ messages[0] }}"):
+        template.write_text(content)
+        identities.add(recipe.identity())
+    assert len(identities) == 2
+
+
 def read_all(cache: TokenCache) -> np.ndarray:
     samples = CachedSamples(cache, 8, seed=0)
     return np.stack([samples.read(n).tokens for n in range(samples.samples_per_epoch)])
