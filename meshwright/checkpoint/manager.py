@@ -61,7 +61,7 @@ class CheckpointManager:
         self._claim = Claim(folder, self._nonce)
         self._retention = Retention(folder, config.keep_latest_k, config.keep_every_n_steps)
         self._staging = None
-        if config.enable and config.async_mode != "disabled":
+        if config.enable and config.async_mode != "disabled" and not config.load_only:
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
@@ -90,7 +90,7 @@ class CheckpointManager:
         Raises:
             ConfigError: on every rank, if another job writes to it.
         """
-        if self._config.enable:
+        if self._config.enable and not self._config.load_only:
             self.tell(self._claim_folder)
 
     def _claim_folder(self) -> None:
@@ -227,7 +227,8 @@ class CheckpointManager:
                     )
             dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
-        self._set_aside_later(manifest["step"])
+        if not self._config.load_only:
+            self._set_aside_later(manifest["step"])
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
@@ -267,7 +268,11 @@ class CheckpointManager:
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether `step` is one to save at."""
-        return self._config.enable and (is_last or step % self._config.interval == 0)
+        config = self._config
+        if not config.enable or config.load_only:
+            return False
+        is_first = step == 1 and config.enable_first_step_checkpoint
+        return is_last or is_first or step % config.interval == 0
 
     def save(
         self, step: int, state: HasTensors, manifest: Mapping[str, Any], is_last: bool

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
+from typing_extensions import NotRequired, TypedDict  # pydantic takes typing's from Python 3.12 on
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError
@@ -57,6 +57,8 @@ class Manifest(TypedDict):
     versions: dict[str, str]
     config: dict[str, Any]
     files: dict[str, FileRecord]
+    model_only: NotRequired[bool]
+    """It holds the weights alone. Absent: all that a resume needs."""
 
 
 _ADAPTER = TypeAdapter(Manifest)

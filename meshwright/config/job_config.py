@@ -334,6 +334,10 @@ class LRScheduler(Section):
     warmup_steps: NonNegativeInt = 200
     """Optimizer steps from 0 to the peak."""
 
+    total_steps: PositiveInt | None = None
+    """Steps of the schedule, if it is that of a longer job: `training.steps` then ends it early.
+    Absent: `training.steps`."""
+
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Part of all steps spent decaying; absent: decay begins when the warm-up ends."""
 
@@ -499,6 +503,24 @@ class Checkpoint(Section):
     which only the weights are taken; one of Meta's, params.json and consolidated.*.pth; or one of
     Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
 
+    load_only: bool = False
+    """Resume from what the dump folder holds, and save nothing."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too: whether the storage can be written shows at once."""
+
+    last_save_model_only: bool = False
+    """Save the weights alone after the last step, in `export_dtype`: a third of the size. Nothing
+    resumes from that checkpoint; a job starts from it by `initial_load_path`."""
+
+    last_save_in_hf: bool = False
+    """After the last step, write the weights in `export_dtype` to {dump_folder}/hf/step-N too, as a
+    model folder of Hugging Face, as `meshwright export` does and with its comparisons. The first
+    rank does it, with the whole model in its memory while logits are compared."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights that `last_save_model_only` and `last_save_in_hf` write."""
+
     initial_load_in_hf: bool = False
     """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors."""
 
@@ -520,7 +542,7 @@ class Metrics(Section):
 
 
 class Profiling(Section):
-    """[profiling] Chrome traces of single steps by torch.profiler."""
+    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory."""
 
     enable_profiling: bool = False
     """Write traces."""
@@ -536,6 +558,13 @@ class Profiling(Section):
 
     profiler_active: PositiveInt = 1
     """Steps that each trace holds."""
+
+    enable_memory_snapshot: bool = False
+    """On GPUs, record allocations, and write a snapshot every `profile_freq` steps and when memory
+    runs out: for https://pytorch.org/memory_viz. It takes host memory, and some speed."""
+
+    save_memory_snapshot_folder: Annotated[LocalPath, Field(min_length=1)] = "memory_snapshot"
+    """Folder for them inside `job.dump_folder`."""
 
 
 class Comm(Section):

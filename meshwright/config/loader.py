@@ -26,6 +26,7 @@ from meshwright.config.job_config import (
     JobConfig,
     Section,
 )
+from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import ConfigError, did_you_mean
 
 Key = tuple[str, ...]
@@ -39,6 +40,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self._origins: dict[Key, str] = {}
+        self.notes: list[str] = []
+        """What has become of each key of a TOML of torchtitan's."""
 
     def add_toml(self, path: Path, text: str) -> None:
         """Note the line of every table and key in `text`; inline tables count as one key.
@@ -64,6 +67,18 @@ class Provenance:
         """Note that the command line gave `key`."""
         self._forget_below(key)
         self._origins[key] = f"--{'.'.join(key)}"
+
+    def translate(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return `raw` as a config of ours, if it is one of torchtitan's."""
+        if not is_torchtitan(raw):
+            return raw
+        table, notes, origins = translate(raw, Path.cwd(), self.of)
+        for ours, theirs in origins.items():
+            self._origins[_split(ours)] = self.of(theirs)
+        for key, text in notes:
+            where = self.of(key)
+            self.notes.append(f"{where}: {key}: {text}" if where else f"{key}: {text}")
+        return table
 
     def _forget_below(self, key: Key) -> None:
         """What was written of the inside of `key` counts no longer."""
@@ -108,6 +123,7 @@ def load_config(argv: Sequence[str]) -> tuple[JobConfig, Provenance]:
         _set(given, key, _from_text(text, _field(key)))
         _resolve_paths(given, Path.cwd())
         _merge(raw, given)
+    raw = provenance.translate(raw)
     try:
         return JobConfig.model_validate(raw), provenance
     except ValidationError as error:
@@ -152,7 +168,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if "config_file" in raw.get("job", {}):
         where = provenance.of("job.config_file")
         raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
-    _resolve_paths(raw, path.parent)
+    _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
     _merge(base, raw)
     return base
 

@@ -119,8 +119,10 @@ OUTCOMES = {
         "fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
-        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
-        profiling="save_traces_folder profile_freq profiler_warmup profiler_active",
+        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
+        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
+        "save_memory_snapshot_folder",
     ),
     "acts": keys_of(
         job="config_file dump_folder description device_memory_gib",
@@ -131,13 +133,13 @@ OUTCOMES = {
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
-        lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
+        lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         parallelism="data_parallel_shard_degree fsdp_reshard_after_forward fsdp_prefetch_layers",
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
         metrics="log_freq enable_tensorboard save_tb_folder",
-        profiling="enable_profiling",
+        profiling="enable_profiling enable_memory_snapshot",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
 }
@@ -162,7 +164,7 @@ def test_every_key_is_read_by_what_it_is_for(key: str) -> None:
 
 
 def _is_rule(file: Path) -> bool:
-    return file.parent.name == "config" or file.name == "idle.py"
+    return "config" in file.relative_to(PACKAGE).parts or file.name == "idle.py"
 
 
 JSON = {"training__dataset": "json", "training__dataset_path": "x"}
@@ -218,9 +220,15 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
             *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            "on_save_failure",
+            *("on_save_failure", "load_only", "enable_first_step_checkpoint"),
+            *("last_save_model_only", "last_save_in_hf"),
         )
     },
+    "checkpoint.export_dtype": {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_model_only": True,
+    },
+    "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
     **{
         f"profiling.{key}": {"profiling__enable_profiling": True}
