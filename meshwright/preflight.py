@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.place import Place
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
@@ -24,12 +25,14 @@ from meshwright.config.checks import (
 )
 from meshwright.config.conditions import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
+from meshwright.config.model_folder import is_folder
 from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
+from meshwright.exchange.hf_folder import find_family, read_args
 from meshwright.exchange.initial_load import check_initial
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
@@ -109,6 +112,9 @@ def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True
     check_contradictions(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"name": spec.name})}
+    )
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
@@ -194,9 +200,15 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
     spec = MODELS[name]
-    flavors = spec.flavors
-    check(flavor in flavors, "model.flavor", flavor, "no such size", did_you_mean(flavor, flavors))
-    args = flavors[flavor]
+    if is_folder(flavor):
+        place = Place("model.flavor", Path(flavor))
+        if "name" not in config.model.model_fields_set:
+            spec = find_family(place, list(MODELS.values()))
+        args = read_args(place, spec.hf, spec.args)
+    else:
+        sizes = spec.flavors
+        check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
+        args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:  # by way of JSON, whose strict mode takes a table for a dataclass
         return spec, TypeAdapter(type(args)).validate_json(json.dumps(merged), strict=True)

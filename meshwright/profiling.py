@@ -42,7 +42,10 @@ class Profiler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._records_memory:
             if isinstance(error, torch.OutOfMemoryError):

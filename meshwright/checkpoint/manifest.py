@@ -3,10 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import (
+    Any,
+    NotRequired,  # pydantic takes typing's from Python 3.12 on
+)
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import NotRequired, TypedDict  # pydantic takes typing's from Python 3.12 on
+from typing_extensions import TypedDict
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError

@@ -50,6 +50,9 @@ BYTES = "bytes"
 MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 """`package.module:function` stands where a path to a Python file and its function would."""
 
+FOLDER_OR_NAME = "folder or name"
+"""Marks an `InputPath` that may be a name instead: what has no slash."""
+
 OUTPUT_PATH = "output path"
 
 OrFilledIn = Annotated[int, Field(ge=-1)]
@@ -100,8 +103,10 @@ class Model(Section):
     name: str = "llama"
     """Model family."""
 
-    flavor: str = "debugmodel"
-    """Size, from the family's table."""
+    flavor: Annotated[InputPath, FOLDER_OR_NAME] = "debugmodel"
+    """Size, from the family's table. Or a model folder of Hugging Face, as a path with a slash in
+    it: its config.json gives the dimensions and, if `name` is absent, the family; its tokenizer is
+    taken unless `tokenizer_path` is given, and its weights if `checkpoint.initial_load_in_hf`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
@@ -522,7 +527,8 @@ class Checkpoint(Section):
     """Type of the weights that `last_save_model_only` and `last_save_in_hf` write."""
 
     initial_load_in_hf: bool = False
-    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors."""
+    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
+    it is the folder that `model.flavor` names."""
 
 
 class Metrics(Section):

@@ -20,12 +20,14 @@ from pydantic_core import ErrorDetails
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
+    FOLDER_OR_NAME,
     INPUT_PATH,
     MODULE_OBJECT,
     OUTPUT_PATH,
     JobConfig,
     Section,
 )
+from meshwright.config.model_folder import follow_folder, is_folder
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import ConfigError, did_you_mean
 
@@ -124,6 +126,7 @@ def load_config(argv: Sequence[str]) -> tuple[JobConfig, Provenance]:
         _resolve_paths(given, Path.cwd())
         _merge(raw, given)
     raw = provenance.translate(raw)
+    follow_folder(raw)
     try:
         return JobConfig.model_validate(raw), provenance
     except ValidationError as error:
@@ -261,6 +264,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
         if field is None or not (isinstance(value, str) and value):
             continue
         if ADDRESS.match(value):  # refused as it was written
+            continue
+        if FOLDER_OR_NAME in field.metadata and not is_folder(value):
             continue
         if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
             raw[name] = os.path.normpath(folder / Path(value).expanduser())

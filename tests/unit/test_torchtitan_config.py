@@ -39,9 +39,8 @@ def given(table: dict[str, Any], **model: Any) -> str:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_theirs_is_ours_or_has_a_rule(key: str) -> None:
-    has_rule = (
-        key in {*SPECIAL, *rules.RENAMED, *rules.REFUSED}
-        or any(fnmatchcase(key, pattern) for pattern in rules.IDLE)
+    has_rule = key in {*SPECIAL, *rules.RENAMED, *rules.REFUSED} or any(
+        fnmatchcase(key, pattern) for pattern in rules.IDLE
     )
     assert (key in OURS) != has_rule or key in SPECIAL
 
@@ -111,7 +110,7 @@ def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:
     for flavor, sizes in expected.items():
         config, _ = load(tmp_path, given({}, flavor=flavor))
         _, args = resolve_model(config)
-        names = "dim n_layers n_heads n_kv_heads hidden_dim vocab_size".split()
+        names = ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"]
         found = *(getattr(args, name) for name in names), args.rope_scaling.factor
         assert found == sizes
 

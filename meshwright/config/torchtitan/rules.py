@@ -56,6 +56,7 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Values with another name here, by key."""
 
+
 class Default(NamedTuple):
     """A value that torchtitan has where a TOML says nothing, and we have not."""
 

@@ -37,7 +37,7 @@ class Translation(NamedTuple):
 
 
 def is_torchtitan(raw: Mapping[str, Any]) -> bool:
-    """Return whether a table names its model, or the folder of its tokenizer, as torchtitan does."""
+    """Return whether a table names its model, or its tokenizer's folder, as torchtitan does."""
     model = raw.get("model")
     if not isinstance(model, Mapping):
         return False
@@ -77,7 +77,9 @@ def translate(raw: Mapping[str, Any], folder: Path, where: Where) -> Translation
     noted = {note.key for note in job.notes}
     for key, _ in _flat(raw):
         if key not in table and key not in noted:
-            job.note(key, "without effect: what it belongs to is off, or its value is the usual one")
+            job.note(
+                key, "without effect: what it belongs to is off, or its value is the usual one"
+            )
     return Translation(_nested(table), job.notes, job.origins)
 
 
@@ -195,7 +197,10 @@ def _validation(job: _Job) -> None:
     length = job.given.pop("validation.seq_len", 2048)
     trained = job.given.get("training.seq_len", 2048)
     if length != trained and job.is_on("validation.enable"):
-        key, text = "validation.seq_len", f"sequences have training.seq_len = {trained}, not {length}"
+        key, text = (
+            "validation.seq_len",
+            f"sequences have training.seq_len = {trained}, not {length}",
+        )
         job.note(key, text)
     key, ours = "validation.steps", "validation.num_samples"
     if steps == -1:
