@@ -128,7 +128,9 @@ class Source(Section):
 
     dataset: str = "python_stdlib"
     """python_stdlib, c4, fineweb, fineweb-edu, slimpajama; json, parquet, text, arrow: local files;
-    or any dataset of the Hugging Face hub, as "owner/name"."""
+    megatron, tokens: local files of token ids, read where they lie (.bin with .idx of Megatron's;
+    .npy or .bin as OLMo, nanoGPT and llm.c have them); or any dataset of the Hugging Face hub, as
+    "owner/name"."""
 
     dataset_path: InputPath = ""
     """File, folder or glob for local data; for a named dataset a local copy of it."""

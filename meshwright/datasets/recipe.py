@@ -10,6 +10,7 @@ from meshwright.datasets.conversations.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.sources import Documents, fingerprint, sampled
+from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 
@@ -28,7 +29,7 @@ class Recipe:
     tokenizer_path: str
     chat_template_path: str = ""
 
-    def open(self, streamed: bool) -> Documents:
+    def open(self, streamed: bool) -> Documents | TokenFiles:
         """The documents."""
         spec = find_dataset(self.entry.source.dataset)
         assert spec is not None  # preflight has looked

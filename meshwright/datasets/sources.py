@@ -19,6 +19,7 @@ from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, line_reader, row_reader
+from meshwright.datasets.token_files import TokenFiles, token_paths
 from meshwright.errors import ConfigError, RecordError, check
 
 SUFFIXES = {
@@ -26,6 +27,8 @@ SUFFIXES = {
     "parquet": (".parquet",),
     "text": (".txt", ".md"),
     "arrow": (".arrow",),
+    "megatron": (".bin",),
+    "tokens": (".npy", ".bin"),
 }
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 """Files with a record a line."""
@@ -74,7 +77,7 @@ class Documents(Protocol):
 class DatasetSpec:
     """An entry of the dataset table."""
 
-    open: Callable[[Entry, bool], Documents]
+    open: Callable[[Entry, bool], Documents | TokenFiles]
     """Of a source; whether it is to be streamed."""
     files: Callable[[Entry], list[str]]
     """What it reads, as paths or addresses: another list means other documents."""
@@ -82,6 +85,8 @@ class DatasetSpec:
     """What `dataset_path` is to it."""
     is_large: bool = False
     """Whether it is streamed unless the config says otherwise."""
+    has_tokens: bool = False
+    """It holds tokens, which are read where they lie, instead of documents."""
 
 
 class IndexedDocuments:
@@ -289,6 +294,28 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     return _load(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
 
 
+def token_files(kind: str, entry: Entry) -> list[str]:
+    """The files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
+    found = token_paths(kind, _token_paths(kind, entry))
+    indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
+    for index in indices:
+        if not Path(index).is_file():
+            raise entry.error("dataset_path", f"there is no {index}")
+    return [*found, *indices]
+
+
+def _token_paths(kind: str, entry: Entry) -> list[str]:
+    path = entry.source.dataset_path
+    if kind == "megatron" and Path(f"{path}.bin").is_file():
+        return [f"{path}.bin"]  # Megatron names both files without their endings
+    return [file for file in local_files(kind, entry) if not file.endswith(".idx")]
+
+
+def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:
+    """Files of tokens that others have made."""
+    return TokenFiles(entry, token_paths(kind, _token_paths(kind, entry)))
+
+
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
     """Addresses, with the revision, of the files of one split; or those of a local copy."""
     path = entry.source.dataset_path
@@ -430,6 +457,10 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         spec.files(entry)
     elif path:
         check(Path(path).exists(), key, path, "no such file or folder")
+    if spec.has_tokens and source.dataset_mode == "streamed":
+        raise entry.error(
+            "dataset_mode", "tokens are read where they lie", 'leave it out, or "auto"'
+        )
     if source.dataset_subset and not is_hub:
         raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
     splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
