@@ -36,10 +36,15 @@ PATIENCE = timedelta(hours=1)
 T = TypeVar("T")
 
 
-class HasTensors(Protocol):
-    """What is saved and loaded: a flat dict of tensors, DTensors among them."""
+class HasState(Protocol):
+    """What is saved: a flat dict of tensors, DTensors among them."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
+
+
+class HasTensors(HasState, Protocol):
+    """What is saved and loaded."""
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
@@ -266,17 +271,7 @@ class CheckpointManager:
         if staging is not None:
             optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
 
-    def is_due(self, step: int, is_last: bool) -> bool:
-        """Whether `step` is one to save at."""
-        config = self._config
-        if not config.enable or config.load_only:
-            return False
-        is_first = step == 1 and config.enable_first_step_checkpoint
-        return is_last or is_first or step % config.interval == 0
-
-    def save(
-        self, step: int, state: HasTensors, manifest: Mapping[str, Any], is_last: bool
-    ) -> None:
+    def save(self, step: int, state: HasState, manifest: Mapping[str, Any], is_last: bool) -> None:
         """Write a checkpoint that appears under its name only when it is complete.
 
         With an `async_mode`, copy what is to be written, and return: a later call, of `poll` at

@@ -16,7 +16,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
     "preflight",
-    "agreement build saved_job announce",
+    "agreement build saved_job announce final_export",
     "trainer",
     "train",
     "main",
