@@ -34,6 +34,7 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError, check, did_you_mean
 from meshwright.exchange.hf_folder import find_family, read_args
 from meshwright.exchange.initial_load import check_initial
+from meshwright.extension import extend
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group
@@ -73,7 +74,7 @@ class Plan:
         if training.datasets:
             named = {
                 f"training.datasets.{number}": source.model_dump(
-                    exclude={"dataset_path", "dataset_format"}
+                    exclude={"dataset_path", "dataset_format", "dataset_revision"}
                 )
                 for number, source in enumerate(training.datasets)
             }
@@ -186,6 +187,7 @@ def check_data(config: JobConfig) -> Tokenizer:
     Raises:
         ConfigError: for the first thing that is wrong.
     """
+    extend(config)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     _check_sources(config.training, "training")
     _check_mixture(config.training.datasets)
@@ -197,6 +199,7 @@ def check_data(config: JobConfig) -> Tokenizer:
 
 def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """The family, and the flavor's dimensions with `model.args` over them."""
+    extend(config)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
     spec = MODELS[name]

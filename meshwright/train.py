@@ -38,6 +38,7 @@ from meshwright.errors import (
     DataError,
     TrainingError,
 )
+from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
 from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_file, logger
@@ -96,6 +97,8 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             would not go on from there when started again.
     """
     device = _start(plan)
+    if dist.get_rank() == 0:
+        extra_sinks = [*extra_sinks, *_user_sinks(plan.config)]
     sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
     check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -125,6 +128,15 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         return is_done
     finally:
         checkpoints.release()
+
+
+def _user_sinks(config: JobConfig) -> list[sinks.Sink]:
+    """Sinks of the user's own module, whose failures are warnings."""
+    folder = Path(config.job.dump_folder)
+    return [
+        sinks.Spared(name, partial(build, config, folder))
+        for name, build in user_sinks(config).items()
+    ]
 
 
 def _start(plan: Plan) -> torch.device:

@@ -60,6 +60,8 @@ class Manifest(TypedDict):
     versions: dict[str, str]
     config: dict[str, Any]
     files: dict[str, FileRecord]
+    data_revisions: NotRequired[dict[str, str]]
+    """Commits of datasets of the hub, by source; "" for others."""
     model_only: NotRequired[bool]
     """It holds the weights alone. Absent: all that a resume needs."""
 

@@ -46,7 +46,7 @@ EFFECTS: dict[str, Effect] = {
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
         "enable_cpu_offload gc_freq deterministic",
         validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
-        "dataset_split dataset_column dataset_format dataset_mode",
+        "dataset_revision dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
         "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
@@ -63,6 +63,7 @@ EFFECTS: dict[str, Effect] = {
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
         "profiler_active enable_memory_snapshot save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",
+        experimental="custom_import",
     ),
     # the run goes on, but not as it would have; the learning rate is a function of training.steps,
     # too
@@ -84,8 +85,8 @@ EFFECTS: dict[str, Effect] = {
     **_keys(
         "data",
         model="tokenizer_path chat_template_path",
-        training="datasets dataset dataset_path dataset_subset dataset_split dataset_column "
-        "dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
+        training="datasets dataset dataset_path dataset_subset dataset_revision dataset_split "
+        "dataset_column dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
     ),
 }
 """What a change of each key does to a run that resumes."""

@@ -115,7 +115,7 @@ CONTRADICTIONS = (
         "checkpoint.initial_load_in_hf",
         lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_path,
         "nothing is loaded: checkpoint.initial_load_path is not given",
-        "name the folder there",
+        "name the folder there; or in model.flavor, which then gives dimensions and tokenizer too",
     ),
     Contradiction(
         "activation_checkpoint.mode",

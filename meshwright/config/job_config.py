@@ -50,8 +50,8 @@ BYTES = "bytes"
 MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 """`package.module:function` stands where a path to a Python file and its function would."""
 
-FOLDER_OR_NAME = "folder or name"
-"""Marks an `InputPath` that may be a name instead: what has no slash."""
+PATH_OR_NAME = "path or name"
+"""Marks an `InputPath` that may be a name instead: without a slash, and without .py at its end."""
 
 OUTPUT_PATH = "output path"
 
@@ -103,7 +103,7 @@ class Model(Section):
     name: str = "llama"
     """Model family."""
 
-    flavor: Annotated[InputPath, FOLDER_OR_NAME] = "debugmodel"
+    flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"
     """Size, from the family's table. Or a model folder of Hugging Face, as a path with a slash in
     it: its config.json gives the dimensions and, if `name` is absent, the family; its tokenizer is
     taken unless `tokenizer_path` is given, and its weights if `checkpoint.initial_load_in_hf`."""
@@ -138,6 +138,10 @@ class Source(Section):
     dataset_subset: str = ""
     """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
 
+    dataset_revision: str = ""
+    """Commit, tag or branch of a dataset of the hub. Absent: the newest when the job starts; the
+    log and its checkpoints name the commit."""
+
     dataset_split: str = "train"
     """Part of a dataset of the hub; of python_stdlib "train", or "validation": every 20th file."""
 
@@ -145,9 +149,10 @@ class Source(Section):
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the
     assistant's tokens count in the loss."""
 
-    dataset_format: InputPath = ""
-    """Function from a row (a dict) to its text or conversation, instead of a column:
-    "package.module:function", or "path/to/file.py:function"."""
+    dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
+    """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
+    "messages"; or a function of yours from a row (a dict), "package.module:function" or
+    "path/to/file.py:function"."""
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenised once, into files that every later job maps into memory; any sample can be
@@ -585,6 +590,13 @@ class Comm(Section):
     """For a collective after that: a rank that is lost ends the job within this time."""
 
 
+class Experimental(Section):
+    """[experimental] Code of your own."""
+
+    custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
+    """Module that adds models, datasets or sinks: "package.module", or "path/to/file.py"."""
+
+
 class JobConfig(Section):
     """All that a job is told. Read from a TOML, overridden by `--section.key value`."""
 
@@ -602,3 +614,4 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
+    experimental: Experimental = Experimental()

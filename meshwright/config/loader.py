@@ -20,14 +20,14 @@ from pydantic_core import ErrorDetails
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
-    FOLDER_OR_NAME,
     INPUT_PATH,
     MODULE_OBJECT,
     OUTPUT_PATH,
+    PATH_OR_NAME,
     JobConfig,
     Section,
 )
-from meshwright.config.model_folder import follow_folder, is_folder
+from meshwright.config.model_folder import follow_folder, is_path
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import ConfigError, did_you_mean
 
@@ -265,7 +265,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
             continue
         if ADDRESS.match(value):  # refused as it was written
             continue
-        if FOLDER_OR_NAME in field.metadata and not is_folder(value):
+        if PATH_OR_NAME in field.metadata and not is_path(value):
             continue
         if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
             raw[name] = os.path.normpath(folder / Path(value).expanduser())

@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def is_path(value: str) -> bool:
+    """Return whether the value of a key that takes a path or a name is a path."""
+    return "/" in value or value.partition(":")[0].endswith(".py")
+
+
 def is_folder(flavor: object) -> bool:
     """Return whether a flavor is a path: names of sizes have no slash."""
     return isinstance(flavor, str) and "/" in flavor

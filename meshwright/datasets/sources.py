@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
@@ -217,6 +218,15 @@ def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) ->
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+
+def revision(files: list[str]) -> str:
+    """The commit that addresses of the hub name; "" if they are local."""
+    found = {match[1] for file in files if (match := COMMIT.search(file))}
+    return " ".join(sorted(found))
+
+
 SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
 
 
@@ -324,7 +334,10 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
     import datasets  # here, because it takes a second that other sources need not wait for
 
     with _openable(entry):
-        builder = datasets.load_dataset_builder(repository, _subset(entry, subset))
+        revision = entry.source.dataset_revision or None
+        builder = datasets.load_dataset_builder(
+            repository, _subset(entry, subset), revision=revision
+        )
         return [str(file) for file in builder.config.data_files[entry.source.dataset_split]]
 
 
@@ -335,7 +348,8 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
         name = entry.source.dataset_subset or None
         kept_in = _arrow_folder(entry, hub_files(repository, subset, entry))
         return _load(entry, streamed, path, name=name, split=split, cache_dir=kept_in)
-    return _load(entry, streamed, repository, name=_subset(entry, subset), split=split)
+    name, revision = _subset(entry, subset), entry.source.dataset_revision or None
+    return _load(entry, streamed, repository, name=name, split=split, revision=revision)
 
 
 def _arrow_folder(entry: Entry, files: list[str]) -> str:
@@ -463,6 +477,9 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         )
     if source.dataset_subset and not is_hub:
         raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
+    if source.dataset_revision and (not is_hub or path):
+        what = "a local copy has" if is_hub else f"dataset {name!r} has"
+        raise entry.error("dataset_revision", f"{what} no revisions", "leave it out")
     splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
     if splits and source.dataset_split not in splits:
         raise entry.error("dataset_split", f"dataset {name!r} has only {' and '.join(splits)}")

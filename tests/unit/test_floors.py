@@ -10,11 +10,12 @@ import meshwright
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware",
+    "log hardware user_module",
     "config models batch",
     "parallelisms loss launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
+    "extension",
     "preflight",
     "agreement build saved_job announce final_export",
     "trainer",
