@@ -70,7 +70,7 @@ meshwright() { # in the background: a trap waits for what is in the foreground
     child=$!
     wait "$child"
 }
-meshwright check $((ranks * nodes)) "${arguments[@]}"
+meshwright check --ngpu "$ranks" --nnodes "$nodes" "${arguments[@]}"
 export MESHWRIGHT_CHECKED=1 # what it said need not be said again
 meshwright tokenize --quiet "${arguments[@]}" # before ranks wait for it
 

@@ -5,11 +5,12 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 
 import os
 import re
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 import tomli
 import tomli_w
@@ -17,6 +18,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from meshwright.config.command_line import EVERY_KEY, Key, Parser, add_config, parse
+from meshwright.config.fields import find_field, find_section
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
@@ -24,11 +27,8 @@ from meshwright.config.job_config import (
     MODULE_OBJECT,
     OUTPUT_PATH,
     JobConfig,
-    Section,
 )
 from meshwright.errors import ConfigError, did_you_mean
-
-Key = tuple[str, ...]
 
 HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=")
@@ -92,22 +92,35 @@ def _shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def load_config(argv: Sequence[str]) -> tuple[JobConfig, Provenance]:
-    """Read `--job.config_file`, lay the other `--section.key value` over it, check every value.
+def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
+    """Load what a command line of `[CONFIG] [--section.key value ...]` describes.
 
     Raises:
-        ConfigError: with one line per mistake, each saying where it was made.
+        ConfigError: with one entry per mistake, each saying where it was made.
+    """
+    parser = Parser("train.py", epilog=EVERY_KEY)
+    add_config(parser, words)
+    return load_given(parse(parser, words))
+
+
+def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
+    """Read the TOML `given.config` ("": none), lay `given.overrides` over it, check every value.
+
+    Raises:
+        ConfigError: with one entry per mistake, each saying where it was made.
     """
     provenance = Provenance()
-    overrides = _parse_overrides(argv)
-    config_file = overrides.get(("job", "config_file"))
-    raw = _read_toml(Path(config_file), provenance, ()) if config_file else {}
-    for key, text in overrides.items():
+    raw: dict[str, Any] = {}
+    if given.config:
+        raw = _read_toml(Path(given.config), provenance, ())
+        config_file = os.path.abspath(Path(given.config).expanduser())
+        _set(raw, ("job", "config_file"), config_file)
+    for key, text in given.overrides.items():
         provenance.add_override(key)
-        given: dict[str, Any] = {}
-        _set(given, key, _from_text(text, _field(key)))
-        _resolve_paths(given, Path.cwd())
-        _merge(raw, given)
+        table: dict[str, Any] = {}
+        _set(table, key, _from_text(text, find_field(key)))
+        _resolve_paths(table, Path.cwd())
+        _merge(raw, table)
     try:
         return JobConfig.model_validate(raw), provenance
     except ValidationError as error:
@@ -157,53 +170,6 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     return base
 
 
-def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
-    """`--a.b value`, `--a.b=value`, and `--a.b` alone for true."""
-    overrides: dict[Key, str] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("--help", "-h"):
-            raise ConfigError("", f"{word}: every key is documented by `meshwright config --help`")
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not name:
-            raise ConfigError("", f"{word!r}: expected --section.key value")
-        key = tuple(name.split("."))
-        if not equals:
-            field = _field(key)
-            if words and not words[0].startswith("--"):
-                value = words.pop(0)
-            elif field is None or field.annotation is bool:
-                value = "true"
-            else:
-                raise ConfigError("", f"--{name}: needs a value")
-        if key in overrides:
-            raise ConfigError("", f"--{name}: given twice\n  fix: leave out one of the two")
-        overrides[key] = value
-    return overrides
-
-
-def _field(key: Key) -> FieldInfo | None:
-    """The declaration of `key`, if it is one of `JobConfig`'s."""
-    section = _section(key[:-1])
-    return section.model_fields.get(key[-1]) if section else None
-
-
-def _section(key: Key) -> type[Section] | None:
-    """The table at `key`, if it is one of `JobConfig`'s; a number stands for a table in a list."""
-    section: type[Section] = JobConfig
-    for part in key:
-        if part.isdecimal():
-            continue
-        annotation: Any = getattr(section.model_fields.get(part), "annotation", None)
-        if get_origin(annotation) is list:
-            (annotation,) = get_args(annotation)
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return None
-        section = annotation
-    return section
-
-
 def _from_text(text: str, field: FieldInfo | None) -> object:
     """A command-line value as the TOML value it stands for; validation has the last word."""
     if field and (field.annotation is str or get_origin(field.annotation) is Literal):
@@ -241,7 +207,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
             for inner in value:
                 if isinstance(inner, dict):
                     _resolve_paths(inner, folder, key)
-        field = _field(key)
+        field = find_field(key)
         if field is None or not (isinstance(value, str) and value):
             continue
         if ADDRESS.match(value):  # refused as it was written
@@ -259,7 +225,7 @@ def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
     prefix = f"{where}: " if where else ""
     if mistake["type"] == "extra_forbidden":
         *tables, _ = map(str, mistake["loc"])
-        section = _section(tuple(tables))
+        section = find_section(tuple(tables))
         assert section is not None
         kind = "key" if tables else "section"
         valid = [".".join([*tables, field]) for field in section.model_fields]
