@@ -4,9 +4,7 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 """
 
 import os
-import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +14,10 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from meshwright.config.command_line import EVERY_KEY, Key, Parser, add_config, parse
-from meshwright.config.fields import find_field, find_section
+from meshwright.config.explain import explain_mistake, explain_syntax
+from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
@@ -28,68 +26,23 @@ from meshwright.config.job_config import (
     OUTPUT_PATH,
     JobConfig,
 )
-from meshwright.errors import ConfigError, did_you_mean
-
-HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
-ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=")
-
-
-class Provenance:
-    """Where each key was given: `path/to.toml:12` or `--section.key`."""
-
-    def __init__(self) -> None:
-        self._origins: dict[Key, str] = {}
-
-    def add_toml(self, path: Path, text: str) -> None:
-        """Note the line of every table and key in `text`; inline tables count as one key.
-
-        tomli gives no positions. It has accepted `text`, so a line-wise look is enough; all that
-        it could misread is a line within a multi-line string that looks like a key.
-        """
-        table: Key = ()
-        counts = Counter[Key]()
-        for number, line in enumerate(text.splitlines(), 1):
-            if header := HEADER.match(line):
-                table = _split(header["key"])
-                if header["brackets"] == "[[":  # one more table of a list
-                    if not counts[table]:  # which replaces that of a TOML below
-                        self._forget_below(table)
-                    counts[table] += 1
-                    table = (*table, str(counts[table] - 1))
-                self._origins[table] = f"{_shown(path)}:{number}"
-            elif assignment := ASSIGNMENT.match(line):
-                self._origins[table + _split(assignment["key"])] = f"{_shown(path)}:{number}"
-
-    def add_override(self, key: Key) -> None:
-        """Note that the command line gave `key`."""
-        self._forget_below(key)
-        self._origins[key] = f"--{'.'.join(key)}"
-
-    def _forget_below(self, key: Key) -> None:
-        """What was written of the inside of `key` counts no longer."""
-        for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
-            del self._origins[inner]
-
-    def of(self, key: str | Sequence[str | int]) -> str:
-        """Where `key`, or else the nearest table around it, was given; "" if nowhere."""
-        parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
-        while parts and not {parts, (*parts, "0")} & self._origins.keys():
-            parts = parts[:-1]
-        return self._origins.get(parts) or self._origins.get((*parts, "0"), "")
-
-    def explain(self, error: ConfigError) -> str:
-        """The error's message, headed by where its key was given."""
-        where = self.of(error.key)
-        return f"{where}: {error}" if where else str(error)
+from meshwright.config.presets import find_config
+from meshwright.config.provenance import Provenance, shown_path
+from meshwright.errors import CombinedConfigError, ConfigError
 
 
-def _split(dotted: str) -> Key:
-    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+class InvalidConfigError(ConfigError):
+    """Keys or values that no check across sections can be made with.
 
+    Args:
+        message: every mistake, with its place.
+        rest: the config without the wrong keys; None if there is none.
+        provenance: of its values.
+    """
 
-def _shown(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    def __init__(self, message: str, rest: JobConfig | None, provenance: Provenance) -> None:
+        super().__init__("", message)
+        self.rest, self.provenance = rest, provenance
 
 
 def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
@@ -112,9 +65,9 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     provenance = Provenance()
     raw: dict[str, Any] = {}
     if given.config:
-        raw = _read_toml(Path(given.config), provenance, ())
-        config_file = os.path.abspath(Path(given.config).expanduser())
-        _set(raw, ("job", "config_file"), config_file)
+        path = find_config(given.config)
+        raw = _read_toml(path, provenance, ())
+        _set(raw, ("job", "config_file"), os.path.abspath(path))
     for key, text in given.overrides.items():
         provenance.add_override(key)
         table: dict[str, Any] = {}
@@ -124,8 +77,28 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     try:
         return JobConfig.model_validate(raw), provenance
     except ValidationError as error:
-        lines = [_describe(mistake, provenance) for mistake in error.errors()]
-        raise ConfigError("", "\n".join(lines)) from None
+        mistakes = error.errors()
+        explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
+        rest = _without(raw, [mistake["loc"] for mistake in mistakes])
+        raise InvalidConfigError(provenance.explain(explained), rest, provenance) from None
+
+
+def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
+    """The config that `raw` is without what stands in `places`, if that is one."""
+    for place in places:
+        table: Any = raw
+        for part in place[:-1]:
+            inner = table.get(part)
+            if not isinstance(inner, dict):  # a list, or what should have been a table
+                break
+            table = inner
+        else:
+            part = place[-1]
+        table.pop(part, None)
+    try:
+        return JobConfig.model_validate(raw)
+    except ValidationError:
+        return None
 
 
 @contextmanager
@@ -141,19 +114,23 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     """The TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.expanduser().absolute()
     if path in seen:
-        raise ConfigError("", f"{_shown(path)}: extends itself, by way of {_shown(seen[-1])}")
+        raise ConfigError(
+            "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         raw = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError("", f"{_shown(path)}:{error.lineno}: not TOML: {error}") from None
+        raise explain_syntax(error, shown_path(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("", f"{_shown(path)}: cannot be read: {reason}") from None
+        raise ConfigError("", f"{shown_path(path)}: cannot be read: {reason}") from None
     base: dict[str, Any] = {}
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
-        base = _read_toml(path.parent / extends, provenance, (*seen, path))
+        beside = path.parent / Path(extends).expanduser()
+        below = beside if beside.exists() else _preset(extends, path, text)
+        base = _read_toml(below, provenance, (*seen, path))
     provenance.add_toml(path, text)
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
@@ -168,6 +145,16 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     _resolve_paths(raw, path.parent)
     _merge(base, raw)
     return base
+
+
+def _preset(extends: str, path: Path, text: str) -> Path:
+    """The preset that the TOML at `path` extends."""
+    try:
+        return find_config(extends)
+    except ConfigError as error:
+        provenance = Provenance()
+        provenance.add_toml(path, text)
+        raise ConfigError("", provenance.explain(ConfigError("extends", str(error)))) from None
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:
@@ -216,23 +203,6 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
             raw[name] = os.path.normpath(folder / Path(value).expanduser())
         elif OUTPUT_PATH in field.metadata:
             raw[name] = str(Path(value).expanduser())
-
-
-def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
-    """One mistake as `file:line: key = value: what is wrong` and, for a name, the way out."""
-    key = ".".join(map(str, mistake["loc"]))
-    where = provenance.of(mistake["loc"])
-    prefix = f"{where}: " if where else ""
-    if mistake["type"] == "extra_forbidden":
-        *tables, _ = map(str, mistake["loc"])
-        section = find_section(tuple(tables))
-        assert section is not None
-        kind = "key" if tables else "section"
-        valid = [".".join([*tables, field]) for field in section.model_fields]
-        return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(key, valid)}"
-    message = mistake["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    return f"{prefix}{key} = {mistake['input']!r}: {message}"
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:
