@@ -15,6 +15,22 @@ def ranks(parser: Parser) -> None:
     parser.add_argument("--nnodes", metavar="N", help="machines (default: $NNODES, or 1)")
 
 
+def train(parser: Parser) -> None:
+    """Options of `meshwright train`."""
+    ranks(parser)
+    parser.add_argument(
+        "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where machines meet, one of them (default: $RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id", metavar="NAME", help="of the job there (default: $RDZV_ID, or meshwright)"
+    )
+
+
 def config(parser: Parser) -> None:
     """Options of `meshwright config`."""
     parser.add_argument(

@@ -29,6 +29,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "train": Command(
+        "meshwright.cli.train:run",
+        arguments.train,
+        "check a config, tokenise its data and train on all GPUs, or on 2 CPU ranks",
+        True,
+    ),
     "check": Command(
         "meshwright.cli.check_job:run", arguments.ranks, "check that a config can run", True
     ),
