@@ -6,6 +6,7 @@ import torch
 
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.place import Place
+from meshwright.errors import ConfigError, SaveError
 from meshwright.exchange.export import export
 from meshwright.exchange.export_job import export_job, tokenizer_files
 from meshwright.log import logger
@@ -21,13 +22,21 @@ def export_last(plan: Plan) -> None:
     there already.
 
     Raises:
-        ConfigError: if it cannot be written, or is not what was saved.
+        SaveError: if it cannot be written, or is not what was saved.
     """
     config = plan.config
     if not (config.checkpoint.enable and config.checkpoint.last_save_in_hf):
         return
     if config.checkpoint.load_only:  # nothing was saved
         return
+    try:
+        _export_newest(plan)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
+
+
+def _export_newest(plan: Plan) -> None:
+    config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
     with open_checkpoint(place, logger.warning) as (found, manifest):
         out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name

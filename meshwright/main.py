@@ -8,6 +8,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from meshwright.announce import CHECKED
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
     EXIT_CONFIG,
@@ -73,6 +74,9 @@ SAID_BY_FIRST_S = 5
 @record  # an exception reaches the launcher, which shows that of the first rank to fail
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
+    if CHECKED not in os.environ and os.environ.get("RANK", "0") == "0":
+        for note in provenance.notes:
+            logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return run(preflight(config, world_size, looks_at_files=False))

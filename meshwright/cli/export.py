@@ -1,8 +1,7 @@
 """`meshwright export`: a checkpoint as a model folder of Hugging Face."""
 
-import argparse
 import re
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -17,26 +16,12 @@ from meshwright.exchange.export_job import export_job, tokenizer_files
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Export, and say what was compared.
 
     Raises:
         ConfigError: if the checkpoint cannot be exported.
     """
-    parser = argparse.ArgumentParser("meshwright export", allow_abbrev=False)
-    parser.add_argument(
-        "checkpoint", type=Path, help="a step's folder, or a dump folder: its newest"
-    )
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--max-shard-size", default="5GB", help="of a file: a number and KB, MB, GB"
-    )
-    parser.add_argument("--tokenizer", help="where it is now, if no longer where the job read it")
-    parser.add_argument(
-        "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
-    )
-    given = parser.parse_args(arguments)
     max_shard_bytes = _bytes(given.max_shard_size)
     with open_checkpoint(Place("CHECKPOINT", given.checkpoint), print) as (place, manifest):
         print(f"checkpoint: {place.path}")

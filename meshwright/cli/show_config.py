@@ -1,18 +1,19 @@
 """`meshwright config`: what a config comes to, and what every key means."""
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from textwrap import fill
 
 from meshwright.config.job_config import JobConfig, Section
-from meshwright.config.loader import load_config, to_toml
+from meshwright.config.loader import load_given, to_toml
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Print the config with all defaults, or with --help the documentation of every key."""
-    if "--help" in arguments or "-h" in arguments:
+    if given.help is not None:
         print("\n".join(_documentation()))
     else:
-        config, _ = load_config(arguments)
+        config, _ = load_given(given)
         print(to_toml(config), end="")
 
 

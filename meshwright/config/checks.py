@@ -198,8 +198,18 @@ def check_divisible(config: JobConfig, model: HasParts) -> None:
             "parallelism.tensor_parallel_degree",
             degree,
             f"does not divide {name} = {size}",
-            f"use a divisor of {common}",
+            f"use {_one_of(divisors(common))}",
         )
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    *first, last = numbers
+    return f"{', '.join(map(str, first))} or {last}" if first else str(last)
 
 
 def check_writable(folder: str) -> None:

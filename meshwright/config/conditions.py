@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Source
-from meshwright.errors import check
+from meshwright.errors import Mistakes, check
 
 
 class Contradiction(NamedTuple):
@@ -297,11 +297,14 @@ def check_contradictions(config: JobConfig) -> None:
     """Check the rules between keys that need nothing but the config.
 
     Raises:
-        ConfigError: naming the first that is broken.
+        ConfigError: naming those that are broken.
     """
+    mistakes = Mistakes()
     for row in CONTRADICTIONS:
         rule = row.rule.format_map(dict(config))
-        check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
+        with mistakes.collect():
+            check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
+    mistakes.check()
 
 
 def idle_options(config: JobConfig) -> Iterator[str]:

@@ -21,7 +21,7 @@ from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, line_reader, row_reader
 from meshwright.datasets.token_files import TokenFiles, token_paths
-from meshwright.errors import ConfigError, RecordError, check
+from meshwright.errors import ConfigError, RecordError, check, where_it_ends
 
 SUFFIXES = {
     "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
@@ -287,7 +287,8 @@ def local_files(builder: str, entry: Entry) -> list[str]:
         found = glob.glob(glob.escape(literal) + path[len(literal) :], recursive=True)
         wanted = "such a file or folder"
     if not found:
-        raise entry.error("dataset_path", f"there is not {wanted}")
+        fix = "" if glob.has_magic(path) or os.path.exists(path) else where_it_ends(path)
+        raise entry.error("dataset_path", f"there is not {wanted}", fix or "check the path")
     return sorted(found)
 
 
@@ -469,12 +470,10 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
     )
     if spec.path == "required":
         spec.files(entry)
-    elif path:
-        check(Path(path).exists(), key, path, "no such file or folder")
+    elif path and not Path(path).exists():
+        check(False, key, path, "no such file or folder", where_it_ends(path))
     if spec.has_tokens and source.dataset_mode == "streamed":
-        raise entry.error(
-            "dataset_mode", "tokens are read where they lie", 'leave it out, or "auto"'
-        )
+        raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
     if source.dataset_subset and not is_hub:
         raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
     if source.dataset_revision and (not is_hub or path):

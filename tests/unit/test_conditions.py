@@ -9,7 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import meshwright
-from meshwright.cli.check_job import main as check_job
 from meshwright.config.checks import check_device
 from meshwright.config.conditions import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
 from meshwright.config.job_config import JobConfig
@@ -18,6 +17,7 @@ from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.preflight import preflight
+from tests.helpers.cli import check_job
 
 PACKAGE = Path(meshwright.__file__).parent
 DEFAULTS = JobConfig()
@@ -296,7 +296,7 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]
 def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
-    check_job(["1", *words])
+    check_job(["--ngpu", "1", *words])
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
     tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
     pp = "parallelism.pipeline_parallel_degree = 1"
@@ -318,12 +318,12 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
         "tensor": "nothing is compiled by inductor",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            check_job(["2", *words, f"--parallelism.{key}_parallel_degree", "2"])
+            check_job(["--ngpu", "2", *words, f"--parallelism.{key}_parallel_degree", "2"])
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
     words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
-    check_job(["2", *words, "--job.dump_folder", str(tmp_path)])
+    check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == ""
 
 

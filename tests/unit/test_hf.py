@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from meshwright.cli.export import main as export
 from meshwright.errors import ConfigError
+from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import (
     CASES,

@@ -3,17 +3,15 @@
 The translated table states torchtitan's defaults where ours differ, so it means what it meant.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.config.torchtitan import rules
-from meshwright.errors import ConfigError
+from meshwright.errors import CombinedConfigError, ConfigError
 
 Table = dict[str, Any]
-Where = Callable[[str], str]
-"""Where a key was given, as "path/to.toml:12"; "" if nowhere."""
 
 NAMES = {name for name, _ in rules.FLAVORS}
 ROTATE = "parallelism.context_parallel_rotate_method"
@@ -52,16 +50,16 @@ def is_torchtitan(raw: Mapping[str, Any]) -> bool:
     )
 
 
-def translate(raw: Mapping[str, Any], folder: Path, where: Where) -> Translation:
+def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     """Turn the table of a torchtitan TOML into one of ours; keys of ours in it count as they are.
 
     Args:
         folder: where relative paths start: torchtitan's are those of the working directory.
 
     Raises:
-        ConfigError: with a line for each key that asks for something which is not here.
+        ConfigError: for every key that asks for something which is not here.
     """
-    job = _Job(dict(_flat(raw)), where)
+    job = _Job(dict(_flat(raw)))
     _refuse(job)
     _model(job)
     _tokenizer(job, folder)
@@ -90,8 +88,8 @@ class _Job:
         given: keys not looked at so far; those left at the end have the same meaning here.
     """
 
-    def __init__(self, given: Table, where: Where) -> None:
-        self.given, self._where = given, where
+    def __init__(self, given: Table) -> None:
+        self.given = given
         self.ours: Table = {}
         self.notes: list[Note] = []
         self.origins: dict[str, str] = {}
@@ -112,15 +110,13 @@ class _Job:
         self.ours[key] = value
         self.note(origin, text)
 
-    def at(self, key: str, value: object, rule: str, fix: str) -> str:
-        """Describe a value that cannot be had here."""
-        where = self._where(key)
-        prefix = f"{where}: " if where else ""
-        return f"{prefix}{key} = {value!r} (torchtitan's): {rule}\n  fix: {fix}"
+
+def _error(key: str, value: object, rule: str, fix: str) -> ConfigError:
+    return ConfigError(key, f"{key} = {value!r} (torchtitan's): {rule}\n  fix: {fix}")
 
 
 def _refuse(job: _Job) -> None:
-    lines = []
+    errors = []
     for key, refusal in rules.REFUSED.items():
         if key not in job.given:
             continue
@@ -128,9 +124,9 @@ def _refuse(job: _Job) -> None:
         if value in refusal.harmless:
             job.note(key, "without effect: it asks for nothing")
         else:
-            lines.append(job.at(key, value, refusal.rule, refusal.fix))
-    if lines:
-        raise ConfigError("", "\n".join(lines))
+            errors.append(_error(key, value, refusal.rule, refusal.fix))
+    if errors:
+        raise CombinedConfigError(errors)
 
 
 def _find_flavor(name: str, flavor: str) -> tuple[tuple[str, str, Table], bool] | None:
@@ -150,7 +146,7 @@ def _model(job: _Job) -> None:
         sizes = [size for theirs, size in rules.FLAVORS if theirs == name]
         key, value = ("model.flavor", flavor) if sizes else ("model.name", name)
         fix = f"choose from {', '.join(sizes or sorted(NAMES))}"
-        raise ConfigError("", job.at(key, value, "no such model here", fix))
+        raise _error(key, value, "no such model here", fix)
     (ours, size, args), keeps_apart = found
     job.put("model.name", ours, "model.name", f"{name!r} is {ours!r}")
     stated = ", ".join(f"{key} = {value}" for key, value in args.items())
@@ -236,7 +232,7 @@ def _pipeline(job: _Job) -> None:
     shards = job.given.get("parallelism.data_parallel_shard_degree", -1)
     if shards == -1:
         rule = f"with a pipeline it is {batch} x data-parallel ranks, and their number is open"
-        raise ConfigError("", job.at(whole, -1, rule, "give the number of sequences"))
+        raise _error(whole, -1, rule, "give the number of sequences")
     ranks = job.given.get("parallelism.data_parallel_replicate_degree", 1) * shards
     job.put(whole, batch * ranks, whole, f"{batch} x {ranks} data-parallel ranks = {batch * ranks}")
 
