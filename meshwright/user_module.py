@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 
@@ -15,7 +16,9 @@ def import_user_module(name: str) -> ModuleType:
     """
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    own_name = "meshwright_user_" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    content = Path(name).read_bytes() if Path(name).is_file() else b""
+    digest = hashlib.sha256(name.encode() + content).hexdigest()  # a file that changed is another
+    own_name = f"meshwright_user_{digest[:8]}"
     if own_name in sys.modules:
         return sys.modules[own_name]
     spec = importlib.util.spec_from_file_location(own_name, name)

@@ -97,7 +97,10 @@ def keys_of(**sections: str) -> set[str]:
     return {f"{name}.{key}" for name, keys in sections.items() for key in keys.split()}
 
 
-SOURCE = "dataset dataset_path dataset_subset dataset_split dataset_column dataset_format"
+SOURCE = (
+    "dataset dataset_path dataset_subset dataset_revision dataset_split dataset_column "
+    "dataset_format"
+)
 OUTCOMES = {
     "refused": keys_of(
         job="max_run_seconds",
