@@ -28,6 +28,7 @@ KEYS = [
 ]
 JSON_SOURCE = {"dataset": "json", "dataset_path": __file__, "weight": 1.0}
 VALUES: dict[str, Any] = {
+    "lr_scheduler.total_steps": 20_000,
     "model.flavor": "llama3_8b",
     "model.args": {"n_layers": 2, "vocab_size": 258},
     "model.frozen": ["norm.weight"],
@@ -105,12 +106,14 @@ OUTCOMES = {
     "refused": keys_of(
         job="max_run_seconds",
         model="name tokenizer_path",
-        training="dataset dataset_path dataset_subset dataset_split global_batch_size",
+        training="dataset dataset_path dataset_subset dataset_revision dataset_split "
+        "global_batch_size",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
         "pipeline_parallel_degree",
         checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf",
         metrics="enable_wandb",
+        experimental="custom_import",
     ),
     "idle": keys_of(
         model="chat_template_path",
@@ -199,6 +202,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     "training.dataset_path": JSON,
     "model.chat_template_path": JSON,
     "training.dataset_subset": {"training__dataset": "c4"},
+    "training.dataset_revision": {"training__dataset": "c4"},
     "training.dataset_split": {},
     "training.dataset_mode": {},
     "training.shuffle_window": STREAMED,
