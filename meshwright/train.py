@@ -97,8 +97,6 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             would not go on from there when started again.
     """
     device = _start(plan)
-    if dist.get_rank() == 0:
-        extra_sinks = [*extra_sinks, *_user_sinks(plan.config)]
     sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
     check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -131,7 +129,9 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
 
 
 def _user_sinks(config: JobConfig) -> list[sinks.Sink]:
-    """Sinks of the user's own module, whose failures are warnings."""
+    """Sinks of the user's own module, for the first rank; an `OSError` of theirs is a warning."""
+    if dist.get_rank() > 0:
+        return []
     folder = Path(config.job.dump_folder)
     return [
         sinks.Spared(name, partial(build, config, folder))
@@ -191,6 +191,7 @@ def _set_up(
         return None
     log_to_file(dump_folder / "logs", dist.get_rank())
     announce(plan, device)
+    extra_sinks = [*extra_sinks, *_user_sinks(config)]
     if found is not None and dist.get_rank() == 0:
         drift_of(plan, found).log(_is_said(plan))
     torch.manual_seed(config.training.seed)
