@@ -69,7 +69,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                f"{pin if commit != source.revision else ''}restore the data (of a streamed source "
+                f"{pin if commit not in ('', source.revision) else ''}restore the data (of a streamed source "
                 "training.stream_shards and training.shuffle_window too), or use another "
                 "job.dump_folder",
             )

@@ -447,7 +447,7 @@ COMMITS = ("1" * 40, "2" * 40)
 
 @pytest.fixture
 def hub(monkeypatch) -> dict[str, object]:
-    """In place of the hub: a dataset whose newest commit is the second, and what was asked of it."""
+    """In place of the hub: its newest commit is the second; what was asked of it."""
     asked: dict[str, object] = {}
 
     class Builder:
