@@ -64,12 +64,14 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
             commit = saved.get("data_revisions", {}).get(source.entry.name, "")
-            pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
+            pin = ""
+            if commit not in ("", source.revision):
+                pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
             raise source.entry.error(
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                f"{pin if commit not in ('', source.revision) else ''}restore the data (of a streamed source "
+                f"{pin}restore the data (of a streamed source "
                 "training.stream_shards and training.shuffle_window too), or use another "
                 "job.dump_folder",
             )
