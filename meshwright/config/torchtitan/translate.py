@@ -40,9 +40,11 @@ def is_torchtitan(raw: Mapping[str, Any]) -> bool:
     if not isinstance(model, Mapping):
         return False
     name, flavor = model.get("name", "llama3"), model.get("flavor", "debugmodel")
+    if not (isinstance(name, str) and isinstance(flavor, str)):
+        return False
     if name in rules.OTHER_MODELS:
         return True
-    if name not in NAMES or not isinstance(flavor, str):
+    if name not in NAMES:
         return False
     is_theirs = name == "llama3" or flavor != "debugmodel"  # qwen3's debugmodel is of both
     return "hf_assets_path" in model or (
@@ -96,6 +98,13 @@ class _Job:
 
     def is_on(self, key: str) -> bool:
         return self.given.get(key) is True
+
+    def number(self, key: str, default: int) -> int:
+        """A whole number that others follow from."""
+        value = self.given.get(key, default)
+        if type(value) is not int:
+            raise ConfigError(key, f"{key} = {value!r}: must be a whole number")
+        return value
 
     def note(self, key: str, text: str) -> None:
         self.notes.append(Note(key, text))
@@ -163,7 +172,7 @@ def _model(job: _Job) -> None:
 
 def _tokenizer(job: _Job, folder: Path) -> None:
     theirs, ours = "model.hf_assets_path", "model.tokenizer_path"
-    path = str(folder / job.given.pop(theirs, "tests/assets/tokenizer"))
+    path = str(folder / str(job.given.pop(theirs, "tests/assets/tokenizer")))
     job.put(ours, path, theirs, f"renamed: {ours}, from the working directory")
     key = "checkpoint.initial_load_path"
     if job.is_on("checkpoint.initial_load_in_hf") and not job.given.get(key):
@@ -188,22 +197,20 @@ def _dataset(job: _Job, section: str, default: str, folder: Path) -> None:
 
 
 def _validation(job: _Job) -> None:
-    steps = job.given.pop("validation.steps", -1)
-    batch = job.given.pop("validation.local_batch_size", 8)
-    length = job.given.pop("validation.seq_len", 2048)
-    trained = job.given.get("training.seq_len", 2048)
+    steps = job.number("validation.steps", -1)
+    batch = job.number("validation.local_batch_size", 8)
+    length = job.number("validation.seq_len", 2048)
+    trained = job.number("training.seq_len", 2048)
+    for name in ("steps", "local_batch_size", "seq_len"):
+        job.given.pop(f"validation.{name}", None)
     if length != trained and job.is_on("validation.enable"):
-        key, text = (
-            "validation.seq_len",
-            f"sequences have training.seq_len = {trained}, not {length}",
-        )
-        job.note(key, text)
-    key, ours = "validation.steps", "validation.num_samples"
-    if steps == -1:
-        job.put(ours, -1, key, f"all of the data: {ours} = -1")
+        text = f"sequences have training.seq_len = {trained}, not {length}"
+        job.note("validation.seq_len", text)
+    if steps == -1:  # all of the data, as here
         return
-    shards = job.given.get("parallelism.data_parallel_shard_degree", -1)
-    ranks = job.given.get("parallelism.data_parallel_replicate_degree", 1) * max(shards, 1)
+    key, ours = "validation.steps", "validation.num_samples"
+    shards = job.number("parallelism.data_parallel_shard_degree", -1)
+    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * max(shards, 1)
     count = steps * batch * ranks
     text = f"x {batch} sequences x {ranks} data-parallel ranks: {ours} = {count}"
     if shards == -1:
@@ -220,27 +227,29 @@ def _context(job: _Job) -> None:
 
 def _pipeline(job: _Job) -> None:
     """A pipeline cuts their `local_batch_size` into microbatches; ours is a microbatch."""
-    size = job.given.pop(MICROBATCH, 1)
+    size = job.number(MICROBATCH, 1)
+    job.given.pop(MICROBATCH, None)
     if job.given.get("parallelism.pipeline_parallel_degree", 1) == 1:
         return
     key, whole = "training.local_batch_size", "training.global_batch_size"
-    batch = job.given.pop(key, 8)
+    batch = job.number(key, 8)
+    job.given.pop(key, None)
     job.put(key, size, key, f"a pipeline's microbatch: {size}, by {MICROBATCH}")
     if job.given.get(whole, -1) != -1:
         return
     job.given.pop(whole, None)
-    shards = job.given.get("parallelism.data_parallel_shard_degree", -1)
+    shards = job.number("parallelism.data_parallel_shard_degree", -1)
     if shards == -1:
         rule = f"with a pipeline it is {batch} x data-parallel ranks, and their number is open"
         raise _error(whole, -1, rule, "give the number of sequences")
-    ranks = job.given.get("parallelism.data_parallel_replicate_degree", 1) * shards
+    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
     job.put(whole, batch * ranks, whole, f"{batch} x {ranks} data-parallel ranks = {batch * ranks}")
 
 
 def _schedule(job: _Job) -> None:
-    steps = job.given.get("lr_scheduler.total_steps", job.given.get("training.steps", 10000))
+    steps = job.number("lr_scheduler.total_steps", job.number("training.steps", 10000))
     key = "lr_scheduler.warmup_steps"
-    if job.given.get(key, 200) > steps:
+    if job.number(key, 200) > steps > 0:
         job.given.pop(key, None)
         job.put(key, steps, key, f"lowered to {steps}, the steps of the schedule, as there")
 
@@ -248,7 +257,7 @@ def _schedule(job: _Job) -> None:
 def _compile(job: _Job) -> None:
     key = "compile.components"
     components = job.given.pop(key, ["model"])
-    if not job.is_on("compile.enable"):
+    if not job.is_on("compile.enable") or not isinstance(components, list):
         return
     if "model" not in components:
         job.given["compile.enable"] = False
@@ -263,8 +272,9 @@ def _tables(job: _Job) -> None:
         if theirs in job.given:
             job.put(ours, job.given.pop(theirs), theirs, f"renamed: {ours}")
     for key, values in rules.VALUES.items():
-        if job.given.get(key) in values:
-            value = job.given.pop(key)
+        value = job.given.get(key)
+        if isinstance(value, str) and value in values:
+            del job.given[key]
             job.put(key, values[value], key, f"{value!r} is {values[value]!r}")
     for key in list(job.given):
         for pattern, why in rules.IDLE.items():
@@ -281,8 +291,10 @@ def _tables(job: _Job) -> None:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys; a table is gone into only where theirs, or `model.args`, has one."""
     for name, value in table.items():
-        if isinstance(value, Mapping) and value:
+        is_table = not prefix or prefix.startswith("quantize.") or name in ("dataloader", "args")
+        if isinstance(value, Mapping) and value and is_table:
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
