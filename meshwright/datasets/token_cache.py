@@ -65,7 +65,7 @@ class Part:
 
 
 def checksums(
-    path: Path, block_bytes: int = BLOCK_BYTES, offset: int = 0
+    path: Path, block_bytes: int = BLOCK_BYTES, *, offset: int = 0
 ) -> npt.NDArray[np.uint32]:
     """CRC-32 of each block of the file from `offset` on."""
     with open(path, "rb") as file:
