@@ -1,4 +1,4 @@
-"""From a source to its tokens: all that they depend on."""
+"""Everything that a source's tokens depend on."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the tokens of a source depend on."""
+    """Everything that the tokens of a source depend on."""
 
     entry: Entry
     tokenizer_path: str
@@ -49,7 +49,7 @@ class Recipe:
         return self._spec.open(self.entry, streamed)
 
     def encoder(self) -> Encoder:
-        """What makes tokens of them."""
+        """The encoder of its documents."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
         def open_template() -> ChatTemplate:
@@ -59,7 +59,7 @@ class Recipe:
         return Encoder(tokenizer, open_template)
 
     def outline(self) -> str:
-        """Hash of what can be known of the documents without reading them, on any machine."""
+        """Hash of the facts known about the documents without reading them, on any machine."""
         return fingerprint(self.entry, self._spec.files(self.entry), is_portable=True)
 
     def revision(self) -> str:
