@@ -1,4 +1,4 @@
-"""What a user's own module adds: models, datasets and sinks, by `experimental.custom_import`."""
+"""Models, datasets and sinks of a user's own module, by `experimental.custom_import`."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ def extend(config: JobConfig) -> None:
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
-    """Return what builds the user's sinks, by name."""
+    """Return the functions that build the user's sinks, by name."""
     name = config.experimental.custom_import
     return dict(_table(_import(name), name, "SINKS")) if name else {}
 

@@ -13,7 +13,7 @@ def run(given: Namespace) -> None:
     """Print the translated TOML, under a note for each key whose name or meaning is another here.
 
     Raises:
-        ConfigError: if the TOML is not torchtitan's, or asks for something that is not here.
+        ConfigError: if the TOML is not torchtitan's, or asks for a feature that Meshwright lacks.
     """
     config, provenance = load_given(given)
     if not provenance.notes:

@@ -32,7 +32,7 @@ class Provenance:
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
         self.notes: list[str] = []
-        """What has become of each key of a TOML of torchtitan's, with its place."""
+        """Notes on keys of a TOML of torchtitan's, each with its place."""
 
     def add_toml(self, path: Path, text: str) -> None:
         """Note the line of every table and key in `text`; inline tables count as one key.

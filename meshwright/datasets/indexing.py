@@ -1,4 +1,4 @@
-"""What a token cache keeps of a file of tokens that stays where it lies."""
+"""The index of a file of tokens that stays where it lies, for a token cache."""
 
 import zlib
 

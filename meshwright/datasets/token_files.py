@@ -28,7 +28,7 @@ Lengths = npt.NDArray[np.uint32]
 
 
 class FormatError(ValueError):
-    """A file is not what its name says."""
+    """A file has not the format that its name says."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TokenFiles:
                 that holds it, as OLMo-core and nanoGPT have it.
 
         Raises:
-            ConfigError: if one is not what it should be, or is of another type than the first.
+            ConfigError: if one has another format, or another type than the first.
         """
         found = []
         for path in self._paths:

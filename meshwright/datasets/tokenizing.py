@@ -252,7 +252,7 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
 
 
 def _index_part(recipe: Recipe, files: TokenFiles, part: Part) -> int:
-    """Note of one file what a cache has beside tokens; the number of its tokens."""
+    """Write the index of one file of tokens; return the number of its tokens."""
     tokenizer = build_tokenizer(recipe.tokenizer_path)
     file = files.open(tokenizer.vocab_size)[part.number]
     try:

@@ -37,7 +37,7 @@ def export_job(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> Job:
-    """Return what there is to export of a checkpoint.
+    """Return the job of exporting a checkpoint.
 
     Args:
         place: of the step's folder.

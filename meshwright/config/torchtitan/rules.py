@@ -120,7 +120,7 @@ IDLE: dict[str, str] = {
 
 
 class Refusal(NamedTuple):
-    """A key of theirs that cannot be had here."""
+    """A key of theirs that is not supported."""
 
     harmless: tuple[object, ...]
     """Values that ask for nothing."""
@@ -165,4 +165,4 @@ REFUSED: dict[str, Refusal] = {
         (False,), "training.deterministic raises where an operation is not", LEAVE_OUT
     ),
 }
-"""Keys that ask for something which is not here."""
+"""Keys that ask for a feature that Meshwright lacks."""

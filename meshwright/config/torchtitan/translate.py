@@ -19,7 +19,7 @@ MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
 class Note(NamedTuple):
-    """What has become of a key of theirs."""
+    """A note on a key of theirs: its name or meaning here."""
 
     key: str
     text: str
@@ -59,7 +59,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
         folder: where relative paths start: torchtitan's are those of the working directory.
 
     Raises:
-        ConfigError: for every key that asks for something which is not here.
+        ConfigError: for every key that asks for a feature that Meshwright lacks.
     """
     job = _Job(dict(_flat(raw)))
     _refuse(job)
@@ -77,9 +77,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     noted = {note.key for note in job.notes}
     for key, _ in _flat(raw):
         if key not in table and key not in noted:
-            job.note(
-                key, "without effect: what it belongs to is off, or its value is the usual one"
-            )
+            job.note(key, "without effect: its feature is off, or its value is the usual one")
     return Translation(_nested(table), job.notes, job.origins)
 
 
