@@ -74,7 +74,7 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             word = SAME_VALUES.get(str(value).lower(), str(value))
-            found = word if word in choices else nearest(word, choices)
+            found = word if word in choices else nearest(word, choices, may_lack_digits=True)
             return f'write "{found}"' if found else ""
     return ""
 
