@@ -89,6 +89,15 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job is not to go on, or is over."""
 
 
+EXIT_CODES: dict[type[Exception], int] = {
+    ConfigError: EXIT_CONFIG,
+    TrainingError: EXIT_TRAINING,
+    SaveError: EXIT_SAVE,
+    DataError: EXIT_DATA,
+}
+"""Exit codes of ranks that have reported why they end."""
+
+
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
     """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
     if not ok:

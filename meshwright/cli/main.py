@@ -41,6 +41,16 @@ COMMANDS = {
     "config": Command(
         "meshwright.cli.show_config:run", arguments.config, "show every value of a config", True
     ),
+    "config diff": Command(
+        "meshwright.cli.show_config:run_diff",
+        arguments.config_diff,
+        "list the keys in which two configs differ",
+    ),
+    "schema": Command(
+        "meshwright.cli.show_schema:run",
+        arguments.nothing,
+        "print the JSON Schema of a config, for editors",
+    ),
     "tokenize": Command(
         "meshwright.cli.tokenize_data:run", arguments.tokenize, "tokenise the data of a job", True
     ),
@@ -68,6 +78,9 @@ COMMANDS = {
         "meshwright.cli.export:run", arguments.export, "write a checkpoint for Hugging Face"
     ),
     "generate": Command("meshwright.cli.generate:run", arguments.generate, "generate text"),
+    "completion": Command(
+        "meshwright.cli.completion:run", arguments.completion, "print a script for bash or zsh"
+    ),
 }
 """By name, of one word or two."""
 

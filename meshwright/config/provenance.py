@@ -71,6 +71,12 @@ class Provenance:
         """Whether `key` itself was given."""
         return tuple(key.split(".")) in self._origins
 
+    def origin(self, key: str) -> str:
+        """Where the value of `key`, or a part of it, was given; "default" if nowhere."""
+        parts = tuple(key.split("."))
+        is_given = any(given[: len(parts)] == parts for given in self._origins)
+        return self.of(key) if is_given else "default"
+
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
         while parts and not {parts, (*parts, "0")} & self._origins.keys():

@@ -91,10 +91,12 @@ def nearest(
 
 
 def _likeness(a: str, b: str) -> float:
-    """Share of equal letters; two letters in each other's place are one error."""
+    """Share of equal letters; one wrong letter, or two in each other's place, are always alike."""
     ratio = SequenceMatcher(None, a, b).ratio()
-    is_swap = len(a) == len(b) > 3 and sorted(a) == sorted(b)
-    return max(ratio, 0.9) if is_swap and sum(map(str.__ne__, a, b)) == 2 else ratio
+    if len(a) != len(b) or len(a) < 4:
+        return ratio
+    wrong = sum(map(str.__ne__, a, b))
+    return max(ratio, 0.9) if wrong == 1 or (wrong == 2 and sorted(a) == sorted(b)) else ratio
 
 
 def _in_section(target: str, inside: Key, siblings: Sequence[str]) -> str:
