@@ -180,7 +180,10 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "dir": "checkpoint.folder (inside job.dump_folder)",
     },
     "metrics": {"interval": "metrics.log_freq", "steps": "metrics.log_freq or training.steps"},
-    "lr_scheduler": {"name": "lr_scheduler.decay_type or optimizer.name", "type": "lr_scheduler.decay_type"},
+    "lr_scheduler": {
+        "name": "lr_scheduler.decay_type or optimizer.name",
+        "type": "lr_scheduler.decay_type",
+    },
     "optimizer": {"type": "optimizer.name"},
     "activation_checkpoint": {"enable": "activation_checkpoint.mode"},
 }
