@@ -84,10 +84,15 @@ class Provenance:
         origin = self._origins.get(parts) or self._origins.get((*parts, "0"))
         return parts, origin or Origin("")
 
+    def _place(self, error: ConfigError) -> tuple[str, int]:
+        """To sort by file and line; what was not written comes first."""
+        path, _, line = self.of(error.key).rpartition(":")
+        return path, int(line) if path else 0
+
     def explain(self, error: ConfigError) -> str:
         """The error's message, headed by where its key was given, with the line and a caret."""
         if isinstance(error, CombinedConfigError):
-            return "\n".join(map(self.explain, error.errors))
+            return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
         parts, (where, line) = self._nearest(error.key)
         if not where:
             return str(error)
