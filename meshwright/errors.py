@@ -111,6 +111,12 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
 
 
+def divisors_of(number: int) -> str:
+    """Return the divisors of a positive number as a choice: "1, 2, 4 or 8"."""
+    *first, last = (str(n) for n in range(1, number + 1) if number % n == 0)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def where_it_ends(path: str | Path) -> str:
     """Return advice on a path that does not exist: a name that is near, or how far it exists."""
     path = Path(path).absolute()

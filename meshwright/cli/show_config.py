@@ -17,7 +17,7 @@ from meshwright.errors import check, did_you_mean
 
 
 def run(given: Namespace) -> None:
-    """Print the config as TOML, each value with its origin; or what an option asks for."""
+    """Print the config as TOML, each value with its origin; or the presets; or the help."""
     if given.presets:
         print("\n".join(preset_names()))
     elif given.help is not None:

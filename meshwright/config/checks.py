@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check, did_you_mean
+from meshwright.errors import check, did_you_mean, divisors_of
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
@@ -202,18 +202,8 @@ def check_divisible(config: JobConfig, model: HasParts) -> None:
             "parallelism.tensor_parallel_degree",
             degree,
             f"does not divide {name} = {size}",
-            f"use {_one_of(divisors(common))}",
+            f"use {divisors_of(common)}",
         )
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    *first, last = numbers
-    return f"{', '.join(map(str, first))} or {last}" if first else str(last)
 
 
 def check_writable(folder: str) -> None:

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists what can be given")
+        raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
 def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

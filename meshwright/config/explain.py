@@ -1,4 +1,4 @@
-"""What pydantic and tomli find wrong, in words that say what to write instead."""
+"""Turn mistakes that pydantic and tomli find into messages with a fix."""
 
 import math
 import re

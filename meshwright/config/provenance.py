@@ -85,7 +85,7 @@ class Provenance:
         return parts, origin or Origin("")
 
     def _place(self, error: ConfigError) -> tuple[str, int]:
-        """To sort by file and line; what was not written comes first."""
+        """Sort key: file and line; keys that were not written come first."""
         path, _, line = self.of(error.key).rpartition(":")
         return path, int(line) if path else 0
 

@@ -29,7 +29,7 @@ FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 class Tokenizer(Protocol):
-    """What the data and generation need of a tokenizer."""
+    """The interface that data and generation use."""
 
     vocab_size: int
     """One more than the largest id."""
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without BOS and EOS; what looks like a special token is text."""
+        """Ids of `text` alone, without BOS and EOS; the spelling of a special token is text."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`."""
@@ -137,7 +137,7 @@ def _download(file: Path) -> str:
 def kind_of(
     file: Path, content: bytes
 ) -> type[HuggingFaceTokenizer] | type[TiktokenTokenizer] | type[SentencePieceTokenizer]:
-    """Two kinds are called `tokenizer.model`: what is in it tells."""
+    """Two kinds are called `tokenizer.model`: the content tells."""
     if file.suffix == ".json" or content.lstrip().startswith(b"{"):
         return HuggingFaceTokenizer
     return TiktokenTokenizer if is_tiktoken(content) else SentencePieceTokenizer
