@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from textwrap import fill
 
@@ -51,11 +52,15 @@ def run_diff(given: Namespace) -> None:
 def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
     """Lines of TOML, each value with a comment that says where it was written."""
     table = ""
+    counts = Counter[str]()
     lines = toml.rstrip().splitlines()
     width = max(len(line) for line in lines if len(line) < 60)
     for line in lines:
         if header := HEADER.match(line):
             table = header["key"]
+            if header["brackets"] == "[[":
+                counts[table] += 1
+                table = f"{table}.{counts[table] - 1}"
             yield line
             continue
         key, is_value, _ = line.partition(" = ")

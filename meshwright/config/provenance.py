@@ -74,8 +74,11 @@ class Provenance:
     def origin(self, key: str) -> str:
         """Where the value of `key`, or a part of it, was given; "default" if nowhere."""
         parts = tuple(key.split("."))
-        is_given = any(given[: len(parts)] == parts for given in self._origins)
-        return self.of(key) if is_given else "default"
+        inside = any(given[: len(parts)] == parts for given in self._origins)
+        found, origin = self._nearest(key)
+        # an inline table gives all that is in it; the header of a table gives nothing
+        is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
+        return origin.where if inside or is_inline else "default"
 
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))

@@ -107,7 +107,9 @@ def test_words_that_are_not_understood(words, says) -> None:
 
 def test_origins_of_values(tmp_path, capsys) -> None:
     own = tmp_path / "own.toml"
-    own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n')
+    parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
+    groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 2 }]\n'
+    own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}')
     command("config")([own, "--training.steps", 9])
     out = capsys.readouterr().out
     lines = {line.split(" = ")[0]: line.split("  # ")[-1] for line in out.splitlines()}
@@ -115,6 +117,12 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     assert lines["steps"] == "--training.steps"
     assert lines["warmup_steps"].endswith("debug_model.toml:33")
     assert lines["beta1"] == "default"
+    assert lines["lr_scale"].endswith("own.toml:9")
+    first, second = out.split("[[training.datasets]]")[1:]
+    assert 'name = "a"' in first
+    assert "own.toml:5" in first
+    assert "own.toml:7" in second
+    assert "own.toml:7" not in first
     assert tomli.loads(out)["training"]["steps"] == 9
 
 
