@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshwright import __version__
 from meshwright.cli import arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
-from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
+from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
 
 
 class Command(NamedTuple):
@@ -121,7 +121,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run one command; a `ConfigError` becomes its message and exit code 2."""
+    """Run one command; a `ConfigError` becomes its message and exit code 2, Ctrl-C code 130."""
     words = sys.argv[1:] or ["--help"]
     try:
         if words[0] in ("--help", "-h"):
@@ -134,6 +134,8 @@ def main() -> None:
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # `| head` has seen enough; without the traceback of a flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

@@ -8,7 +8,7 @@ import pytest
 import tomli
 
 import meshwright
-from meshwright.cli.main import COMMANDS, build_parser, run
+from meshwright.cli.main import COMMANDS, build_parser, main, run
 from meshwright.cli.train import environment
 from meshwright.config.loader import load_config
 from meshwright.config.presets import preset_names
@@ -68,6 +68,17 @@ def test_version_and_unknown_commands() -> None:
     assert result.stderr == "meshwright: unknown command chek\n  fix: did you mean check?\n"
     with pytest.raises(ConfigError, match="did you mean checkpoint ls?"):
         run(["checkpoint", "lss"])
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.cli.show_schema.json_schema", interrupt)
+    monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize(
