@@ -89,6 +89,15 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job is not to go on, or is over."""
 
 
+EXIT_CODES: dict[type[Exception], int] = {
+    ConfigError: EXIT_CONFIG,
+    TrainingError: EXIT_TRAINING,
+    SaveError: EXIT_SAVE,
+    DataError: EXIT_DATA,
+}
+"""Exit codes of ranks that have reported why they end."""
+
+
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
     """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
     if not ok:
@@ -100,6 +109,12 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+
+
+def divisors_of(number: int) -> str:
+    """Return the divisors of a positive number as a choice: "1, 2, 4 or 8"."""
+    *first, last = (str(n) for n in range(1, number + 1) if number % n == 0)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def where_it_ends(path: str | Path) -> str:

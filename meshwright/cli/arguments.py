@@ -1,10 +1,24 @@
 """The options of every command. Free of torch, so that `--help` and completion take no time."""
 
+import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
 
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
+
+
+def output_folder(text: str) -> Path:
+    """Return the path.
+
+    Raises:
+        ArgumentTypeError: for an address: as a path, "s3://bucket" is a folder called "s3:".
+    """
+    if ADDRESS.match(text):
+        raise ArgumentTypeError(f"{text!r} is an address; write to a folder, and copy that")
+    return Path(text)
 
 
 def ranks(parser: Parser) -> None:
@@ -38,12 +52,24 @@ def config(parser: Parser) -> None:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="print this and document every key, or the keys of one section",
+        help="document every key, or the keys of one section",
     )
+    parser.add_argument("--presets", action="store_true", help="list the presets")
 
 
-def migrate(parser: Parser) -> None:
-    """Options of `meshwright config migrate`: none but CONFIG."""
+def config_diff(parser: Parser) -> None:
+    """Options of `meshwright config diff`."""
+    parser.add_argument("a", help="a TOML file, or a preset by name")
+    parser.add_argument("b", help="the same")
+
+
+def nothing(parser: Parser) -> None:
+    """No options."""
+
+
+def completion(parser: Parser) -> None:
+    """Options of `meshwright completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def tokenize(parser: Parser) -> None:
@@ -57,7 +83,7 @@ def prove(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="default: {dump_folder}/proof"
+        "--output", type=output_folder, metavar="FOLDER", help="default: {dump_folder}/proof"
     )
 
 
@@ -87,7 +113,7 @@ def checkpoint_diff(parser: Parser) -> None:
 def export(parser: Parser) -> None:
     """Options of `meshwright export`."""
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
-    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("out", type=output_folder, help="the folder to make")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB", help="per file: a number and KB, MB, GB")
     parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")

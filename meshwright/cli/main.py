@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshwright import __version__
 from meshwright.cli import arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
-from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
+from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
 
 
 class Command(NamedTuple):
@@ -43,9 +43,19 @@ COMMANDS = {
     ),
     "config migrate": Command(
         "meshwright.cli.migrate:run",
-        arguments.migrate,
+        arguments.nothing,
         "translate a TOML of torchtitan 0.2.2, with a note for each key",
         True,
+    ),
+    "config diff": Command(
+        "meshwright.cli.show_config:run_diff",
+        arguments.config_diff,
+        "list the keys in which two configs differ",
+    ),
+    "schema": Command(
+        "meshwright.cli.show_schema:run",
+        arguments.nothing,
+        "print the JSON Schema of a config, for editors",
     ),
     "tokenize": Command(
         "meshwright.cli.tokenize_data:run", arguments.tokenize, "tokenise the data of a job", True
@@ -74,6 +84,9 @@ COMMANDS = {
         "meshwright.cli.export:run", arguments.export, "write a checkpoint for Hugging Face"
     ),
     "generate": Command("meshwright.cli.generate:run", arguments.generate, "generate text"),
+    "completion": Command(
+        "meshwright.cli.completion:run", arguments.completion, "print a script for bash or zsh"
+    ),
 }
 """By name, of one word or two."""
 
@@ -114,7 +127,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run one command; a `ConfigError` becomes its message and exit code 2."""
+    """Run one command; a `ConfigError` becomes its message and exit code 2, Ctrl-C code 130."""
     words = sys.argv[1:] or ["--help"]
     try:
         if words[0] in ("--help", "-h"):
@@ -127,6 +140,8 @@ def main() -> None:
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # `| head` has seen enough; without the traceback of a flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

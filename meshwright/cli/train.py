@@ -49,7 +49,7 @@ def run(given: Namespace) -> None:
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
     new = {
-        "MESHWRIGHT_CHECKED": "1",  # what the check said need not be said again
+        "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
         "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
     }
     if ranks.gpus and not any(name in inherited for name in ALLOCATOR):

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists what can be given")
+        raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
 def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -114,4 +114,10 @@ def _refuse(word: str) -> NoReturn:
     name, equals, _ = word.partition("=")
     if equals and "." in name and not name.startswith("-"):
         raise ConfigError("", f"{word!r}: expected --section.key value\n  fix: write --{word}")
-    raise ConfigError("", f"{word!r}: expected CONFIG or --section.key value")
+    fix = ""
+    if name.startswith("--"):
+        from meshwright.config.suggest import suggest_key  # as above: pydantic takes 0.1 s
+
+        advice = suggest_key([name.removeprefix("--")])
+        fix = "\n  fix: " + advice.replace("did you mean ", "did you mean --")
+    raise ConfigError("", f"{word!r}: expected CONFIG or --section.key value{fix}")

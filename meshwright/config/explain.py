@@ -1,4 +1,4 @@
-"""What pydantic and tomli find wrong, in words that say what to write instead."""
+"""Turn mistakes that pydantic and tomli find into messages with a fix."""
 
 import math
 import re
@@ -74,7 +74,7 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             word = SAME_VALUES.get(str(value).lower(), str(value))
-            found = word if word in choices else nearest(word, choices)
+            found = word if word in choices else nearest(word, choices, may_lack_digits=True)
             return f'write "{found}"' if found else ""
     return ""
 

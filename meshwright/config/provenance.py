@@ -78,6 +78,15 @@ class Provenance:
         """Whether `key` itself was given."""
         return tuple(key.split(".")) in self._origins
 
+    def origin(self, key: str) -> str:
+        """Where the value of `key`, or a part of it, was given; "default" if nowhere."""
+        parts = tuple(key.split("."))
+        inside = any(given[: len(parts)] == parts for given in self._origins)
+        found, origin = self._nearest(key)
+        # an inline table gives all that is in it; the header of a table gives nothing
+        is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
+        return origin.where if inside or is_inline else "default"
+
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
         while parts and not {parts, (*parts, "0")} & self._origins.keys():
@@ -85,10 +94,15 @@ class Provenance:
         origin = self._origins.get(parts) or self._origins.get((*parts, "0"))
         return parts, origin or Origin("")
 
+    def _place(self, error: ConfigError) -> tuple[str, int]:
+        """Sort key: file and line; keys that were not written come first."""
+        path, _, line = self.of(error.key).rpartition(":")
+        return path, int(line) if path else 0
+
     def explain(self, error: ConfigError) -> str:
         """The error's message, headed by where its key was given, with the line and a caret."""
         if isinstance(error, CombinedConfigError):
-            return "\n".join(map(self.explain, error.errors))
+            return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
         parts, (where, line) = self._nearest(error.key)
         if not where:
             return str(error)

@@ -10,6 +10,7 @@ from meshwright.config.synonyms import NOT_HERE, SECTIONS, SYNONYMS
 
 ALIKE = 0.8
 """Least share of equal letters of a typing error; "lrr" and "lr" have 0.8."""
+ALIKE_SYNONYM = 0.88
 MOST_CHOICES = 4
 
 
@@ -25,8 +26,9 @@ def suggest_key(key: Sequence[str]) -> str:
     siblings = list(section.model_fields) if inside and section is not None else []
     if name in SYNONYMS.get(".".join(inside), {}):
         return f"did you mean {SYNONYMS['.'.join(inside)][name]}?"
-    if near := _nearest(name, siblings):
-        return _did_you_mean([(*inside, near)])
+    by_plain = {_plain(sibling): sibling for sibling in siblings}
+    if _plain(name) in by_plain:
+        return _did_you_mean([(*inside, by_plain[_plain(name)])])
     parts_of = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
     elsewhere = [found for found, _ in all_keys() if found[-1] == _plain(name)]
     choices = [*((*inside, sibling) for sibling in parts_of), *elsewhere]
@@ -38,10 +40,12 @@ def suggest_key(key: Sequence[str]) -> str:
     if bare in absent:
         return absent[bare]
     if bare in known:
-        return f"did you mean {known[bare]}?"
-    if near := _nearest(name, [found[-1] for found, _ in all_keys()]):
+        return f"did you mean {_in_section(known[bare], inside, siblings)}?"
+    if near := nearest(name, siblings):
+        return _did_you_mean([(*inside, near)])
+    if near := nearest(name, [found[-1] for found, _ in all_keys()]):
         return _did_you_mean([found for found, _ in all_keys() if found[-1] == near])
-    if near := _nearest(bare, [word for word in known if len(word) > 4]):
+    if near := nearest(bare, [word for word in known if len(word) > 5], ALIKE_SYNONYM):
         return f"did you mean {known[near]}?"
     place = inside[0] if inside and inside[0] in JobConfig.model_fields else ""
     return f"leave it out; `meshwright config --help{place and ' '}{place}` documents " + (
@@ -58,7 +62,7 @@ def suggest_section(name: str, keys: Iterable[str]) -> str:
     sections = list(JobConfig.model_fields)
     if _bare(name) in SECTIONS:
         return f"did you mean {SECTIONS[_bare(name)]}?"
-    if near := _nearest(name, sections):
+    if near := nearest(name, sections):
         return f"did you mean {near}?"
     wanted = set(keys)
     holding = [s for s in sections if wanted and wanted <= _names_in(s)]
@@ -67,24 +71,38 @@ def suggest_section(name: str, keys: Iterable[str]) -> str:
     return f"leave it out; the sections are {', '.join(sections)}"
 
 
-def nearest(wrong: str, valid: Iterable[str]) -> str | None:
-    """Return the one of `valid` that `wrong` is a typing error of, if there is one."""
-    return _nearest(wrong, list(valid))
+def nearest(
+    wrong: str, valid: Iterable[str], alike: float = ALIKE, *, may_lack_digits: bool = False
+) -> str | None:
+    """Return the one of `valid` that `wrong` is a typing error of, if there is one.
 
-
-def _nearest(wrong: str, valid: Sequence[str]) -> str | None:
+    Args:
+        may_lack_digits: "bfloat" may be "bfloat16". Otherwise digits have to be equal: beta1 is no
+            typing error of beta2, nor llama3_8b of llama3_3b.
+    """
     plain = _plain(wrong)
-    by_plain = {_plain(name): name for name in valid}
-    if plain in by_plain:
-        return by_plain[plain]
-    ratio, best = max(
-        ((SequenceMatcher(None, plain, name).ratio(), name) for name in by_plain),
-        default=(0.0, ""),
-    )
-    # numbers are no typing errors of each other: beta1 is not beta2, nor llama3_8b llama3_3b
-    if ratio < ALIKE or _digits(plain) != _digits(best):
-        return None
-    return by_plain[best]
+    best, most = None, alike
+    for name in valid:
+        likeness = _likeness(plain, _plain(name))
+        digits = _digits(wrong)
+        if likeness >= most and (digits == _digits(name) or (may_lack_digits and not digits)):
+            best, most = name, likeness
+    return best
+
+
+def _likeness(a: str, b: str) -> float:
+    """Share of equal letters; one wrong letter, or two in each other's place, are always alike."""
+    ratio = SequenceMatcher(None, a, b).ratio()
+    if len(a) != len(b) or len(a) < 4:
+        return ratio
+    wrong = sum(map(str.__ne__, a, b))
+    return max(ratio, 0.9) if wrong == 1 or (wrong == 2 and sorted(a) == sorted(b)) else ratio
+
+
+def _in_section(target: str, inside: Key, siblings: Sequence[str]) -> str:
+    """`target`, or the key of that name in the section at hand."""
+    name = target.rpartition(".")[2]
+    return ".".join((*inside, name)) if name in siblings else target
 
 
 def _did_you_mean(keys: Sequence[Key]) -> str:

@@ -167,7 +167,7 @@ _WORDS = {
 SYNONYMS: dict[str, dict[str, str]] = {
     "": {name: key for key, names in _WORDS.items() for name in names.split()},
     "validation": {
-        "steps": "validation.num_samples (sequences of each dataset)",
+        "steps": "validation.num_samples (sequences of each dataset) or training.steps",
         "interval": "validation.freq",
         "batch_size": "training.local_batch_size (validation has the same)",
         "local_batch_size": "training.local_batch_size (validation has the same)",
@@ -175,12 +175,15 @@ SYNONYMS: dict[str, dict[str, str]] = {
     },
     "checkpoint": {
         "freq": "checkpoint.interval",
-        "steps": "checkpoint.interval",
+        "steps": "checkpoint.interval or training.steps",
         "path": "checkpoint.folder (inside job.dump_folder) or checkpoint.initial_load_path",
         "dir": "checkpoint.folder (inside job.dump_folder)",
     },
-    "metrics": {"interval": "metrics.log_freq", "steps": "metrics.log_freq"},
-    "lr_scheduler": {"name": "lr_scheduler.decay_type", "type": "lr_scheduler.decay_type"},
+    "metrics": {"interval": "metrics.log_freq", "steps": "metrics.log_freq or training.steps"},
+    "lr_scheduler": {
+        "name": "lr_scheduler.decay_type or optimizer.name",
+        "type": "lr_scheduler.decay_type",
+    },
     "optimizer": {"type": "optimizer.name"},
     "activation_checkpoint": {"enable": "activation_checkpoint.mode"},
 }
