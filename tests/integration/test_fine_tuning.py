@@ -22,7 +22,7 @@ from tests.unit.test_extension import example
 PRESET = ROOT / "train_configs" / "fine_tune.toml"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}"
-    "{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
