@@ -11,7 +11,6 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.config.conditions import schedule_steps
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
@@ -240,7 +239,7 @@ def learning_rate(config: JobConfig) -> Callable[[int], float]:
     schedule = config.lr_scheduler
     fraction = partial(
         warmup_stable_decay,
-        steps=schedule_steps(config),
+        steps=schedule.total_steps or config.training.steps,
         warmup_steps=schedule.warmup_steps,
         decay_ratio=schedule.decay_ratio,
         decay_type=schedule.decay_type,

@@ -36,6 +36,11 @@ def num_decay_steps(c: JobConfig) -> int:
     return round(steps * schedule.decay_ratio)
 
 
+def _decays_too_long(c: JobConfig) -> bool:
+    needed = c.lr_scheduler.warmup_steps + num_decay_steps(c)
+    return c.lr_scheduler.decay_ratio is not None and needed > schedule_steps(c)
+
+
 def _is_compiled(c: JobConfig) -> bool:
     """Whether a compiler changes the graph, which backend eager does not."""
     return c.compile.enable and c.compile.backend != "eager"
@@ -73,12 +78,16 @@ TOO_EARLY = (
 CONTRADICTIONS = (
     Contradiction(
         "lr_scheduler.decay_ratio",
-        lambda c: (
-            c.lr_scheduler.decay_ratio is not None
-            and c.lr_scheduler.warmup_steps + num_decay_steps(c) > schedule_steps(c)
-        ),
-        "so many steps of decay do not fit into the schedule after {lr_scheduler.warmup_steps} of "
-        "warm-up",
+        lambda c: not c.lr_scheduler.total_steps and _decays_too_long(c),
+        "so many steps of decay do not fit in {training.steps} after {lr_scheduler.warmup_steps} "
+        "of warm-up",
+        "lower it, or lr_scheduler.warmup_steps",
+    ),
+    Contradiction(
+        "lr_scheduler.decay_ratio",
+        lambda c: bool(c.lr_scheduler.total_steps) and _decays_too_long(c),
+        "so many steps of decay do not fit in lr_scheduler.total_steps = "
+        "{lr_scheduler.total_steps} after {lr_scheduler.warmup_steps} of warm-up",
         "lower it, or lr_scheduler.warmup_steps",
     ),
     Contradiction(

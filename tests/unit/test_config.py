@@ -138,6 +138,7 @@ PATH_KEYS = (
     *("validation.dataset_path", "validation.dataset_format"),
     *("checkpoint.folder", "checkpoint.initial_load_path"),
     *("metrics.save_tb_folder", "profiling.save_traces_folder"),
+    "profiling.save_memory_snapshot_folder",
 )
 
 
@@ -292,6 +293,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ),
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--checkpoint.enable=false", "--job.max_run_seconds", "60"], "would be lost"),
+        (
+            ["--lr_scheduler.total_steps=119"],
+            "the schedule ends before training.steps = 120",
+        ),
+        (
+            ["--lr_scheduler.total_steps=200", "--lr_scheduler.decay_ratio=0.95"],
+            "do not fit in lr_scheduler.total_steps = 200 after 20",
+        ),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (
             ["--profiling.profile_freq", "2"],
