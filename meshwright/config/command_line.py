@@ -99,14 +99,14 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         _refuse(rest[0])
     if not hasattr(given, "overrides"):
         return given
+    if re.fullmatch(r"[\w.]+=.*", given.config or ""):
+        _refuse(given.config)
     named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
     if named is not None and given.config is not None:
         raise ConfigError(
             "", f"CONFIG = {given.config!r}: given beside --{CONFIG_FILE} {named}\n  fix: name one"
         )
     given.config = given.config or named or ""
-    if re.fullmatch(r"[\w.]+=.*", given.config):
-        _refuse(given.config)
     return given
 
 
