@@ -19,8 +19,11 @@ EVERY_KEY = (
 class Parser(argparse.ArgumentParser):
     """argparse, with options in full and errors like any other of a user's mistakes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, conflict_handler="resolve", **kwargs)
+    def __init__(self, prog: str, description: str = "") -> None:
+        # "resolve": `config` has a --help of its own
+        super().__init__(
+            prog, description=description, allow_abbrev=False, conflict_handler="resolve"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting.
