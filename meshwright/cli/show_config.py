@@ -40,7 +40,7 @@ def run_diff(given: Namespace) -> None:
     tables = [config.model_dump(exclude={"job": {"config_file"}}) for config in (a, b)]
     rows = [
         (d.key, repr(d.old), repr(d.new), of_a.origin(d.key), of_b.origin(d.key))
-        for d in differences(*tables)
+        for d in differences(tables[0], tables[1])
     ]
     if not rows:
         print("equal")

@@ -19,8 +19,11 @@ EVERY_KEY = (
 class Parser(argparse.ArgumentParser):
     """argparse, with options in full and errors like any other of a user's mistakes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, conflict_handler="resolve", **kwargs)
+    def __init__(self, prog: str, description: str = "") -> None:
+        # "resolve": `config` has a --help of its own
+        super().__init__(
+            prog, description=description, allow_abbrev=False, conflict_handler="resolve"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting.
@@ -99,14 +102,14 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         _refuse(rest[0])
     if not hasattr(given, "overrides"):
         return given
+    if re.fullmatch(r"[\w.]+=.*", given.config or ""):
+        _refuse(given.config)
     named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
     if named is not None and given.config is not None:
         raise ConfigError(
             "", f"CONFIG = {given.config!r}: given beside --{CONFIG_FILE} {named}\n  fix: name one"
         )
     given.config = given.config or named or ""
-    if re.fullmatch(r"[\w.]+=.*", given.config):
-        _refuse(given.config)
     return given
 
 

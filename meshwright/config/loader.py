@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from meshwright.config.command_line import EVERY_KEY, Key, Parser, add_config, parse
+from meshwright.config.command_line import Key, Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_syntax
 from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
@@ -54,7 +54,7 @@ def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
     """
-    parser = Parser("train.py", epilog=EVERY_KEY)
+    parser = Parser("train.py")
     add_config(parser, words)
     return load_given(parse(parser, words))
 

@@ -185,7 +185,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.steps", "3", "--training.steps=3"], "--training.steps: given twice"),
         (["--compile.enable", "--compile.enable=false"], "--compile.enable: given twice"),
         (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),
-        (["training.steps=3"], "'training.steps=3': expected CONFIG or --section.key value"),
+        (["training.steps=3"], "expected --section.key value\n  fix: write --training.steps=3"),
         (["--training.steps.x", "3"], "training.steps = {'x': 3}: must be a whole number"),
         (["--model.name", "lama"], "did you mean llama?"),
         (["--model.flavor", "llama3_9b"], "did you mean llama3_8b?"),
