@@ -173,6 +173,16 @@ def test_values_are_renamed(tmp_path: Path) -> None:
     assert config.model.tokenizer_path == str(Path.cwd() / "there")  # not beside the TOML
 
 
+def test_paths_start_at_the_working_directory(tmp_path: Path) -> None:
+    table = {
+        "training": {"dataset": "c4", "dataset_path": "data/c4"},
+        "checkpoint": {"initial_load_path": "weights"},
+    }
+    config, _ = load(tmp_path, given(table))
+    assert config.training.dataset_path == str(Path.cwd() / "data/c4")
+    assert config.checkpoint.initial_load_path == str(Path.cwd() / "weights")
+
+
 def test_a_pipeline_cuts_the_local_batch(tmp_path: Path) -> None:
     parallelism = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4}
     table = {"parallelism": parallelism, "training": {"local_batch_size": 8}}
