@@ -14,7 +14,11 @@ from meshwright.specs import MODELS
 from meshwright.user_module import import_user_module
 
 KEY = "experimental.custom_import"
-KINDS = {"MODELS": Family, "DATASETS": DatasetSpec, "SINKS": Callable}
+KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "MODELS": ("Family", lambda value: isinstance(value, Family)),
+    "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
+    "SINKS": ("Callable", callable),
+}
 """Tables that a module may have, by name; and the kind of their values."""
 
 BuildSink = Callable[[JobConfig, Path], Any]
@@ -52,11 +56,11 @@ def _import(name: str) -> ModuleType:
 
 def _table(module: ModuleType, name: str, table: str) -> Mapping[str, Any]:
     found = getattr(module, table, {})
+    kind, is_of_kind = KINDS[table]
     is_table = isinstance(found, Mapping) and all(
-        isinstance(key, str) and isinstance(value, KINDS[table]) for key, value in found.items()
+        isinstance(key, str) and is_of_kind(value) for key, value in found.items()
     )
     if not is_table:
-        kind = KINDS[table].__name__
         raise _error(name, f"{table} must be a dict from names to {kind}")
     return found
 

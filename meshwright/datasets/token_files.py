@@ -160,8 +160,8 @@ def open_array(path: Path, bare: str) -> TokenFile:
             return found
     if len(head) == LLM_C_HEADER:
         magic, version, count = struct.unpack_from("<iii", head)
-        if dtype := LLM_C.get((magic, version)):
-            found = TokenFile(path, LLM_C_HEADER, dtype, has_eos_first=True)
+        if kind := LLM_C.get((magic, version)):
+            found = TokenFile(path, LLM_C_HEADER, kind, has_eos_first=True)
             if found.num_tokens != count:
                 raise FormatError(f"has {found.num_tokens} tokens, and its header says {count}")
             return found

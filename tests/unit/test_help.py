@@ -112,8 +112,8 @@ def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
         "  fix: check the path: HERE exists, but holds no x#y.model\n"
         "a.toml:9: validation.dataset = 'nope': no such dataset\n"
         '    dataset = "nope"\n              ^^^^^^\n'
-        "  fix: choose from arrow, c4, fineweb, fineweb-edu, json, parquet, python_stdlib, "
-        'slimpajama, text (one of the hub is written "owner/name")'
+        "  fix: choose from arrow, c4, fineweb, fineweb-edu, json, megatron, parquet, "
+        'python_stdlib, slimpajama, text, tokens (one of the hub is written "owner/name")'
     )
 
 
