@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -10,6 +11,7 @@ from typing import Any, TypeGuard
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
+from meshwright.errors import where_it_ends
 
 ToDocument = Callable[[dict[str, Any], str], Document]
 """From a row, and how to call it in an error."""
@@ -98,11 +100,11 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
             spec.loader.exec_module(module)
             function = getattr(module, attribute)
     except Exception as error:  # importing runs the user's code
-        raise entry.error(
-            "dataset_format",
-            f"cannot be imported: {type(error).__name__}: {error}",
-            'write "package.module:function" or "path/to/file.py:function"',
-        ) from error
+        fix = 'write "package.module:function" or "path/to/file.py:function"'
+        if place.endswith(".py") and not os.path.exists(place):
+            fix = where_it_ends(place)
+        message = f"cannot be imported: {type(error).__name__}: {error}"
+        raise entry.error("dataset_format", message, fix) from error
     if not callable(function):
         raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
     return function
