@@ -1,11 +1,13 @@
 """From rows of a table to documents."""
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.row_formats import FORMATS
+from meshwright.errors import where_it_ends
 from meshwright.user_module import import_user_module
 
 FORMAT_NAMES = ", ".join(f'"{name}"' for name in FORMATS)
@@ -88,11 +90,11 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     try:
         function = getattr(import_user_module(place), attribute)
     except Exception as error:  # importing runs the user's code
-        raise entry.error(
-            "dataset_format",
-            f"cannot be imported: {type(error).__name__}: {error}",
-            f'write "package.module:function" or "path/to/file.py:function", or {FORMAT_NAMES}',
-        ) from error
+        fix = f'write "package.module:function" or "path/to/file.py:function", or {FORMAT_NAMES}'
+        if place.endswith(".py") and not os.path.exists(place):
+            fix = where_it_ends(place)
+        message = f"cannot be imported: {type(error).__name__}: {error}"
+        raise entry.error("dataset_format", message, fix) from error
     if not callable(function):
         raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
     return function

@@ -287,8 +287,13 @@ def local_files(builder: str, entry: Entry) -> list[str]:
         found = glob.glob(glob.escape(literal) + path[len(literal) :], recursive=True)
         wanted = "such a file or folder"
     if not found:
-        fix = "" if glob.has_magic(path) or os.path.exists(path) else where_it_ends(path)
-        raise entry.error("dataset_path", f"there is not {wanted}", fix or "check the path")
+        fixed = path  # as much of it as is no pattern
+        while glob.has_magic(fixed):
+            fixed = os.path.dirname(fixed)
+        fix = f"check the path: {fixed or '.'} holds none"
+        if not os.path.exists(fixed):
+            fix = where_it_ends(fixed)
+        raise entry.error("dataset_path", f"there is not {wanted}", fix)
     return sorted(found)
 
 

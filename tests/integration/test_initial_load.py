@@ -217,7 +217,7 @@ def sound(tmp_path_factory) -> Path:
     """A folder that is right."""
     folder = save_transformers(tmp_path_factory.mktemp("sound") / "hf")
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    check_job(["2", "--job.config_file", str(CONFIG), *options])
+    check_job(["--ngpu", "2", "--job.config_file", str(CONFIG), *options])
     return folder
 
 
@@ -277,14 +277,8 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
     folder = tmp_path / "hf"
     shutil.copytree(sound, folder)
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    job = [
-        "--ngpu",
-        "2",
-        "--job.config_file",
-        str(CONFIG),
-        "--job.dump_folder",
-        str(tmp_path / "out"),
-    ]
+    words_of_job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out"
+    job = words_of_job.split()
     damage(folder)
     with pytest.raises(ConfigError) as caught:
         check_job([*job, *options])

@@ -189,3 +189,16 @@ def test_the_schema_that_is_shipped_is_the_config_s() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_the_first_line_of_a_preset_names_the_schema(path) -> None:
     assert path.read_text().startswith(f"#:schema {FILE}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ('dataset = "text"\ndataset_path = "nodir/*.txt"', "HERE exists, but holds no nodir"),
+        ('dataset = "text"\ndataset_path = "*.txt"', "check the path: HERE holds none"),
+        ('dataset = "c4"\ndataset_path = "a.tml"', "did you mean a.toml?"),
+        ('dataset_format = "b.py:f"', "HERE exists, but holds no b.py"),
+    ],
+)
+def test_every_missing_file_has_a_fix(message, line, fix) -> None:
+    assert fix in message(f"[training]\n{line}\n")
