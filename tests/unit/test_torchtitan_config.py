@@ -183,6 +183,19 @@ def test_paths_start_at_the_working_directory(tmp_path: Path) -> None:
     assert config.checkpoint.initial_load_path == str(Path.cwd() / "weights")
 
 
+def test_a_schedule_that_does_not_fit_is_shortened_as_there(tmp_path: Path) -> None:
+    table = {"training": {"steps": 10}, "lr_scheduler": {"warmup_steps": 2, "decay_ratio": 0.8}}
+    config, _ = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, 0.8)
+    table["training"]["steps"] = 3  # torchtitan decays on one step, not two
+    config, notes = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, None)
+    assert any("leaves no room for the warm-up" in note for note in notes)
+    table["training"]["steps"] = 1
+    config, _ = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (1, None)
+
+
 def test_a_pipeline_cuts_the_local_batch(tmp_path: Path) -> None:
     parallelism = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4}
     table = {"parallelism": parallelism, "training": {"local_batch_size": 8}}

@@ -250,6 +250,11 @@ def _schedule(job: _Job) -> None:
     if job.number(key, 200) > steps > 0:
         job.given.pop(key, None)
         job.put(key, steps, key, f"lowered to {steps}, the steps of the schedule, as there")
+    warmup = min(job.number(key, 200), steps)
+    key, ratio = "lr_scheduler.decay_ratio", job.given.get("lr_scheduler.decay_ratio")
+    if isinstance(ratio, float) and warmup + round(steps * ratio) > steps > 0:
+        del job.given[key]
+        job.note(key, "leaves no room for the warm-up: decay begins after that, as there")
 
 
 def _compile(job: _Job) -> None:
