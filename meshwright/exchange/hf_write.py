@@ -12,7 +12,7 @@ from meshwright.exchange.hf_folder import INDEX, SINGLE
 from meshwright.exchange.hf_read import halves
 from meshwright.models.foreign import ForeignTensor
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_weights(

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from meshwright.checkpoint.place import Place
-from meshwright.cli.export import main as export
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_folder import find_tensors
+from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import (
     CASES,
