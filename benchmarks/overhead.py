@@ -22,7 +22,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.log import log_to_console, logger
-from meshwright.metrics.sinks import Record
+from meshwright.metrics.record import Record
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.preflight import Plan, preflight

@@ -58,7 +58,7 @@ class BadStepLog:
     @property
     def figures(self) -> dict[str, float]:
         """For reports: steps skipped so far, as of the last `look`."""
-        return {"skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
+        return {"optim/skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, of any mesh: JSON. To be called after `look`."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwright.batch import Batch
 from meshwright.health import Health
 from meshwright.loss import IGNORE, token_loss
+from meshwright.metrics.phases import Phases
 from meshwright.models.decoder import Decoder
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import update
@@ -45,6 +46,7 @@ def train_step(
     meshes: Meshes,
     health: Health,
     reduce_every_microbatch: bool = False,
+    phases: Phases | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
 
@@ -66,13 +68,17 @@ def train_step(
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
         reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
             ones: less memory for more communication. Of no effect in a pipeline.
+        phases: takes the time of each part of the step.
     """
+    mark = phases.mark if phases is not None else lambda phase: None
+    mark("communication")
     first = batches[0].tokens
     positions = local_positions(first.shape[1], meshes.cp, first.device)
     if meshes.cp.size() > 1:
         batches = [local_part(batch, positions) for batch in batches]
     num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())
+    mark("forward_backward")
     loss_fn = partial(token_loss, num_labels=num_labels)
     if early is not None:
         early.begin(health.is_stopped)
@@ -90,8 +96,10 @@ def train_step(
         square_sum = local_square_sum(model.parameters(), loss.device)
     else:
         square_sum = early.square_sum
+    mark("communication")
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
+    mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()
     if max_norm != float("inf"):
         clip_gradients(model.parameters(), max_norm, grad_norm)
@@ -100,6 +108,7 @@ def train_step(
     if early is None:
         update(optimizer, is_held_back)
         optimizer.zero_grad()
+    mark(None)
     return StepResult(loss, grad_norm, num_labels)
 
 

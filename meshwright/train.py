@@ -55,7 +55,7 @@ from meshwright.errors import (
 from meshwright.launch.process import LAUNCHER, die_with_parent
 from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_console, log_to_file, logger
-from meshwright.metrics import sinks
+from meshwright.metrics.record import Sink
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.groups import describe
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
@@ -124,7 +124,7 @@ CHECKED = "MESHWRIGHT_CHECKED"
 """Set in the environment where `meshwright check` has spoken to the same console."""
 
 
-def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
+def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
@@ -173,7 +173,7 @@ def _train(
     checkpoints: CheckpointManager,
     sources: Sequence[OpenSource],
     held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[sinks.Sink],
+    extra_sinks: Sequence[Sink],
 ) -> bool:
     """Resume or begin, train, and close; return whether the last step is done."""
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
@@ -261,9 +261,10 @@ def _train(
                 max_norm=config.training.max_norm,
                 meshes=meshes,
                 health=bad_steps.health,
+                phases=reporter.phases,
                 reduce_every_microbatch=reduction == "every_microbatch",
             )
-            reporter.count(data_time_s)
+            reporter.count(step, data_time_s)
             bad_steps.count(step, data.cursor)
 
             data_time_s = _look_ahead(loader, stop, step, steps)
@@ -274,24 +275,28 @@ def _train(
             if is_logged or checkpoints.is_due(step, is_over):
                 bad_steps.look()
             if is_logged:
-                figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-                figures |= {"lr": lr} | {f"epochs/{k}": count for k, count in data.epochs.items()}
+                figures = {
+                    "loss/train": result.loss.item(),
+                    "optim/grad_norm": result.grad_norm.item(),
+                    "optim/lr": lr,
+                }
+                figures |= {f"data/epochs/{k}": count for k, count in data.epochs.items()}
                 figures |= bad_steps.figures
                 if max_bad_records:
-                    figures["bad_records"] = passed_over = num_bad_records(data.cursor)
+                    figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
                     if passed_over > max_bad_records:
                         stop.fail(_too_many_bad_records(passed_over, max_bad_records), step)
                 if validate is not None and is_validated:
-                    with reporter.paused():
+                    with reporter.paused("validation"):
                         set_timeout(meshes, config.comm.init_timeout_seconds)  # it compiles anew
                         figures |= validate(
                             model, partial(stop.is_over, step), partial(stop.fail, last_step=step)
                         )
                     is_over = stop.is_over(step) or is_last
-                reporter.report(step, **figures)
+                reporter.report(step, figures)
             is_due = checkpoints.is_due(step, is_over)
             if is_due:
-                with reporter.paused():
+                with reporter.paused("checkpoint"):
                     cursor = whole_cursor(data.cursor)
                     loss = result.loss.item()
                     manifest = _manifest(

@@ -40,6 +40,11 @@ COMMANDS = {
         "[--seed N]\n      [--dtype auto|bfloat16|float32] [--tokenizer PATH]",
         "what a model writes, on one device; without a temperature the likeliest token each time",
     ),
+    "report": (
+        "meshwright.cli.report:main",
+        "RUN_DIR [--output FILE]",
+        "a run as one HTML file: curves, time, validation, resumes, skipped steps, config",
+    ),
     "prove": (
         "meshwright.cli.prove:main",
         f"[--every-mesh] [--output FOLDER] {CONFIG}",

@@ -234,6 +234,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
+    ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
     (
         "profiling.enable_profiling",
         _is_off,

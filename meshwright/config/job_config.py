@@ -518,6 +518,16 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Report to Weights & Biases too (pip install 'meshwright[wandb]')."""
 
+    wandb_project: str = ""
+    """Project there. Absent: $WANDB_PROJECT, or W&B's own choice."""
+
+    wandb_entity: str = ""
+    """User or team there. Absent: $WANDB_ENTITY, or the user who is logged in."""
+
+    wandb_name: str = ""
+    """Name of the run there. Absent: $WANDB_NAME, or a name that W&B makes up. A resumed job
+    continues the same run."""
+
 
 class Profiling(Section):
     """[profiling] Chrome traces of single steps by torch.profiler."""
