@@ -24,6 +24,9 @@ WIDTH = 100
 INDENT = " " * 9
 """As wide as the time that begins each line."""
 SPEAK_EVERY_S = 10.0
+TERMINAL = "MESHWRIGHT_TERMINAL"
+"""Environment variable of the ranks: the local rank that is shown and the launcher's terminal, as
+"0:/dev/pts/3". torchrun hands the output of ranks on line by line, without colour or bars."""
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
@@ -110,14 +113,32 @@ def log_to_console() -> None:
 
     A record with `is_said` (`extra`) is not shown: another process has shown it.
     """
-    handler = ConsoleHandler(sys.stdout)
-    handler.setFormatter(
-        ConsoleFormatter(console_width(sys.stdout), has_colour=has_colour(sys.stdout))
-    )
+    stream = _terminal() or sys.stdout
+    handler = ConsoleHandler(stream)
+    handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_said", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _terminal() -> TextIO | None:
+    """The launcher's terminal, if this rank is the one that is shown there."""
+    local_rank, _, path = os.environ.get(TERMINAL, "").partition(":")
+    if not path or local_rank != os.environ.get("LOCAL_RANK"):
+        return None
+    try:  # as no rank's controlling terminal: Ctrl-C goes to the launcher
+        return open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+    except OSError:
+        return None
+
+
+def console_stream() -> TextIO:
+    """Return where the console's log goes."""
+    for handler in logger.handlers:
+        if isinstance(handler, ConsoleHandler):
+            return handler.stream
+    return sys.stdout
 
 
 def set_bar(bar: Bar | None) -> None:

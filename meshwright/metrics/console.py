@@ -1,10 +1,8 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
-import sys
-
 from tqdm import tqdm
 
-from meshwright.log import is_terminal, logger, set_bar
+from meshwright.log import console_stream, is_terminal, logger, set_bar
 from meshwright.metrics.eta import Eta, Schedule
 from meshwright.metrics.record import Record
 
@@ -45,11 +43,12 @@ class Console:
         self._num_lines = 0
         self._best: tuple[float, int] | None = None
         self._bar: tqdm[None] | None = None
-        if is_terminal(sys.stdout):
+        stream = console_stream()
+        if is_terminal(stream):
             self._bar = tqdm(
                 total=schedule.steps,
                 initial=step,
-                file=sys.stdout,
+                file=stream,
                 leave=False,
                 dynamic_ncols=True,
                 mininterval=0.5,
