@@ -30,6 +30,7 @@ from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.eta import Schedule
+from meshwright.metrics.phases import Phases
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.metrics.tensorboard_events import TensorBoard
@@ -152,16 +153,18 @@ def build_loader(
 
 Fail = Callable[[Exception], None]
 """Notes that this rank cannot go on, so that all ranks stop."""
+Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
+"""Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
 
 
 def build_validation(
     plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
-) -> Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]:
-    """Return a function that evaluates a model on `sources`: figures by name. Collective.
+) -> Validate:
+    """Return a function that evaluates a model on `sources`. Collective.
 
-    The function asks between its steps whether it is to stop, and omits the figures of what it has
-    not been through. Streamed sources are read here, once, and kept: whether they hold enough shows
-    before the first step, and no later validation waits for a network.
+    It omits the figures of a source that it was stopped in. Streamed sources are read here, once,
+    and kept: whether they hold enough shows before the first step, and no later validation waits
+    for a network.
 
     Raises:
         ConfigError: if a source holds fewer samples than it is to give.
@@ -258,6 +261,7 @@ def learning_rate(config: JobConfig) -> Callable[[int], float]:
 def build_reporter(
     plan: Plan,
     device: torch.device,
+    phases: Phases,
     extra_sinks: Sequence[Sink],
     resumed_step: int,
     tokens_seen: int,
@@ -282,10 +286,10 @@ def build_reporter(
         peak_flops_per_s=peak.flops_per_s,
     )
     if dist.get_rank() > 0:
-        return Reporter(work, device, extra_sinks, tokens_seen)
+        return Reporter(work, device, phases, extra_sinks, tokens_seen)
     console = Console(_schedule(config), resumed_step)
     destinations = [console, *_files(config, resumed_step), *extra_sinks]
-    return Reporter(work, device, destinations, tokens_seen, console.advance)
+    return Reporter(work, device, phases, destinations, tokens_seen, console.advance)
 
 
 def _schedule(config: JobConfig) -> Schedule:

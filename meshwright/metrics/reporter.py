@@ -31,27 +31,26 @@ class Reporter:
     """Times steps, and writes a record for those that are logged, to every sink.
 
     Rates are averages over the steps since the last record. Only the first rank has sinks.
-
-    Attributes:
-        phases: takes the time of the parts of a step.
     """
 
     def __init__(
         self,
         work: Work,
         device: torch.device,
+        phases: Phases,
         sinks: Sequence[Sink],
         tokens_seen: int,
         advance: Callable[[int], None] = lambda step: None,
     ) -> None:
         """
         Args:
+            phases: has the times of the parts of a step.
             advance: gets the number of every step, once it has been handed to the device.
         """
         self._work, self._device, self._sinks = work, device, sinks
         self._advance = advance
         self.tokens_seen = tokens_seen
-        self.phases = Phases(device)
+        self._phases = phases
         self._paused: dict[Pause, float] = {}
         self._restart()
 
@@ -83,7 +82,7 @@ class Reporter:
             "time/step_s": step_s,
             "time/data_s": self._data_s / self._steps,
         }
-        for phase, seconds in self.phases.take().items():
+        for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():
             record[f"time/{pause}_s"] = seconds

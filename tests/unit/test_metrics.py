@@ -292,7 +292,17 @@ def test_console_lines_are_aligned_and_fit(capsys, monkeypatch) -> None:
     assert len(steps) == 3
     assert len({len(line) for line in [header, *steps]}) == 1
     assert len(header) <= 100
-    assert header.split()[1:] == "step loss grad_norm lr wps mfu TFLOP/s GiB eta".split()
+    assert header.split()[1:] == [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "wps",
+        "mfu",
+        "TFLOP/s",
+        "GiB",
+        "eta",
+    ]
     assert "\x1b" not in "".join(lines)  # not a terminal
     assert steps[0].split()[-1] == "-"  # nothing is known yet
     assert steps[1].split()[-2:] == ["5d", "18:53:20"]
