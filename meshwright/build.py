@@ -265,6 +265,7 @@ def build_reporter(
     extra_sinks: Sequence[Sink],
     resumed_step: int,
     tokens_seen: int,
+    best_validation: tuple[int, float] | None,
 ) -> Reporter:
     """The figures of the job; its first rank writes them. Collective where the peak is measured."""
     config = plan.config
@@ -286,10 +287,14 @@ def build_reporter(
         peak_flops_per_s=peak.flops_per_s,
     )
     if dist.get_rank() > 0:
-        return Reporter(work, device, phases, extra_sinks, tokens_seen)
+        return Reporter(
+            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
+        )
     console = Console(_schedule(config), resumed_step)
     destinations = [console, *_files(config, resumed_step), *extra_sinks]
-    return Reporter(work, device, phases, destinations, tokens_seen, console.advance)
+    return Reporter(
+        work, device, phases, destinations, tokens_seen, console.advance, best_validation
+    )
 
 
 def _schedule(config: JobConfig) -> Schedule:

@@ -49,7 +49,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preflight import Plan, check_first_weights, drift_of
 from meshwright.profiling import build_profiler
-from meshwright.saved_job import manifest_of, place_in_data, too_many_bad_records
+from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer
 
@@ -197,7 +197,13 @@ def _set_up(
         sources,
         loader=build_loader(plan, sources, meshes, device, cursor),
         reporter=build_reporter(
-            plan, device, trainer.phases, extra_sinks, plan.resume_step, tokens_seen
+            plan,
+            device,
+            trainer.phases,
+            extra_sinks,
+            plan.resume_step,
+            tokens_seen,
+            best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         bad_steps=BadStepLog(
@@ -273,7 +279,8 @@ def _loop(
         if due.log:
             job.reporter.report(step, _figures(job, stop, taken, due))
         is_over = due.stop or (due.validate and stop.is_over(step))
-        if due.save and not is_over:
+        is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
+        if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and not is_over:
             job.checkpoints.reserve(job.trainer.tensors)
@@ -322,6 +329,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool) -> None:
             cursor=whole_cursor(taken.data.cursor),
             loss=taken.result.loss.item(),
             bad_steps=job.bad_steps.state(),
+            best_validation=job.reporter.best_validation,
         )
         job.checkpoints.save(taken.step, job.trainer.tensors, manifest, is_last)
 

@@ -56,8 +56,8 @@ EFFECTS: dict[str, Effect] = {
         "fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
         compile="enable backend",
-        checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
-        "on_save_failure initial_load_path initial_load_in_hf",
+        checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
+        "async_mode on_save_failure initial_load_path initial_load_in_hf",
         metrics="log_freq enable_tensorboard save_tb_folder enable_wandb wandb_project "
         "wandb_entity wandb_name",
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "

@@ -83,6 +83,12 @@ CONTRADICTIONS = (
         ENABLE_CHECKPOINTS,
     ),
     Contradiction(
+        "checkpoint.keep_best",
+        lambda c: c.checkpoint.keep_best and not c.validation.enable,
+        "no checkpoint is the best one while nothing is validated",
+        "set validation.enable = true, or leave it out",
+    ),
+    Contradiction(
         "checkpoint.exclude_from_loading",
         lambda c: bool(c.checkpoint.exclude_from_loading) and not c.checkpoint.enable,
         "nothing is loaded while checkpoint.enable is false",
@@ -230,7 +236,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "checkpoint.enable",
         _is_off,
-        "folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
+        "folder interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure",
     ),
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),

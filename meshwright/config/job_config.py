@@ -474,6 +474,10 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints of steps that this divides are never deleted. 0: no such."""
 
+    keep_best: bool = False
+    """Also save whenever the validation loss is the lowest so far (of several datasets, their
+    mean), and keep that checkpoint until there is a better one. {folder}/best.json names it."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 

@@ -31,6 +31,10 @@ def _short(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.2e}"
 
 
+def _flops(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
 class Console:
     """Shows records as a table, validations below, and how far the job is."""
 
@@ -41,7 +45,6 @@ class Console:
         """
         self._steps, self._eta = schedule.steps, Eta(schedule, step)
         self._num_lines = 0
-        self._best: tuple[float, int] | None = None
         self._bar: tqdm[None] | None = None
         stream = console_stream()
         if is_terminal(stream):
@@ -75,7 +78,7 @@ class Console:
         texts = (
             *(_short(record["loss/train"]), _short(record["optim/grad_norm"])),
             *(f"{record['optim/lr']:.2e}", f"{record['time/wps']:,.0f}"),
-            *(f"{record['time/mfu_pct']:.1f}%", f"{record['time/tflops']:.4g}"),
+            *(f"{record['time/mfu_pct']:.1f}%", _flops(record["time/tflops"])),
             *(f"{record['memory/peak_gib']:.2f}", left),
         )
         plain, coloured = f"step {step:>{width}}", f"step {BOLD}{step:>{width}}{RESET}"

@@ -10,7 +10,7 @@ import torch
 
 from meshwright import hardware
 from meshwright.metrics.phases import Phases
-from meshwright.metrics.record import Record, Sink
+from meshwright.metrics.record import Record, Sink, validation_loss
 
 Pause = Literal["validation", "checkpoint"]
 
@@ -31,6 +31,10 @@ class Reporter:
     """Times steps, and writes a record for those that are logged, to every sink.
 
     Rates are averages over the steps since the last record. Only the first rank has sinks.
+
+    Attributes:
+        tokens_seen: by all ranks, since step 1.
+        best_validation: the step with the lowest validation loss so far, and that loss.
     """
 
     def __init__(
@@ -41,15 +45,18 @@ class Reporter:
         sinks: Sequence[Sink],
         tokens_seen: int,
         advance: Callable[[int], None] = lambda step: None,
+        best_validation: tuple[int, float] | None = None,
     ) -> None:
         """
         Args:
             phases: has the times of the parts of a step.
             advance: gets the number of every step, once it has been handed to the device.
+            best_validation: of the job before this process.
         """
         self._work, self._device, self._sinks = work, device, sinks
         self._advance = advance
         self.tokens_seen = tokens_seen
+        self.best_validation = best_validation
         self._phases = phases
         self._paused: dict[Pause, float] = {}
         self._restart()
@@ -87,9 +94,16 @@ class Reporter:
         for pause, seconds in self._paused.items():
             record[f"time/{pause}_s"] = seconds
         record["memory/peak_gib"] = hardware.peak_memory_gib(self._device)
+        loss = validation_loss(figures)
+        if loss is not None and (self.best_validation is None or loss < self.best_validation[1]):
+            self.best_validation = step, loss
         for sink in self._sinks:
             sink.write(record)
         self._restart()
+
+    def is_best(self, step: int) -> bool:
+        """Return whether the validation of `step` has the lowest loss so far."""
+        return self.best_validation is not None and self.best_validation[0] == step
 
     @contextmanager
     def paused(self, pause: Pause) -> Iterator[None]:

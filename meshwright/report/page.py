@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.config.changes import differences, shown
 from meshwright.config.job_config import JobConfig
+from meshwright.metrics.record import validation_loss
 from meshwright.report.charts import Chart, Curve, draw, short
 from meshwright.report.run import Run
 from meshwright.report.style import CSS, SCRIPT
@@ -250,13 +251,9 @@ def _best_validation(run: Run) -> tuple[int, float] | None:
     """The step with the lowest mean of all validation losses, and that mean."""
     if run.best is not None:
         return int(run.best["step"]), float(run.best["validation_loss"])
-    names = [name for name in run.names("validation/") if name.endswith("/loss")]
-    means = [
-        (sum(row[name] for name in names) / len(names), int(row["step"]))
-        for row in run.records
-        if names and all(row.get(name) is not None for name in names)
-    ]
-    return min(means)[::-1] if means else None
+    losses = [(validation_loss(row), int(row["step"])) for row in run.records]
+    known = [(loss, step) for loss, step in losses if loss is not None]
+    return min(known)[::-1] if known else None
 
 
 def _starts_table(run: Run) -> str:

@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.log import log_to_console
 from meshwright.metrics.console import Console
 from meshwright.metrics.eta import Eta, Schedule
+from meshwright.metrics.phases import Phases
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
@@ -37,12 +38,13 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: now)
     work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=4, peak_flops_per_s=1e6)
     sink = Kept()
-    reporter = Reporter(work, torch.device("cpu"), [sink], tokens_seen=5000)
+    phases, cpu = Phases(torch.device("cpu")), torch.device("cpu")
+    reporter = Reporter(work, cpu, phases, [sink], tokens_seen=5000)
     for step in (6, 7):
         now += 0.2
-        reporter.phases.mark("optimizer")
+        phases.mark("optimizer")
         now += 0.3
-        reporter.phases.mark(None)
+        phases.mark(None)
         reporter.count(step, data_s=0.1)
     with reporter.paused("validation"):
         now += 50.0
@@ -97,6 +99,23 @@ def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
     sink.write({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "samples": [1, 2]})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 3, "loss": null, "grad_norm": null, "lr": 0.5, "samples": [1, 2]}\n'
+
+
+def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
+    work = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
+    cpu = torch.device("cpu")
+    reporter = Reporter(work, cpu, Phases(cpu), [], tokens_seen=0, best_validation=(10, 4.0))
+
+    def report(step: int, *losses: float) -> bool:
+        reporter.count(step, data_s=0.0)
+        reporter.report(step, {f"validation/{n}/loss": loss for n, loss in enumerate(losses)})
+        return reporter.is_best(step)
+
+    assert not report(11)
+    assert not report(20, 3.0, 6.0)
+    assert report(30, 3.5, 4.0)
+    assert not report(40, math.nan, 1.0)
+    assert reporter.best_validation == (30, 3.75)
 
 
 class Full:
@@ -292,17 +311,8 @@ def test_console_lines_are_aligned_and_fit(capsys, monkeypatch) -> None:
     assert len(steps) == 3
     assert len({len(line) for line in [header, *steps]}) == 1
     assert len(header) <= 100
-    assert header.split()[1:] == [
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "wps",
-        "mfu",
-        "TFLOP/s",
-        "GiB",
-        "eta",
-    ]
+    names = ["step", "loss", "grad_norm", "lr", "wps", "mfu", "TFLOP/s", "GiB", "eta"]
+    assert header.split()[1:] == names
     assert "\x1b" not in "".join(lines)  # not a terminal
     assert steps[0].split()[-1] == "-"  # nothing is known yet
     assert steps[1].split()[-2:] == ["5d", "18:53:20"]
