@@ -81,7 +81,7 @@ class BareLoop:
         self.optimizer.zero_grad()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.pairs.append((record["step_time_s"], time.perf_counter() - start))
+        self.pairs.append((record["time/step_s"], time.perf_counter() - start))
 
     def close(self) -> None:
         """Nothing to flush."""

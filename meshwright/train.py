@@ -304,6 +304,9 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
     }
     figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
     figures |= job.bad_steps.figures
+    if result.group_norms is not None:
+        norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
+        figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
     if allowed := config.training.max_bad_records:
         figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
         if passed_over > allowed:

@@ -14,9 +14,14 @@ from meshwright.errors import ConfigError
 MANIFEST = "checkpoint.json"
 VERSION = 1
 """Of the format. A manifest without one is of version 0."""
-ADDED = {"version": 0, "model_name": "llama", "tokenizer_path": "", "bad_steps": None}
-ADDED |= {"best_validation": None}
-"""Keys that manifests of before may lack, with the values that stand for them."""
+ADDED = {
+    "version": 0,
+    "model_name": "llama",
+    "tokenizer_path": "",
+    "bad_steps": None,
+    "best_validation": None,
+}
+"""Keys that older manifests may lack, with the values that stand for them."""
 DEEPEST = 32
 """Tables in tables. A manifest of ours has six."""
 

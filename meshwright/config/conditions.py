@@ -141,6 +141,12 @@ CONTRADICTIONS = (
         ONE_OF_TWO,
     ),
     Contradiction(
+        "metrics.grad_norm_by_group",
+        lambda c: c.metrics.grad_norm_by_group and c.optimizer.early_step_in_backward,
+        "optimizer.early_step_in_backward frees each gradient before the norms are taken",
+        ONE_OF_TWO,
+    ),
+    Contradiction(
         "profiling.profile_freq",
         lambda c: (
             c.profiling.profile_freq < c.profiling.profiler_warmup + c.profiling.profiler_active

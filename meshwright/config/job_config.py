@@ -513,6 +513,10 @@ class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between reports; the device is waited for only then."""
 
+    grad_norm_by_group: bool = False
+    """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
+    output. Costs a pass over the gradients per step. Not with `optimizer.early_step_in_backward`."""
+
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
