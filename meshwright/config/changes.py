@@ -58,8 +58,8 @@ EFFECTS: dict[str, Effect] = {
         compile="enable backend",
         checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
         "async_mode on_save_failure initial_load_path initial_load_in_hf",
-        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder enable_wandb wandb_project "
-        "wandb_entity wandb_name",
+        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder enable_wandb "
+        "wandb_project wandb_entity wandb_name",
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
         "profiler_active",
         comm="init_timeout_seconds train_timeout_seconds",
