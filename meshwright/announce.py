@@ -1,11 +1,13 @@
 """What a job says when it starts and when it ends, and keeps beside the results."""
 
 import dataclasses
+import json
 import os
 import platform
 import shlex
 import socket
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +95,25 @@ def mesh_of(plan: Plan) -> str:
 def compact_toml(text: str) -> list[str]:
     """Return TOML with each table in one line, which is broken between keys where it is long."""
     lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("["):
-            lines.append(line)
-        elif line.strip():
-            separator = " " if lines and lines[-1].endswith("]") else ", "
-            joined = f"{lines[-1] if lines else ''}{separator}{line.strip()}"
-            if not lines or len(joined) > WIDTH - 12:
-                lines.append(f"    {line.strip()}")
+    for section, table in tomllib.loads(text).items():
+        lines.append(f"[{section}]")
+        separator = " "
+        for key, value in table.items():
+            item = f"{key} = {_inline(value)}"
+            if len(lines[-1]) + len(separator) + len(item) <= WIDTH - 12:
+                lines[-1] += separator + item
             else:
-                lines[-1] = joined
+                lines.append(f"  {item}")
+            separator = ", "
     return lines
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def announce_end(plan: Plan, reporter: Reporter, seconds: float) -> None:

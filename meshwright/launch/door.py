@@ -9,6 +9,7 @@ from types import FrameType
 
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.launch.process import stop_signals
+from meshwright.log import busy, log_to_console
 
 
 def main() -> None:
@@ -17,8 +18,9 @@ def main() -> None:
         signal.signal(number, _end)
     # asks ranks for their stacks; who sends it to all that runs train.py means no harm
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    from meshwright.launch.torchrun import launch  # takes seconds, for torch
-
+    log_to_console()
+    with busy("loading torch"):
+        from meshwright.launch.torchrun import launch
     launch()
 
 

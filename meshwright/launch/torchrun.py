@@ -27,7 +27,7 @@ from meshwright.errors import (
     ConfigError,
 )
 from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
-from meshwright.log import TERMINAL
+from meshwright.log import TERMINAL, logger
 
 OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
 """What the ranks have said themselves."""
@@ -55,6 +55,7 @@ def launch() -> None:
         others = "SIGHUP,SIGQUIT"  # for torchrun to handle
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         _set_up_console(args)
+        logger.info("starting %s ranks on this machine", args.nproc_per_node)
         try:
             run(args)
         except ChildFailedError as error:
