@@ -3,7 +3,6 @@
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
 import textwrap
@@ -20,7 +19,9 @@ logger = logging.getLogger("meshwright")
 
 FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 WIDTH = 100
-"""Columns of a line on the console, at most; the variable COLUMNS sets another number."""
+"""Columns of a line on the console, at most."""
+COLUMNS = "MESHWRIGHT_COLUMNS"
+"""Environment variable with another number of them."""
 INDENT = " " * 9
 """As wide as the time that begins each line."""
 SPEAK_EVERY_S = 10.0
@@ -100,11 +101,13 @@ def has_colour(stream: TextIO) -> bool:
 
 def console_width(stream: TextIO) -> int:
     """Return the columns of a line on `stream`."""
-    if is_terminal(stream):
-        return min(WIDTH, shutil.get_terminal_size().columns)
     try:
-        return max(int(os.environ["COLUMNS"]), 40)
+        return max(int(os.environ[COLUMNS]), 40)
     except (KeyError, ValueError):
+        pass
+    try:
+        return min(WIDTH, os.get_terminal_size(stream.fileno()).columns or WIDTH)
+    except (OSError, ValueError):  # it is no terminal
         return WIDTH
 
 

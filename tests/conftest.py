@@ -5,7 +5,7 @@ import tempfile
 # before any library of Hugging Face is imported: tests are offline
 os.environ["HF_HUB_OFFLINE"] = "1"
 # one line of the console per message, so that tests can look for whole ones
-os.environ["COLUMNS"] = "10000"
+os.environ["MESHWRIGHT_COLUMNS"] = "10000"
 # token caches are made once a session, and go with it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 1000.0, 300.0
@@ -30,14 +30,13 @@ class Chart:
     title: str
     unit: str
     curves: Sequence[Curve]
+    seams: Sequence[int] = ()
+    """Steps after which another process went on."""
+    skipped: Sequence[int] = ()
+    """Steps that were left out."""
     is_stacked: bool = False
     """Areas on top of each other; all curves have the same steps."""
     starts_at_zero: bool = False
-    note: str = ""
-    seams: Sequence[int] = field(default=())
-    """Steps after which another process went on."""
-    skipped: Sequence[int] = field(default=())
-    """Steps that were left out."""
 
 
 def short(value: float) -> str:
@@ -152,7 +151,6 @@ def draw(chart: Chart) -> str:
             for number, curve in enumerate(curves)
         )
         legend = f'<p class="legend">{"".join(keys)}</p>'
-    note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     scale = ", logarithmic" if is_log else ""
     data = escape(json.dumps(_for_tooltip(chart, first, last)), quote=True)
     return f"""<figure class="chart" data-chart="{data}">
@@ -160,7 +158,7 @@ def draw(chart: Chart) -> str:
 <div class="plot"><div class="y">{y_labels}</div>
 <svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img"
  aria-label="{escape(chart.title)}, steps {first} to {last}">{grid}{drawn}{marks}</svg>
-<div class="cross"></div><div class="tip"></div><div class="x">{x_labels}</div></div>{note}
+<div class="cross"></div><div class="tip"></div><div class="x">{x_labels}</div></div>
 </figure>"""
 
 

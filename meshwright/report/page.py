@@ -137,7 +137,7 @@ def _charts(run: Run) -> str:
         for name in run.names("validation/")
         if name.endswith("/bits_per_byte")
     ]
-    charts = (
+    charts: tuple[tuple[str, str, list[Curve], dict[str, bool]], ...] = (
         ("Loss", "nats per token", losses, {}),
         ("Gradient norm", "before clipping", [Curve("norm", run.series("optim/grad_norm"))], {}),
         (
@@ -163,7 +163,7 @@ def _charts(run: Run) -> str:
     seams = run.resumed_steps
     skipped = [int(row["step"]) for row in run.skipped]
     drawn = "".join(
-        draw(Chart(title, unit, curves, seams=seams, skipped=skipped, **options))
+        draw(Chart(title, unit, curves, seams, skipped, **options))
         for title, unit, curves, options in charts
     )
     legend = []

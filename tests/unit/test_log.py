@@ -18,7 +18,7 @@ def _as_before():
 
 @pytest.fixture
 def narrow(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "60")
 
 
 def test_long_messages_are_wrapped_and_long_words_stay_whole(narrow, capsys) -> None:
@@ -31,7 +31,7 @@ def test_long_messages_are_wrapped_and_long_words_stay_whole(narrow, capsys) -> 
 
 
 def test_a_width_that_is_no_number_is_passed_over(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("COLUMNS", "wide")
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "wide")
     log_to_console()
     logger.info("word " * 100)
     assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
