@@ -8,6 +8,8 @@ import shlex
 import socket
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,17 @@ def note_start(plan: Plan, device: torch.device) -> None:
         "config": to_json(plan.config),
     }
     history.note(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+
+
+@contextmanager
+def note_failure(plan: Plan, reporter: Reporter) -> Iterator[None]:
+    """Add an error that ends this process to the history of the run."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        note_end(plan, max(reporter.step, plan.resume_step), f"failed: {reason}")
+        raise
 
 
 def note_end(plan: Plan, step: int, reason: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.agreement import check_agreement
-from meshwright.announce import CHECKED, announce, announce_end, note_end, note_start
+from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
 from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     Validate,
@@ -110,15 +110,16 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
             return True
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
-        with (
-            build_profiler(config.profiling, dump_folder, rank, first) as profiler,
-            StopRequest(dump_folder, config.job.max_run_seconds) as stop,
-            checkpoints,
-        ):
-            taken, is_done = _loop(job, stop, profiler)
-            if taken is not None and config.checkpoint.enable:
-                _save(job, taken, is_last=True)
-        return _finish(job, stop, taken.step if taken is not None else first, is_done)
+        with note_failure(job.plan, job.reporter):
+            with (
+                build_profiler(config.profiling, dump_folder, rank, first) as profiler,
+                StopRequest(dump_folder, config.job.max_run_seconds) as stop,
+                checkpoints,
+            ):
+                taken, is_done = _loop(job, stop, profiler)
+                if taken is not None and config.checkpoint.enable:
+                    _save(job, taken, is_last=True)
+            return _finish(job, stop, taken.step if taken is not None else first, is_done)
     finally:
         checkpoints.release()
 

@@ -33,6 +33,7 @@ class Reporter:
     Rates are averages over the steps since the last record. Only the first rank has sinks.
 
     Attributes:
+        step: the last step that was counted.
         tokens_seen: by all ranks, since step 1.
         best_validation: the step with the lowest validation loss so far, and that loss.
     """
@@ -56,6 +57,7 @@ class Reporter:
         self._work, self._device, self._sinks = work, device, sinks
         self._advance = advance
         self.tokens_seen = tokens_seen
+        self.step = 0
         self.best_validation = best_validation
         self._phases = phases
         self._paused: dict[Pause, float] = {}
@@ -68,6 +70,7 @@ class Reporter:
 
     def count(self, step: int, data_s: float) -> None:
         """Note that `step` was taken, and how long it waited for its data."""
+        self.step = step
         self._steps += 1
         self._data_s += data_s
         self.tokens_seen += self._work.tokens_per_step
