@@ -113,7 +113,8 @@ def steps_on_mesh(
         )
         if step == 1 and result.group_norms is not None:
             got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
-            assert got_norms == pytest.approx(want_norms, rel=tolerance, abs=1e-7)
+            # a small group has a larger part of the rounding than the whole
+            assert got_norms == pytest.approx(want_norms, rel=10 * tolerance, abs=1e-7)
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
     for name, parameter in model.named_parameters():
