@@ -6,6 +6,8 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"
 # one line of the console per message, so that tests can look for whole ones
 os.environ["MESHWRIGHT_COLUMNS"] = "10000"
+# before torch is: models this small are as fast on one thread, and others only spin beside it
+os.environ["OMP_NUM_THREADS"] = "1"
 # token caches are made once a session, and go with it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 
