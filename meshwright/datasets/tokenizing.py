@@ -290,7 +290,10 @@ def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None
     if not len(lengths):
         raise entry.error("dataset", "holds no text")
     unfinished = folder / "lengths.unfinished"
-    lengths.tofile(unfinished)
+    with open(unfinished, "wb") as file:
+        file.write(lengths.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, folder / "lengths")
     firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
     per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)

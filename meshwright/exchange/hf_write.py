@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -89,5 +88,3 @@ def _write_file(
                 tensor = halves(tensor, foreign.head_dim)
             stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
             del tensor  # before the next is read
-        stream.flush()
-        os.fsync(stream.fileno())
