@@ -56,10 +56,11 @@ EFFECTS: dict[str, Effect] = {
         "fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
         compile="enable backend",
-        checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
-        "on_save_failure initial_load_path initial_load_in_hf load_only "
+        checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
+        "async_mode on_save_failure initial_load_path initial_load_in_hf load_only "
         "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-        metrics="log_freq enable_tensorboard save_tb_folder enable_wandb",
+        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder enable_wandb "
+        "wandb_project wandb_entity wandb_name",
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
         "profiler_active enable_memory_snapshot save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",

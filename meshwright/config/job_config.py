@@ -490,6 +490,10 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints of steps that this divides are never deleted. 0: no such."""
 
+    keep_best: bool = False
+    """Also save whenever the validation loss is the lowest so far (of several datasets, their
+    mean), and keep that checkpoint until there is a better one. {folder}/best.json names it."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
@@ -544,6 +548,11 @@ class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between reports; the device is waited for only then."""
 
+    grad_norm_by_group: bool = False
+    """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
+    output. Costs a pass over the gradients per step. Not with
+    `optimizer.early_step_in_backward`."""
+
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
@@ -552,6 +561,16 @@ class Metrics(Section):
 
     enable_wandb: bool = False
     """Report to Weights & Biases too (pip install 'meshwright[wandb]')."""
+
+    wandb_project: str = ""
+    """Project there. Absent: $WANDB_PROJECT, or W&B's own choice."""
+
+    wandb_entity: str = ""
+    """User or team there. Absent: $WANDB_ENTITY, or the user who is logged in."""
+
+    wandb_name: str = ""
+    """Name of the run there. Absent: $WANDB_NAME, or a name that W&B makes up. A resumed job
+    continues the same run."""
 
 
 class Profiling(Section):

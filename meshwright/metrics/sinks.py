@@ -1,33 +1,15 @@
-"""Where reports go: one protocol, four destinations."""
+"""Files of records: each record whole, and none twice."""
 
-import io
 import json
 import math
 import os
-import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+from typing import Any
 
 from meshwright.log import logger
-
-Record = dict[str, float | int]
-
-
-class Sink(Protocol):
-    """Takes one record a logged step."""
-
-    def write(self, record: Record) -> None:
-        """`record["step"]` is the step; the rest are its figures."""
-
-    def close(self) -> None:
-        """Nothing is written afterwards."""
+from meshwright.metrics.record import Record, Sink
 
 
 class Spared:
@@ -82,38 +64,6 @@ class WholeRecords:
         self._file.close()
 
 
-class Console:
-    """One line a record, with the time that is left; one more if it has a validation."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def write(self, record: Record) -> None:
-        left_s = round((self._steps - record["step"]) * record["step_time_s"])
-        logger.info(
-            "step %*d/%d  loss %7.4f  grad_norm %7.4f  lr %.2e  wps %s  mfu %.1f%%  "
-            "memory %.2f GiB  eta %d:%02d:%02d",
-            len(str(self._steps)),
-            record["step"],
-            self._steps,
-            record["loss"],
-            record["grad_norm"],
-            record["lr"],
-            f"{record['wps']:,.0f}",
-            record["mfu_pct"],
-            record["memory_gib"],
-            left_s // 3600,
-            left_s // 60 % 60,
-            left_s % 60,
-        )
-        validation = {k: v for k, v in record.items() if k.startswith("validation/")}
-        if validation:
-            logger.info("  ".join(f"{name} {value:.4f}" for name, value in validation.items()))
-
-    def close(self) -> None:
-        return
-
-
 class JsonLines:
     """One JSON object a line. What an earlier run wrote after the step to resume from goes.
 
@@ -148,51 +98,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):
         return float("inf")
-
-
-class TensorBoard:
-    """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from.
-
-    Not torch's SummaryWriter, whose thread writes half a record to a full disk, and dies of it.
-    """
-
-    def __init__(self, folder: Path, resumed_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # as SummaryWriter names it; TensorBoard looks for "tfevents"
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = WholeRecords(folder / name)
-        try:
-            self._add(0, file_version="brain.Event:2")
-            self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
-        except OSError:
-            (folder / name).unlink()
-            raise
-
-    def write(self, record: Record) -> None:
-        figures = {name: value for name, value in record.items() if name != "step"}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(int(record["step"]), summary=Summary(value=values))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, step: int, **content: Any) -> None:
-        framed = io.BytesIO()
-        event = Event(wall_time=time.time(), step=step, **content)
-        RecordWriter(framed).write(event.SerializeToString())
-        self._file.append(framed.getvalue())
-
-
-class WeightsAndBiases:
-    """A Weights & Biases run; its own environment variables say which project and where."""
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        import wandb  # an extra; preflight has made sure that it is there
-
-        self._run = wandb.init(dir=str(folder), config=config)
-
-    def write(self, record: Record) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=int(record["step"]))
-
-    def close(self) -> None:
-        self._run.finish()

@@ -66,6 +66,19 @@ def reference(
     return figures, dict(model.named_parameters())
 
 
+def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str, float]:
+    """Norm of the first step's gradients in each layer and beside the layers."""
+    model = plain_model(args)
+    tokens, labels = global_batch(1)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        group = name[: len("layers.0")] if name.startswith("layers.") else name.split(".")[0]
+        size = 0.0 if name in frozen else parameter.grad.double().square().sum().item()
+        squares[group] = squares.get(group, 0.0) + size
+    return {group: size**0.5 for group, size in squares.items()}
+
+
 def steps_on_mesh(
     dims: ParallelDims,
     num_microbatches: int,
@@ -79,6 +92,7 @@ def steps_on_mesh(
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
     max_norm = float("inf") if is_early else 0.5
     want_figures, want_weights = reference(args, options.get("frozen", ()), max_norm)
+    want_norms = reference_group_norms(args, options.get("frozen", ()))
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
     model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
@@ -96,7 +110,12 @@ def steps_on_mesh(
             meshes=meshes,
             health=health,
             reduce_every_microbatch=reduce_every_microbatch,
+            norm_groups=() if is_early else list(want_norms),
         )
+        if step == 1 and result.group_norms is not None:
+            got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
+            # a small group has a larger part of the rounding than the whole
+            assert got_norms == pytest.approx(want_norms, rel=10 * tolerance, abs=1e-7)
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
     for name, parameter in model.named_parameters():

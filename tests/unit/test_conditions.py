@@ -111,7 +111,7 @@ OUTCOMES = {
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
         "pipeline_parallel_degree",
-        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf",
+        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf keep_best",
         metrics="enable_wandb",
         experimental="custom_import",
     ),
@@ -127,6 +127,7 @@ OUTCOMES = {
         compile="backend",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        metrics="wandb_project wandb_entity wandb_name",
         profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
         "save_memory_snapshot_folder",
     ),
@@ -144,7 +145,7 @@ OUTCOMES = {
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
-        metrics="log_freq enable_tensorboard save_tb_folder",
+        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder",
         profiling="enable_profiling enable_memory_snapshot",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
@@ -227,7 +228,7 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
             *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            *("on_save_failure", "load_only", "enable_first_step_checkpoint"),
+            *("keep_best", "on_save_failure", "load_only", "enable_first_step_checkpoint"),
             *("last_save_model_only", "last_save_in_hf"),
         )
     },
@@ -237,6 +238,10 @@ AWAKE: dict[str, dict[str, Any]] = {
     },
     "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
+    **{
+        f"metrics.{key}": {"metrics__enable_wandb": True}
+        for key in ("wandb_project", "wandb_entity", "wandb_name")
+    },
     **{
         f"profiling.{key}": {"profiling__enable_profiling": True}
         for key in (*("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active"),)
@@ -304,7 +309,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
     check_job(["--ngpu", "1", *words])
-    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
