@@ -15,8 +15,8 @@ from meshwright.parallelisms.all_gather import all_gather
 class VocabularyParallelLoss(SummedLoss):
     """A loss of which each rank computes the logits of its own rows of the weight.
 
-    Ranks exchange two numbers per token, the log of their sum of exponentials and the label's logit.
-    Every rank then has the same loss, and its part of the gradients. Collective over `mesh`.
+    Ranks exchange two numbers per token: the log of their sum of exponentials, and the label's
+    logit. Each then has the whole loss, and its part of the gradients. Collective over `mesh`.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
 

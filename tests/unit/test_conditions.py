@@ -126,8 +126,8 @@ OUTCOMES = {
         job="config_file dump_folder description device_memory_gib",
         model="flavor args frozen",
         training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
-        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param fp32_modules "
-        "mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
+        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
+        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
