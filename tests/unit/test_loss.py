@@ -4,12 +4,18 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.build import build_model
+from meshwright.config.loader import load_config
 from meshwright.models.layers import loss
 from meshwright.models.layers.loss import IGNORE, SummedLoss
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.preflight import preflight
 from tests.helpers.tiny import TIED, TINY, plain_model
 
 BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37
@@ -141,3 +147,17 @@ def test_a_model_never_has_whole_logits(args) -> None:
     with Largest() as largest:
         model(tokens).sum().backward()
     assert largest.elements >= whole
+
+
+def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkeypatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    compiled = []
+    monkeypatch.setattr(SummedLoss, "compile", lambda _, backend: compiled.append(backend))
+    words = ["--training.loss_chunk_tokens=5", "--compile.enable=true", "--compile.backend=eager"]
+    try:
+        plan = preflight(load_config([*words, "--model.tokenizer_path=bytes"])[0], 1)
+        model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert model.stages[0].output.loss.chunk_tokens == 5
+    assert compiled == ["eager"]
