@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.projection import Projection
 from meshwright.models.table import Layout
 from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
@@ -56,6 +57,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> None:
             continue
         if parameter.layout == "output":
             output = model.get_submodule(module)
+            assert isinstance(output, Projection)
             output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
             continue
         plan[module] = styles[parameter.layout]
