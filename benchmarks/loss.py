@@ -31,7 +31,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
     from meshwright.build import build_model
     from meshwright.config.loader import load_config
     from meshwright.health import Health
-    from meshwright.models.initialize import initialize
+    from meshwright.models.initialize import local_box
     from meshwright.optim.optimizers import build_optimizer
     from meshwright.parallelisms.meshes import build_meshes
     from meshwright.preflight import preflight
@@ -43,7 +43,9 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
         dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
         meshes = build_meshes(plan.dims, "cpu")
         model = build_model(plan, meshes, cpu)
-        initialize(model.stages[0], 0)
+        for parameter in model.parameters():  # any values will do
+            torch.nn.init.normal_(local_box(parameter.detach())[0], std=0.02)
+        model.stages[0].init_buffers()
         optimizer = build_optimizer(model.named_parameters(), plan.config.optimizer)
         generator, seconds = torch.Generator().manual_seed(0), []
         for step in range(1, warm_up + steps + 1):
