@@ -6,7 +6,7 @@ arXiv:2410.10989, section 3.2 (fused linear cross entropy); theirs adds the weig
 its own type, and has chunks as large as the hidden states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,10 +63,8 @@ class SummedLoss:
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-        loss: Tensor = _ChunkedLoss.apply(
-            x.flatten(0, 1), weight, labels.flatten(), first, self, needed
-        )
-        return loss
+        apply: Callable[..., Tensor] = _ChunkedLoss.apply
+        return apply(x.flatten(0, 1), weight, labels.flatten(), first, self, needed)
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
