@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,8 +18,10 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
+from meshwright.exchange import initial_on_ranks
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -103,6 +103,30 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
 
 
+def test_the_few_differ_from_the_many(monkeypatch) -> None:
+    """Whichever ranks come first: one machine with old code is named, not all others."""
+    there = [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
+
+    def gather(gathered: list, mine: object) -> None:
+        gathered[:] = there
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(there))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(ConfigError) as error:
+        agreement.check_same({})
+    assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
+
+
+def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch) -> None:
+    def gather(gathered: list, mine: str, group: object) -> None:
+        gathered[:] = ["", "it was deleted"]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    for mine in ("", "it was deleted"):
+        assert initial_on_ranks._first_problem(mine, None) == "rank 1: it was deleted"
+
+
 def test_ranks_in_words() -> None:
     assert in_ranges([7, 0, 1, 2, 3]) == "0-3, 7"
     assert in_ranges([5]) == "5"
@@ -124,21 +148,19 @@ def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
             *("--training.token_cache_folder", tmp_path / f"cache{rank}"),
             *("--job.dump_folder", tmp_path / "out"),
         )
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *map(str, words)],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-            | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        processes.append(process)
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == ([0, 0] if is_shared else [2, 2])
-    for _, error in outputs:
-        assert ("training.dataset: rank 1 (on " in error) == (not is_shared)
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        processes.append(Forked(["train.py", *words], os.environ | variables, cwd=ROOT))
+    done = [process.wait() for process in processes]
+    assert [each.returncode for each in done] == ([0, 0] if is_shared else [2, 2])
+    for each in done:
+        assert ("training.dataset: rank 1 (on " in each.stderr) == (not is_shared)
     assert (tmp_path / "out").exists() == is_shared
 
 

@@ -103,13 +103,14 @@ class ManyPartsRecipe(TextsRecipe):
 
 def test_a_cache_of_many_parts_needs_no_descriptor_for_each(tmp_path) -> None:
     """Under a limit that a descriptor per part would break many times over."""
-    recipe, soft = ManyPartsRecipe(MANY), resource.getrlimit(resource.RLIMIT_NOFILE)
+    texts = MANY[:100]
+    recipe, soft = ManyPartsRecipe(texts), resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, soft[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, soft[1]))
     try:
         cache = open_cache(recipe, tmp_path, num_workers=1)
-        assert len(list(cache.folder.glob("*.tokens"))) == 300
-        assert documents_of(cache) == [encode(text) for text in MANY if text]
+        assert len(list(cache.folder.glob("*.tokens"))) == 100
+        assert documents_of(cache) == [encode(text) for text in texts if text]
         assert len(os.listdir("/proc/self/fd")) == used
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, soft)
@@ -138,8 +139,20 @@ def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> Non
     assert first.content != second.content
 
 
+def test_another_chat_template_is_another_cache(tmp_path) -> None:
+    text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
+    text.write_text("text")
+    source = Source(dataset="text", dataset_path=str(text))
+    recipe = Recipe(Entry("training", "text", source), BYTES, str(template))
+    identities = set()
+    for content in ("{{ messages }}", "{{ messages[0] }}"):
+        template.write_text(content)
+        identities.add(recipe.identity())
+    assert len(identities) == 2
+
+
 def read_all(cache: TokenCache) -> np.ndarray:
-    samples = CachedSamples(cache, 8, seed=0)
+    samples = CachedSamples(cache, 64, seed=0)
     return np.stack([samples.read(n).tokens for n in range(samples.samples_per_epoch)])
 
 
@@ -292,3 +305,23 @@ def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
         caches = first.result(), second.result()
     assert len(made) == 1
     assert documents_of(caches[0]) == documents_of(caches[1])
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
+    """Else a power cut may leave the name, and not the content."""
+    flushed, named = dict[int, int](), set[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def note_flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def note_name(source: Path, target: Path) -> None:
+        assert flushed.get(source.stat().st_ino) == source.stat().st_size, target
+        named.add(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_name)
+    open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    assert named >= {"00000.tokens", "00000.npz", "lengths", "cache.npz"}

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100
 """Label of a position without loss."""
 
-BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 26}
+BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""
 
 
@@ -172,7 +172,7 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) 
     Args:
         is_first: `total` is not there yet.
     """
-    size = 4 * _block_size(total)  # small products are slow
+    size = _block_size(total)
     for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
         product = own.t() @ x
         part.copy_(product) if is_first else part.add_(product)
