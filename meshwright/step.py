@@ -1,20 +1,18 @@
 """One optimizer step, on any mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.batch import Batch
 from meshwright.health import Health
-from meshwright.loss import IGNORE, token_loss
 from meshwright.metrics.phases import Phases
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
@@ -80,19 +78,16 @@ def train_step(
     positions = local_positions(first.shape[1], meshes.cp, first.device)
     if meshes.cp.size() > 1:
         batches = [local_part(batch, positions) for batch in batches]
-    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
-    dist.all_reduce(num_labels, group=meshes.loss.get_group())
+    num_labels = count_labels(batches, meshes)
     mark("forward_backward")
-    loss_fn = partial(token_loss, num_labels=num_labels)
     if early is not None:
         early.begin(health.is_stopped)
-    with loss_parallel():  # takes effect where logits are cut along the vocabulary
-        if model.pipeline is not None:
-            loss = model.pipeline.run(batches, positions, loss_fn)
-        else:
-            loss = _accumulate(
-                model.stages[0], batches, positions, loss_fn, early, reduce_every_microbatch
-            )
+    if model.pipeline is not None:
+        loss = model.pipeline.run(batches, positions, num_labels)
+    else:
+        loss = _accumulate(
+            model.stages[0], batches, positions, num_labels, early, reduce_every_microbatch
+        )
     is_finite_here = torch.isfinite(loss)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
@@ -119,15 +114,27 @@ def train_step(
     return StepResult(loss, grad_norm, num_labels, sums[2:].sqrt() if norm_groups else None)
 
 
+def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
+    """Return how many labels of the global batch count: () int64. Collective.
+
+    The loss is divided by it, once. Then adding up over ranks and microbatches gives the mean over
+    every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
+    with few labels would weigh as much as a full one. See docs/decisions/0002-loss-scaling.md.
+    """
+    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    dist.all_reduce(num_labels, group=meshes.loss.get_group())
+    return num_labels
+
+
 def _accumulate(
     model: Decoder,
     batches: Sequence[Batch],
     positions: Tensor,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    num_labels: Tensor,
     early: EarlyStep | None,
     reduce_every_microbatch: bool,
 ) -> Tensor:
-    """Forward and backward of one microbatch after the other; the sum of their losses."""
+    """Forward and backward of one microbatch after the other; their share of the mean loss."""
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
@@ -136,7 +143,8 @@ def _accumulate(
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
         if early is not None:
             early.gradients_are_final = is_last
-        share = loss_fn(model(batch.tokens, positions, batch.documents), batch.labels)
+        total = model(batch.tokens, batch.labels, positions=positions, documents=batch.documents)
+        share = total / num_labels
         share.backward()
         loss += share.detach()
     return loss

@@ -44,12 +44,12 @@ EFFECTS: dict[str, Effect] = {
         job="config_file dump_folder description device_memory_gib max_run_seconds",
         bad_steps="budget",
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
-        "enable_cpu_offload gc_freq deterministic",
+        "loss_chunk_tokens enable_cpu_offload gc_freq deterministic",
         validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
         "dataset_revision dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
-        "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
+        "tensor_parallel_degree enable_async_tensor_parallel "
         "context_parallel_degree context_parallel_attention "
         "pipeline_parallel_degree pipeline_parallel_schedule "
         "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "

@@ -240,6 +240,10 @@ class Training(Source):
     """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
     in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens of a microbatch whose logits exist at once; the loss goes over them chunk by chunk. 0:
+    as many as the model is wide, so that logits take no more memory than the output's weight."""
+
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
     there; the device gets parameters layer by layer. Slow: for what does not fit otherwise."""
@@ -372,10 +376,6 @@ class Parallelism(Section):
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that share every matrix, and the sequence between matrices; best within a node."""
-
-    disable_loss_parallel: bool = False
-    """With tensor parallelism, gather the logits before the loss instead of computing it on each
-    rank's part of the vocabulary."""
 
     enable_async_tensor_parallel: bool = False
     """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut

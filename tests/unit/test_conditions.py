@@ -120,7 +120,7 @@ OUTCOMES = {
         training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
         validation=f"freq num_samples datasets {SOURCE} dataset_mode",
         bad_steps="budget spike_window",
-        parallelism="disable_loss_parallel enable_async_tensor_parallel context_parallel_attention "
+        parallelism="enable_async_tensor_parallel context_parallel_attention "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
         "fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
@@ -135,8 +135,8 @@ OUTCOMES = {
         job="config_file dump_folder description device_memory_gib",
         model="flavor args frozen",
         training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
-        "local_batch_size seq_len max_norm steps dtype mixed_precision_param fp32_modules "
-        "mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
+        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
+        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
@@ -181,7 +181,6 @@ TWO_IN_FP32 = {
 }
 STREAMED = {"training__dataset_mode": "streamed"}
 AWAKE: dict[str, dict[str, Any]] = {
-    "parallelism.disable_loss_parallel": {"parallelism__tensor_parallel_degree": 2},
     "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
     "parallelism.context_parallel_attention": {"parallelism__context_parallel_degree": 2},
     **{
@@ -297,7 +296,6 @@ steps = 100
 mask_documents = true
 
 [parallelism]
-disable_loss_parallel = true
 enable_async_tensor_parallel = true
 context_parallel_attention = "ring"
 pipeline_parallel_schedule = "Interleaved1F1B"
@@ -314,7 +312,6 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
-        f"parallelism.disable_loss_parallel = True has no effect: {tp}",
         f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
         f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",

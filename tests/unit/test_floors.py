@@ -12,7 +12,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "errors",
     "log hardware user_module",
     "config models batch",
-    "parallelisms loss launch",
+    "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
     "extension",
