@@ -14,6 +14,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/scripts/environment.sh"
+source "$here/scripts/host_settings.sh"
 prepare_environment
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
 
@@ -47,9 +48,6 @@ if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
     exit 2
 fi
 export MESHWRIGHT_GPUS=$gpus # ranks compare it with the number that torch can use
-if [ "$gpus" -gt 0 ] && [ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]; then
-    export PYTORCH_ALLOC_CONF=expandable_segments:True # less memory lost between blocks
-fi
 log_rank=${LOG_RANK:-0}
 for shown in ${log_rank//,/ }; do
     if [[ ! $shown =~ ^[0-9]+$ ]] || [ "$shown" -ge "$ranks" ]; then
@@ -57,22 +55,6 @@ for shown in ${log_rank//,/ }; do
         exit 2
     fi
 done
-
-child=
-end() { # EXIT_CODE
-    [ -z "$child" ] || kill "$child" 2>/dev/null || :
-    exit "$1"
-}
-trap 'end 75' TERM USR1 # nothing is lost: to be started again
-trap 'end 130' INT      # the background is spared it
-meshwright() { # in the background: a trap waits for what is in the foreground
-    "$python" -m meshwright.cli.main "$@" &
-    child=$!
-    wait "$child"
-}
-meshwright check $((ranks * nodes)) "${arguments[@]}"
-export MESHWRIGHT_CHECKED=1 # what it said need not be said again
-meshwright tokenize --quiet "${arguments[@]}" # before ranks wait for it
 
 if [ "$nodes" -eq 1 ]; then
     rendezvous=(--standalone)
@@ -85,9 +67,8 @@ else
     rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "${RDZV_ID:-meshwright}")
 fi
-# torchrun would give each rank a single thread, however many cores there are
-cores=$(getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-exec "$python" -m meshwright.launch.door "${rendezvous[@]}" --nproc-per-node "$ranks" \
-    --local-ranks-filter "$log_rank" --role rank --tee 3 \
+choose_host_settings "$ranks" "$gpus"
+# checks the job and tokenises its data before it starts the ranks
+exec "$python" -m meshwright.launch.door $((ranks * nodes)) "${rendezvous[@]}" \
+    --nproc-per-node "$ranks" --local-ranks-filter "$log_rank" --role rank --tee 3 \
     "$here/train.py" "${arguments[@]}"
