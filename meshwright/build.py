@@ -272,7 +272,10 @@ def build_reporter(
         destinations.append(sinks.Spared("metrics.jsonl", lines))
         if metrics.enable_tensorboard:
             folder = dump_folder / metrics.save_tb_folder
-            events = partial(sinks.TensorBoard, folder, resumed_step)
+            # 0.1 s, which other ranks and jobs without it need not spend
+            from meshwright.metrics.tensorboard_file import TensorBoard
+
+            events = partial(TensorBoard, folder, resumed_step)
             destinations.append(sinks.Spared(f"{folder}, for TensorBoard,", events))
         if metrics.enable_wandb:
             tracked = partial(sinks.WeightsAndBiases, dump_folder, config.model_dump())

@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright import hardware
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.sinks import JsonLines, Spared, TensorBoard, WholeRecords
+from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
+from meshwright.metrics.tensorboard_file import TensorBoard
 
 
 class Kept(list):
