@@ -69,6 +69,6 @@ else
 fi
 choose_host_settings "$ranks" "$gpus"
 # checks the job and tokenises its data before it starts the ranks
-exec "$python" -m meshwright.launch.door $((ranks * nodes)) "${rendezvous[@]}" \
+exec "$python" -m meshwright.launch.door --prepare $((ranks * nodes)) "${rendezvous[@]}" \
     --nproc-per-node "$ranks" --local-ranks-filter "$log_rank" --role rank --tee 3 \
     "$here/train.py" "${arguments[@]}"
