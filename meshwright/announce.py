@@ -9,12 +9,10 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.config.loader import to_toml
+from meshwright.launch.process import CHECKED, HOST_SETTINGS
 from meshwright.log import logger
 from meshwright.optim.groups import describe
 from meshwright.preflight import Plan
-
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Set in the environment where `meshwright check` has spoken to the same console."""
 
 
 def announce(plan: Plan, device: torch.device) -> None:
@@ -36,6 +34,8 @@ def announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
+    if settings := os.environ.get(HOST_SETTINGS):
+        logger.info("chosen for this machine by the launcher: %s", settings)
     num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.agreement import check_agreement
-from meshwright.announce import CHECKED, announce
+from meshwright.announce import announce
 from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     Validate,
@@ -37,6 +37,7 @@ from meshwright.errors import (
     DataError,
     TrainingError,
 )
+from meshwright.launch.process import CHECKED
 from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_file, logger
 from meshwright.metrics import sinks
@@ -235,6 +236,8 @@ def _loop(
     config, step, taken, is_last = job.plan.config, job.resumed_step, None, False
     data_time_s = _look_ahead(job, stop, step)
     is_over = stop.is_over(step)
+    if config.compile.enable and not is_over:
+        logger.info("the first step compiles: minutes, or seconds if a job like it has run here")
     while not is_over:
         data = next(job.loader, None)
         if data is None:

@@ -14,10 +14,7 @@ from contextlib import suppress
 from types import FrameType
 
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from meshwright.launch.process import stop_signals
-
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Environment variable of ranks whose job has been checked on the same console."""
+from meshwright.launch.process import CHECKED, stop_signals
 
 
 def main() -> None:

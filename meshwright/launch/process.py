@@ -13,6 +13,10 @@ name of the signal there that it was sent. It does not pass the signal on: torch
 the ranks of a job that has failed, and a rank could not tell which it is."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """Environment variable of the ranks: process number of the launcher that started them."""
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Environment variable of the ranks, set if the job has been checked on the same console."""
+HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
+"""Environment variable of the ranks: the variables that scripts/host_settings.sh has chosen."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
