@@ -1,9 +1,9 @@
 """Seconds from process start to the end of the first step: debug model, eager.
 
 What it is spent on is told by starting ever more of it, each a process of its own: the
-interpreter, torch, our imports, and the job up to its first step, all on one rank; then the launcher
-with two, which checks, tokenises (done before, so it only looks) and starts them. Medians of several
-rounds, and the CPU time of all processes, which other load changes less.
+interpreter, torch, our imports, and the job up to its first step, all on one rank; then the
+launcher with two, which checks, tokenises (done before, so it only looks) and starts them. Medians
+of several rounds, and the CPU time of all processes, which other load changes less.
 
     python benchmarks/startup.py --rounds 5
 """

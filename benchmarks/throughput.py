@@ -105,10 +105,12 @@ def run_once(contender: str, work: Workload) -> Run:
     )
 
 
-def measure(contenders: list[str], work: Workload, rounds: int) -> dict[str, list[Run]]:
+def measure(
+    contenders: list[str], work: Workload, rounds: int, warm_ups: int
+) -> dict[str, list[Run]]:
     """Run all in turns; one that fails is left out of later rounds."""
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for index in range(rounds + work.compile):  # a first round warms the compilers' caches
+    for index in range(-warm_ups, rounds):
         for name in list(runs):
             try:
                 run = run_once(name, work)
@@ -117,7 +119,7 @@ def measure(contenders: list[str], work: Workload, rounds: int) -> dict[str, lis
                 del runs[name]
                 continue
             print(f"  {index} {name:14} {run}", file=sys.stderr, flush=True)
-            if index >= work.compile:
+            if index >= 0:
                 runs[name].append(run)
     return runs
 
@@ -134,6 +136,8 @@ def table(runs: dict[str, list[Run]], work: Workload, limit: float) -> list[dict
     """Return a row for each contender: medians, and the median of ratios within rounds."""
     rows = []
     for name, own in runs.items():
+        if not own:
+            continue
         bare = runs.get("bare") or own
         ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(own, bare, strict=False)]
         rate = median(run.tokens_per_s for run in own)
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=["ours", "bare", *PEERS])
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-ups", type=int, default=1, help="rounds to fill compilers' caches")
     parser.add_argument(
         "--save", default="", metavar="NAME", help="write benchmarks/results/NAME.json"
     )
@@ -207,7 +212,8 @@ def main() -> None:
         fields = {key: getattr(args, key) for key in Workload().__dict__ if key != "compile"}
         work = Workload(**fields, compile=mode == "compiled")
         limit = limit_of(work)
-        rows = table(measure(contenders, work, args.rounds), work, limit)
+        warm_ups = args.warm_ups if work.compile else 0
+        rows = table(measure(contenders, work, args.rounds, warm_ups), work, limit)
         results.append(
             {"mode": mode, "workload": work.__dict__, "products_flops_per_s": limit, "rows": rows}
         )
