@@ -201,6 +201,8 @@ def main() -> None:
             flag = "--" + field.replace("_", "-")
             parser.add_argument(flag, type=type(default), default=default)
     args = parser.parse_args()
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps: must be more than {WARM_UP}, which are not counted")
     contenders = []
     for name in args.contenders:
         if python_of(name.partition(":")[0]) is None:

@@ -26,7 +26,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 NEEDS_NO_TORCH = (
     *("preflight.py", "cli/check_job.py", "cli/checkpoint.py", "cli/show_config.py"),
-    "cli/tokenize_data.py",
+    *("cli/tokenize_data.py", "cli/prepare.py"),
 )
 
 
