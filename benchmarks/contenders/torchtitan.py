@@ -1,7 +1,7 @@
 """torchtitan 0.2.2, its Llama 3 and its trainer, on random tokens.
 
-It was made for GPUs. On a CPU three things are put in its way here, none within a step: the device
-type, a stand-in for a module that imports triton, and sums that gloo can reduce.
+It was made for GPUs. On a CPU it gets four things here: the device type, stand-ins for a module
+that imports triton and for the monitor of a GPU's memory, and sums that gloo can reduce.
 """
 
 import os
@@ -28,6 +28,7 @@ if on_cpu:
 
 import torchtitan.protocols.train_spec as specs  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torchtitan.components import metrics  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
@@ -35,6 +36,20 @@ from torchtitan.train import Trainer  # noqa: E402
 
 sys.path.insert(0, str(here))
 from workload import Stopwatch, from_command_line, random_tokens  # noqa: E402
+
+
+class NoMonitor(metrics.DeviceMemoryMonitor):
+    """In place of the one that asks a GPU."""
+
+    def __init__(self) -> None:
+        self.device_name = "cpu"
+
+    def get_peak_stats(self) -> metrics.DeviceMemStats:
+        """Nothing is known."""
+        return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
+
+    def reset_peak_stats(self) -> None:
+        """Nothing to reset."""
 
 
 class RandomTokens(list):
@@ -86,6 +101,8 @@ def main() -> None:
         return model
 
     spec.parallelize_fn = on_gloo
+    if on_cpu:
+        metrics.build_device_memory_monitor = NoMonitor
     specs.get_train_spec = lambda name: spec
     with tempfile.TemporaryDirectory() as folder:
         words = [
