@@ -67,10 +67,10 @@ def main() -> None:
 
 
 SAID_BY_FIRST_S = 5
-"""What stops one rank stops all; the others leave the first the time to say it once."""
+"""Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
 
-@record  # an exception reaches the launcher, which shows that of the first rank to fail
+@record  # an exception reaches the launcher, which shows the first failing rank's
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
     with config_errors(provenance):
