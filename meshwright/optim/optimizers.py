@@ -105,9 +105,11 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         for shard, parameter in shards.items():
             for key, value in optimizer.state[shard].items():
-                if key not in states[parameter]:  # of the first step
-                    is_laid_out = isinstance(parameter, DTensor) and value.shape == shard.shape
-                    states[parameter][key] = _like(parameter, value) if is_laid_out else value
+                if key in states[parameter]:
+                    continue
+                if isinstance(parameter, DTensor) and value.shape == shard.shape:
+                    value = _like(parameter, value)
+                states[parameter][key] = value  # of the first step
     finally:
         optimizer.param_groups, optimizer.state = groups, states
 
