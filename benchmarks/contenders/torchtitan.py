@@ -1,7 +1,8 @@
 """torchtitan 0.2.2, its Llama 3 and its trainer, on random tokens.
 
-It was made for GPUs. On a CPU it gets four things here: the device type, stand-ins for a module
-that imports triton and for the monitor of a GPU's memory, and sums that gloo can reduce.
+It was made for GPUs. On a CPU it gets some things here, none of them within a step: the device
+type, stand-ins for a module that imports triton, for the monitor of a GPU's memory and for what sets
+timeouts, and sums that gloo can reduce.
 """
 
 import os
@@ -27,6 +28,7 @@ if on_cpu:
     os.environ.setdefault("MASTER_PORT", "0")
 
 import torchtitan.protocols.train_spec as specs  # noqa: E402
+import torchtitan.train  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
@@ -102,6 +104,7 @@ def main() -> None:
 
     spec.parallelize_fn = on_gloo
     if on_cpu:
+        torchtitan.train.dist_utils.set_pg_timeouts = lambda **_: None  # asks for GPUs by number
         metrics.build_device_memory_monitor = NoMonitor
     specs.get_train_spec = lambda name: spec
     with tempfile.TemporaryDirectory() as folder:

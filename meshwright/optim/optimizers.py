@@ -91,8 +91,9 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     groups, states = optimizer.param_groups, optimizer.state
     shards: dict[Tensor, nn.Parameter] = {}
-    optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-    try:
+
+    def swap(*_: object) -> None:
+        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             local = [_local(parameter).detach() for parameter in parameters]
@@ -102,6 +103,10 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 optimizer.state[shard] = {key: _local(value) for key, value in slots.items()}
                 shards[shard] = parameter
             optimizer.param_groups.append(group | {"params": local})
+
+    # the last of the hooks, so that others see parameters
+    hook = optimizer.register_step_pre_hook(swap)
+    try:
         yield
         for shard, parameter in shards.items():
             for key, value in optimizer.state[shard].items():
@@ -111,6 +116,7 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                     value = _like(parameter, value)
                 states[parameter][key] = value  # of the first step
     finally:
+        hook.remove()
         optimizer.param_groups, optimizer.state = groups, states
 
 

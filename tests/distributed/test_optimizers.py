@@ -115,6 +115,11 @@ class _Kernels(TorchDispatchMode):
 def _updates_shards() -> None:
     model, _ = parallel_model(ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2}))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    groups = [[*group["params"]] for group in optimizer.param_groups]
+    seen = []  # by a hook, which the proof of gradients relies on
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append([[*group["params"]] for group in optimizer.param_groups])
+    )
     for step in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -122,6 +127,8 @@ def _updates_shards() -> None:
             update(optimizer, torch.tensor(False))
         assert any("fused_adam" in name for name in kernels.names)
         assert not kernels.saw_dtensor
+        for before, after in zip(groups, seen[-1], strict=True):
+            assert all(a is b for a, b in zip(before, after, strict=True))
         assert {*optimizer.state} == {*model.parameters()}
         for parameter, slots in optimizer.state.items():
             assert slots["step"] == step + 1
