@@ -1,8 +1,8 @@
 """torchtitan 0.2.2, its Llama 3 and its trainer, on random tokens.
 
 It was made for GPUs. On a CPU it gets some things here, none of them within a step: the device
-type, stand-ins for a module that imports triton, for the monitor of a GPU's memory and for what sets
-timeouts, and sums that gloo can reduce.
+type, stand-ins for a module that imports triton, for the monitor of a GPU's memory and for what
+sets timeouts, and sums that gloo can reduce.
 """
 
 import os
