@@ -8,6 +8,7 @@
 #   CONFIG_FILE  TOML                             (default: train_configs/debug_model.toml)
 #   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
 #   PYTORCH_ALLOC_CONF  torch's memory of GPUs      (default: expandable_segments:True)
+#   OMP_NUM_THREADS, MALLOC_*  of ranks on CPUs   (default: scripts/host_settings.sh)
 #   NNODES       machines                         (default: 1)
 #   RDZV_ENDPOINT  host:port of one of them, the same on all; needed above one machine
 #   RDZV_ID      name of the job at that endpoint (default: meshwright)

@@ -14,6 +14,7 @@ choose() { # NAME VALUE
 choose_host_settings() {
     local ranks=$1 gpus=${2:-0} cores
     cores=$(getconf _NPROCESSORS_ONLN)
+    [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS # empty is no number
     # torchrun would give each rank a single thread, however many cores there are
     choose OMP_NUM_THREADS $((cores > ranks ? cores / ranks : 1))
     if [ "$gpus" -gt 0 ]; then

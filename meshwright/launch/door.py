@@ -22,7 +22,7 @@ def main() -> None:
     preparation: subprocess.Popen[bytes] | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
-        if preparation is not None:
+        if preparation is not None and preparation.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(preparation.pid, signal.SIGKILL)  # with those that tokenise for it
         os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
