@@ -23,9 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "contenders"))
+sys.path[:0] = [str(HERE.parent), str(HERE / "contenders")]
 from workload import Workload, to_command_line  # noqa: E402
+
+from meshwright.cli.train import environment  # noqa: E402
+from meshwright.launch.machine import Ranks  # noqa: E402
 
 PEERS = ("torchtitan", "transformers", "fabric")
 WARM_UP = 3  # steps that are not counted, the first among them
@@ -70,8 +75,8 @@ def command_of(contender: str, work: Workload) -> tuple[list[str], dict[str, str
     env |= {key: pairs.pop(key) for key in list(pairs) if key.isupper()}
     env["MESHWRIGHT_BENCHMARK_KEYS"] = json.dumps(pairs)
     # the settings that the launcher chooses
-    settings = f'source "{HERE.parent}/scripts/host_settings.sh"; choose_host_settings {work.ranks}'
-    return ["bash", "-c", f'{settings}; exec "$@"', "bash", *command, *script], env
+    env |= environment(Ranks(work.ranks, 1, torch.cuda.device_count()), env)
+    return [*command, *script], env
 
 
 def run_once(contender: str, work: Workload) -> Run:
@@ -159,8 +164,6 @@ def table(runs: dict[str, list[Run]], work: Workload, limit: float) -> list[dict
 
 def machine() -> dict[str, str]:
     """Return what the figures depend on besides the code."""
-    import torch
-
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if torch.cuda.is_available():

@@ -9,10 +9,13 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.config.loader import to_toml
-from meshwright.launch.process import CHECKED, HOST_SETTINGS
+from meshwright.launch.process import HOST_SETTINGS
 from meshwright.log import logger
 from meshwright.optim.groups import describe
 from meshwright.preflight import Plan
+
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Set in the environment where `meshwright check` has spoken to the same console."""
 
 
 def announce(plan: Plan, device: torch.device) -> None:

@@ -4,6 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+from types import FrameType
+
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """Signals that Slurm and others send some time before they kill; and Ctrl-C."""
@@ -13,10 +16,8 @@ name of the signal there that it was sent. It does not pass the signal on: torch
 the ranks of a job that has failed, and a rank could not tell which it is."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """Environment variable of the ranks: process number of the launcher that started them."""
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Environment variable of the ranks, set if the job has been checked on the same console."""
 HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
-"""Environment variable of the ranks: the variables that scripts/host_settings.sh has chosen."""
+"""Environment variable of the ranks: the variables that the launcher has chosen for the machine."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -25,6 +26,16 @@ def stop_signals() -> list[signal.Signals]:
     """Return those to heed: a shell without job control has its background ignore Ctrl-C."""
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return [n for n in STOP_SIGNALS if n != signal.SIGINT or not is_ignored]
+
+
+def exit_when_asked() -> None:
+    """End this process at once when it is asked to stop: there is nothing to save yet."""
+    for number in stop_signals():
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,59 +1,42 @@
 """Environment variables that the launcher chooses."""
 
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/host_settings.sh"
-NAMES = (
-    "OMP_NUM_THREADS",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "PYTORCH_ALLOC_CONF",
-)
+from meshwright.cli.train import MALLOC, environment
+from meshwright.launch.machine import Ranks
+from meshwright.launch.process import HOST_SETTINGS
+
+CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
 
 
-def chosen(ranks: int, gpus: int, **own: str) -> tuple[dict[str, str], list[str]]:
-    """Values of `NAMES`, and what the script says that it chose."""
-    code = f'source "{SCRIPT}"; choose_host_settings {ranks} {gpus}; env'
-    result = subprocess.run(
-        ["bash", "-euc", code],
-        env={"PATH": os.environ["PATH"]} | own,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = dict(line.split("=", 1) for line in result.stdout.splitlines())
-    values = {name: found[name] for name in NAMES if name in found}
-    return values, found["MESHWRIGHT_HOST_SETTINGS"].split()
+def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
+    """What is chosen beside `own`; the list that the job logs must be the same."""
+    new = environment(ranks, own)
+    listed = dict(word.split("=", 1) for word in new.pop(HOST_SETTINGS).split())
+    assert listed == {k: v for k, v in new.items() if not k.startswith("MESHWRIGHT")}
+    return listed
 
 
 def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
-    values, said = chosen(2, 0)
-    assert values["OMP_NUM_THREADS"] == str(max((os.cpu_count() or 1) // 2, 1))
-    assert int(values["MALLOC_MMAP_THRESHOLD_"]) > 1 << 30
-    assert int(values["MALLOC_TRIM_THRESHOLD_"]) > 1 << 30
-    assert said == [f"{name}={value}" for name, value in values.items()]
-    assert chosen(1000, 0)[0]["OMP_NUM_THREADS"] == "1"
+    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | MALLOC
+    assert all(int(size) > 1 << 30 for size in MALLOC.values())
 
 
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "OMP_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *MALLOC])
 def test_a_setting_of_the_user_stays(name: str) -> None:
-    values, said = chosen(1, 0, **{name: "3"})
-    assert values[name] == "3"
-    assert not any(word.startswith(name) for word in said)
-    assert len(values) == 3
+    found = chosen(CPU, **{name: "3"})
+    assert name not in found
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_who_chose_an_allocator_keeps_it(name: str) -> None:
-    assert [*chosen(1, 0, **{name: ""})[0]] == [*chosen(1, 0)[0]]
-    assert [*chosen(1, 0, **{name: "glibc.malloc.arena_max=1"})[0]] == ["OMP_NUM_THREADS"]
+    assert chosen(CPU, **{name: ""}) == chosen(CPU)
+    assert [*chosen(CPU, **{name: "x"})] == ["OMP_NUM_THREADS"]
 
 
 def test_with_gpus_it_is_the_memory_of_those() -> None:
-    values, _ = chosen(1, 1)
-    assert [*values] == ["OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"]
-    assert "PYTORCH_ALLOC_CONF" not in chosen(1, 1, PYTORCH_CUDA_ALLOC_CONF="x")[0]
+    assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"}
