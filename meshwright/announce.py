@@ -21,6 +21,7 @@ from meshwright import hardware
 from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
+from meshwright.launch.process import HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics import history
 from meshwright.metrics.console import duration
@@ -52,6 +53,8 @@ def announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
+    if settings := os.environ.get(HOST_SETTINGS):
+        logger.info("chosen for this machine by the launcher: %s", settings)
     num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)

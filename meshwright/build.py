@@ -33,7 +33,6 @@ from meshwright.metrics.eta import Schedule
 from meshwright.metrics.phases import Phases
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
@@ -310,6 +309,9 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)
     if metrics.enable_tensorboard:
+        # 0.1 s, which other ranks and jobs without it need not spend
+        from meshwright.metrics.tensorboard_events import TensorBoard
+
         folder = dump_folder / metrics.save_tb_folder
         values = {
             f"{section}.{key}": value

@@ -272,6 +272,8 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
     config, step, taken, is_last = job.plan.config, job.resumed_step, None, False
     data_time_s = _look_ahead(job, stop, step)
     is_over = stop.is_over(step)
+    if config.compile.enable and not is_over:
+        logger.info("the first step compiles: minutes, or seconds if a job like it has run here")
     while not is_over:
         data = next(job.loader, None)
         if data is None:

@@ -30,15 +30,26 @@ prepare_environment() {
     }
     echo "meshwright: setting up $repository/.venv with $("$base" --version) (once; minutes)" >&2
     {
-        "$base" -m venv "$repository/.venv" &&
-            "$python" -m pip install --quiet --disable-pip-version-check \
-                --constraint "$repository/requirements.txt" \
-                --editable "$repository${extra:+[$extra]}" &&
+        make_environment "$base" "${extra:+[$extra]}" &&
             printf '%s\n' "$wanted" | tee "$stamp" >"$repository/.venv/ready-alone"
     } || {
         echo "meshwright: the set-up failed; run it again, or activate an environment of your own" >&2
         exit 1
     }
+}
+
+# make_environment BASE_PYTHON EXTRAS: .venv, by uv where it is installed; but not where pip has settings
+# (an index, certificates), which uv does not read
+make_environment() {
+    if command -v uv >/dev/null && [ -z "$("$1" -m pip config list 2>/dev/null)" ]; then
+        uv venv --quiet --allow-existing --seed --python "$1" "$repository/.venv" &&
+            uv pip install --quiet --python "$python" \
+                --constraint "$repository/requirements.txt" --editable "$repository$2"
+    else
+        "$1" -m venv "$repository/.venv" &&
+            "$python" -m pip install --quiet --disable-pip-version-check \
+                --constraint "$repository/requirements.txt" --editable "$repository$2"
+    fi
 }
 
 find_python() {

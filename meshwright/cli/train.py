@@ -11,10 +11,14 @@ from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
 from meshwright.errors import ConfigError
 from meshwright.launch.machine import Ranks, count_ranks
-from meshwright.launch.process import exit_when_asked
+from meshwright.launch.process import HOST_SETTINGS, exit_when_asked
 
 DEFAULT_PRESET = "debug_model"
 SCRIPT = Path(ranks_package).with_name("train.py")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""glibc's: sizes in bytes from which it gives memory back."""
+OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
+"""Another allocator, or settings of glibc's own: the user has chosen."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -48,16 +52,30 @@ def run(given: Namespace) -> None:
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
-    new = {
+    chosen = _host_settings(ranks, inherited)
+    return chosen | {
         "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
         "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
+        HOST_SETTINGS: " ".join(f"{name}={value}" for name, value in chosen.items()),
     }
+
+
+def _host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make ranks faster on this machine, and that the user has not set.
+
+    They cannot be set later, from within a process. Their gains: docs/performance.md.
+    """
+    new = {}
     if ranks.gpus and not any(name in inherited for name in ALLOCATOR):
         new["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost between blocks
     if "OMP_NUM_THREADS" not in inherited:
         # torchrun would give each rank a single thread, however many cores there are
         cores = len(os.sched_getaffinity(0))
         new["OMP_NUM_THREADS"] = str(max(cores // ranks.per_machine, 1))
+    if not ranks.gpus and not any(inherited.get(name) for name in OTHER_MALLOC):
+        # glibc gives large blocks back to the kernel when they are freed, and every step gets them
+        # anew, page by page
+        new |= {name: value for name, value in MALLOC.items() if name not in inherited}
     return new
 
 

@@ -16,6 +16,8 @@ name of the signal there that it was sent. It does not pass the signal on: torch
 the ranks of a job that has failed, and a rank could not tell which it is."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """Environment variable of the ranks: process number of the launcher that started them."""
+HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
+"""Environment variable of the ranks: the variables that the launcher has chosen for the machine."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

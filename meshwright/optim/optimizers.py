@@ -15,10 +15,12 @@ An optimizer of the table
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.config.job_config import Optimizer
 from meshwright.optim.groups import Settings, settings_of
@@ -74,4 +76,62 @@ def update(optimizer: torch.optim.Optimizer, is_held_back: Tensor) -> None:
     # torch's fused optimizers read this attribute, as GradScaler sets it; without it they would
     # update all the same. It is not documented: the test of the contract fails if it goes.
     optimizer.found_inf = is_held_back.float().to(parameter_device)  # type: ignore[attr-defined]
-    optimizer.step()
+    with _on_local_shards(optimizer):
+        optimizer.step()
+
+
+@contextmanager
+def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step of `optimizer` see this rank's shards instead of DTensors.
+
+    Each update needs nothing of other shards (the contract), so the result is the same. For
+    DTensors torch first works out how each list of them may be sharded, with whole-size tensors,
+    and asks again at every step. Between steps parameters and states are DTensors, as checkpoints
+    need.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    shards: dict[Tensor, nn.Parameter] = {}
+
+    def swap(*_: object) -> None:
+        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            local = [_local(parameter).detach() for parameter in parameters]
+            for shard, parameter in zip(local, parameters, strict=True):
+                shard.grad = _local(parameter.grad)
+                slots = states[parameter]
+                optimizer.state[shard] = {key: _local(value) for key, value in slots.items()}
+                shards[shard] = parameter
+            optimizer.param_groups.append(group | {"params": local})
+
+    # the last of the hooks, so that others see parameters
+    hook = optimizer.register_step_pre_hook(swap)
+    try:
+        yield
+        for shard, parameter in shards.items():
+            for key, value in optimizer.state[shard].items():
+                if key in states[parameter]:
+                    continue
+                if isinstance(parameter, DTensor) and value.shape == shard.shape:
+                    value = _like(parameter, value)
+                states[parameter][key] = value  # of the first step
+    finally:
+        hook.remove()
+        optimizer.param_groups, optimizer.state = groups, states
+
+
+@torch.no_grad()
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _like(parameter: DTensor, shard: Tensor) -> DTensor:
+    """Return the DTensor of all ranks' `shard`, laid out as `parameter`."""
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -2,6 +2,8 @@
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
@@ -9,7 +11,7 @@ from meshwright.config.job_config import Optimizer
 from meshwright.health import Health
 from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer, set_learning_rate
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate, update
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.helpers.optimizers import GROUPS, plain_groups
@@ -96,3 +98,45 @@ def _groups(cases: list[tuple[dict[str, int], bool]]) -> None:
 def test_groups_on_two_ranks_are_those_of_plain_torch(on_ranks) -> None:
     early = [({axis: 2}, True) for axis in ("dp_shard", "tp")]
     on_ranks(2, _groups, [*(({axis: 2}, False) for axis in ("dp_shard", "tp", "cp", "pp")), *early])
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes whether any operator of the optimizer was given a DTensor."""
+
+    names: tuple[str, ...] = ()
+    saw_dtensor = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += (str(func),)
+        self.saw_dtensor |= "fused_adam" in str(func) and DTensor in types
+        return func(*args, **kwargs or {})
+
+
+def _updates_shards() -> None:
+    model, _ = parallel_model(ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2}))
+    optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    groups = [[*group["params"]] for group in optimizer.param_groups]
+    seen = []  # by a hook, which the proof of gradients relies on
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append([[*group["params"]] for group in optimizer.param_groups])
+    )
+    for step in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with _Kernels() as kernels:
+            update(optimizer, torch.tensor(False))
+        assert any("fused_adam" in name for name in kernels.names)
+        assert not kernels.saw_dtensor
+        for before, after in zip(groups, seen[-1], strict=True):
+            assert all(a is b for a, b in zip(before, after, strict=True))
+        assert {*optimizer.state} == {*model.parameters()}
+        for parameter, slots in optimizer.state.items():
+            assert slots["step"] == step + 1
+            for slot in ("exp_avg", "exp_avg_sq"):
+                layouts = [(type(x), x.placements, x.shape) for x in (slots[slot], parameter.data)]
+                assert layouts[0] == layouts[1]
+                assert slots[slot].to_local().count_nonzero() == parameter.to_local().numel()
+
+
+def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters(on_ranks) -> None:
+    on_ranks(2, _updates_shards)

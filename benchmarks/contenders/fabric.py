@@ -1,0 +1,40 @@
+"""Lightning Fabric around the plain Llama: mixed precision; FSDP is not for CPUs, so DDP there."""
+
+import os
+
+import torch
+from lightning_fabric import Fabric
+from plain_llama import PlainLlama
+from workload import Stopwatch, from_command_line, random_tokens
+
+
+def main() -> None:
+    """Train, and print the result."""
+    w, watch = from_command_line(), Stopwatch()
+    strategy = "auto" if w.ranks == 1 else "ddp" if watch.device.type == "cpu" else "fsdp"
+    precision = "bf16-mixed" if w.dtype == "bfloat16" else "32-true"
+    fabric = Fabric(
+        accelerator=watch.device.type, devices=w.ranks, strategy=strategy, precision=precision
+    )
+    fabric.launch()
+    model = PlainLlama(w)
+    if w.compile:
+        model = torch.compile(model)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), fused=True)
+    )
+    for batch in fabric.to_device(random_tokens(w, w.steps)):
+        loss = model(batch[:, :-1], batch[:, 1:])
+        fabric.backward(loss)
+        # by norm it refuses fused optimizers, which it cannot unscale
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step()
+    watch.report()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

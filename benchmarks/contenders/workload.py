@@ -1,0 +1,95 @@
+"""The workload of benchmarks/throughput.py, and how each contender measures itself.
+
+It imports torch alone: contenders run in environments that lack meshwright.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Llama and how it is trained. Widths are in elements, lengths in tokens."""
+
+    dim: int = 512
+    n_layers: int = 8
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    hidden_dim: int = 1408
+    vocab: int = 8192
+    seq_len: int = 512
+    batch: int = 4
+    """Sequences of a rank per step."""
+    dtype: str = "bfloat16"
+    """Of matrix products; weights and optimizer are float32."""
+    compile: bool = False
+    ranks: int = 1
+    steps: int = 12
+
+    @property
+    def flops_per_token(self) -> int:
+        """6 per weight of a matrix, and the products of causal attention, counted in full."""
+        kv = self.dim * self.n_kv_heads // self.n_heads
+        attention = 2 * self.dim * (self.dim + kv)
+        block = attention + 3 * self.dim * self.hidden_dim
+        products = self.n_layers * block + self.dim * self.vocab
+        return 6 * products + 12 * self.n_layers * self.dim * self.seq_len
+
+
+def from_command_line() -> Workload:
+    """Read the fields of `Workload` as flags."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", type=json.loads)
+    return Workload(**parser.parse_args().workload)
+
+
+def to_command_line(workload: Workload) -> str:
+    """Return the argument that `from_command_line` reads."""
+    return json.dumps(asdict(workload))
+
+
+def random_tokens(workload: Workload, count: int) -> torch.Tensor:
+    """Return (count, batch, seq_len + 1) int64, the same for every contender."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, workload.batch, workload.seq_len + 1)
+    return torch.randint(workload.vocab, shape, generator=generator)
+
+
+class Stopwatch:
+    """Notes every step: its end, and how busy this process and the whole machine have been."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.marks: list[tuple[float, float, float]] = []
+
+    def step(self) -> None:
+        """Call after each step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        times = os.times()
+        self.marks.append((time.time(), times.user + times.system, machine_busy_s()))
+
+    def report(self) -> None:
+        """Print one line for the parent. Each rank prints its own; the parent reads the first's."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved()
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("RESULT " + json.dumps({"marks": self.marks, "peak_bytes": peak}), flush=True)
+
+
+def machine_busy_s() -> float:
+    """Seconds of CPU time that the machine's cores have worked, or were taken from it, so far."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,238 @@
+"""Tokens per second of one Llama in our trainer, a bare loop and other trainers, side by side.
+
+Each runs in a process and an environment of its own (benchmarks/install_peers.sh), in turns,
+several rounds; a peer that is not installed is left out with a word. Steps during which something
+else used the machine are left out. Prints medians over rounds; --save NAME keeps them in
+benchmarks/results/.
+
+    python benchmarks/throughput.py                               (bf16, eager and compiled)
+    python benchmarks/throughput.py --modes compiled --rounds 5 --vocab 131072 --batch 1
+    python benchmarks/throughput.py --ranks 2 --contenders ours bare
+    python benchmarks/throughput.py --contenders ours ours:compile.enable=false
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "contenders")]
+from workload import Workload, to_command_line  # noqa: E402
+
+from meshwright.cli.train import environment  # noqa: E402
+from meshwright.launch.machine import Ranks  # noqa: E402
+
+PEERS = ("torchtitan", "transformers", "fabric")
+WARM_UP = 3  # steps that are not counted, the first among them
+OTHER_LOAD = 0.1  # cores: a step during which others used more of the machine is left out
+LIMIT_S = 400
+
+
+class Run(NamedTuple):
+    """One contender's round."""
+
+    tokens_per_s: float
+    first_step_s: float
+    """From the start of the process to the end of its first step."""
+    peak_gib: float
+    disturbed: int
+    """Steps left out."""
+
+
+def python_of(name: str) -> Path | None:
+    """Return the interpreter that runs a contender; None: not installed."""
+    if name not in PEERS:
+        return Path(sys.executable)
+    found = HERE / ".peers" / name / "bin/python"
+    return found if found.exists() else None
+
+
+def command_of(contender: str, work: Workload) -> tuple[list[str], dict[str, str]]:
+    """Return the command of one round, and its environment."""
+    name, _, keys = contender.partition(":")
+    python = python_of(name)
+    assert python is not None
+    script = [str(HERE / "contenders" / f"{name}.py"), to_command_line(work)]
+    threads = max(1, (os.cpu_count() or 1) // work.ranks)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    command = [str(python)]
+    if work.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(work.ranks)]
+    if name != "ours":
+        return [*command, *script], env
+    pairs = dict(pair.split("=", 1) for pair in keys.split(",") if pair)
+    env |= {key: pairs.pop(key) for key in list(pairs) if key.isupper()}
+    env["MESHWRIGHT_BENCHMARK_KEYS"] = json.dumps(pairs)
+    # the settings that the launcher chooses
+    env |= environment(Ranks(work.ranks, 1, torch.cuda.device_count()), env)
+    return [*command, *script], env
+
+
+def run_once(contender: str, work: Workload) -> Run:
+    """Run a contender once.
+
+    Raises:
+        RuntimeError: with the end of what it printed, if it failed.
+    """
+    command, env = command_of(contender, work)
+    start = time.time()
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if "RESULT {" in line]
+    if not lines:
+        raise RuntimeError(f"{contender} (exit {done.returncode}): {done.stderr[-2000:]}")
+    result = json.loads(lines[-1].partition("RESULT ")[2])
+    marks = result["marks"]
+    times, quiet = [], []
+    for before, after in zip(marks[WARM_UP - 1 :], marks[WARM_UP:], strict=False):
+        seconds, own, busy = (b - a for a, b in zip(before, after, strict=True))
+        times.append(seconds)
+        if busy - own * work.ranks <= OTHER_LOAD * seconds:
+            quiet.append(seconds)
+    tokens = work.batch * work.ranks * work.seq_len
+    return Run(
+        tokens / median(quiet or times),
+        marks[0][0] - start,
+        result["peak_bytes"] / 2**30,
+        len(times) - len(quiet),
+    )
+
+
+def measure(
+    contenders: list[str], work: Workload, rounds: int, warm_ups: int
+) -> dict[str, list[Run]]:
+    """Run all in turns; one that fails is left out of later rounds."""
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for index in range(-warm_ups, rounds):
+        for name in list(runs):
+            try:
+                run = run_once(name, work)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
+                del runs[name]
+                continue
+            print(f"  {index} {name:14} {run}", file=sys.stderr, flush=True)
+            if index >= 0:
+                runs[name].append(run)
+    return runs
+
+
+def limit_of(work: Workload) -> float:
+    """Return FLOP/s of this model's matrix products alone, by roofline.py."""
+    command = [sys.executable, str(HERE / "roofline.py"), to_command_line(work), "--only-products"]
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // work.ranks))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["products_flops_per_s"])
+
+
+def table(runs: dict[str, list[Run]], work: Workload, limit: float) -> list[dict[str, Any]]:
+    """Return a row for each contender: medians, and the median of ratios within rounds."""
+    rows = []
+    for name, own in runs.items():
+        if not own:
+            continue
+        bare = runs.get("bare") or own
+        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(own, bare, strict=False)]
+        rate = median(run.tokens_per_s for run in own)
+        rows.append(
+            {
+                "contender": name,
+                "tokens_per_s": round(rate, 1),
+                "spread": [round(f(run.tokens_per_s for run in own), 1) for f in (min, max)],
+                "ratio_to_bare": round(median(ratios), 3),
+                "mfu_pct": round(100 * rate / work.ranks * work.flops_per_token / limit, 1),
+                "peak_gib": round(max(run.peak_gib for run in own), 2),
+                "first_step_s": round(median(run.first_step_s for run in own), 1),
+                "disturbed_steps": sum(run.disturbed for run in own),
+                "rounds": len(own),
+            }
+        )
+    return rows
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures depend on besides the code."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    elif info.exists():
+        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    head = subprocess.run(
+        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    versions = {}
+    for peer in PEERS:
+        found = HERE / ".peers" / peer / "lib"
+        for info in found.glob(f"python*/site-packages/*{peer}*.dist-info"):
+            versions[peer] = info.name.removesuffix(".dist-info").partition("-")[2]
+    return {
+        "device": name,
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": head,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    } | versions
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contenders", nargs="+", default=["ours", "bare", *PEERS])
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-ups", type=int, default=1, help="rounds to fill compilers' caches")
+    parser.add_argument(
+        "--save", default="", metavar="NAME", help="write benchmarks/results/NAME.json"
+    )
+    for field, default in Workload().__dict__.items():
+        if field != "compile":
+            flag = "--" + field.replace("_", "-")
+            parser.add_argument(flag, type=type(default), default=default)
+    args = parser.parse_args()
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps: must be more than {WARM_UP}, which are not counted")
+    contenders = []
+    for name in args.contenders:
+        if python_of(name.partition(":")[0]) is None:
+            print(f"{name}: not installed (benchmarks/install_peers.sh)", file=sys.stderr)
+        else:
+            contenders.append(name)
+    results = []
+    for mode in args.modes:
+        fields = {key: getattr(args, key) for key in Workload().__dict__ if key != "compile"}
+        work = Workload(**fields, compile=mode == "compiled")
+        limit = limit_of(work)
+        warm_ups = args.warm_ups if work.compile else 0
+        rows = table(measure(contenders, work, args.rounds, warm_ups), work, limit)
+        results.append(
+            {"mode": mode, "workload": work.__dict__, "products_flops_per_s": limit, "rows": rows}
+        )
+        print(f"\n{mode}, {work.dtype}; matrix products alone: {limit / 1e9:.0f} GFLOP/s a rank")
+        names = list(rows[0]) if rows else []
+        print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+        for row in rows:
+            print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    if args.save:
+        folder = HERE / "results"
+        folder.mkdir(exist_ok=True)
+        text = json.dumps({"machine": machine(), "results": results}, indent=1)
+        (folder / f"{args.save}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What benchmarks/compare.py calls worse."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "benchmarks/compare.py"
+SPEC = importlib.util.spec_from_file_location("compare", PATH)
+compare = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(compare)
+
+ROW = {
+    "contender": "ours",
+    "tokens_per_s": 1000.0,
+    "spread": [960.0, 1040.0],
+    "ratio_to_bare": 1.1,
+    "peak_gib": 2.0,
+    "first_step_s": 5.0,
+}
+OLD = {
+    "machine": {"device": "a CPU", "cores": "2"},
+    "results": [{"mode": "eager", "workload": {"dim": 512}, "rows": [ROW]}],
+}
+
+
+def after(**changes: object) -> dict:
+    new = copy.deepcopy(OLD)
+    new["results"][0]["rows"][0] |= changes
+    return new
+
+
+def test_a_slowdown_beyond_noise_is_named() -> None:
+    assert not [*compare.worse(OLD, after(ratio_to_bare=1.06))]  # rounds differ by 4 %
+    (text,) = compare.worse(OLD, after(ratio_to_bare=1.04))
+    assert text == "eager, ours: ratio_to_bare 1.1 -> 1.04 (noise 4%)"
+    assert not [*compare.worse(OLD, after(ratio_to_bare=1.04, spread=[900.0, 1100.0]))]
+
+
+@pytest.mark.parametrize("figure", ["peak_gib", "first_step_s"])
+def test_memory_and_start_count_on_the_same_machine_alone(figure: str) -> None:
+    new = after(**{figure: 1.1 * ROW[figure]})
+    assert len([*compare.worse(OLD, new)]) == 1
+    new["machine"]["device"] = "another"
+    assert not [*compare.worse(OLD, new)]
+
+
+def test_only_the_same_workload_is_compared() -> None:
+    new = after(ratio_to_bare=0.5)
+    new["results"][0]["workload"]["dim"] = 1024
+    assert not [*compare.worse(OLD, new)]

@@ -1,0 +1,42 @@
+"""Environment variables that the launcher chooses."""
+
+import os
+
+import pytest
+
+from meshwright.cli.train import MALLOC, environment
+from meshwright.launch.machine import Ranks
+from meshwright.launch.process import HOST_SETTINGS
+
+CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
+
+
+def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
+    """What is chosen beside `own`; the list that the job logs must be the same."""
+    new = environment(ranks, own)
+    listed = dict(word.split("=", 1) for word in new.pop(HOST_SETTINGS).split())
+    assert listed == {k: v for k, v in new.items() if not k.startswith("MESHWRIGHT")}
+    return listed
+
+
+def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
+    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | MALLOC
+    assert all(int(size) > 1 << 30 for size in MALLOC.values())
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *MALLOC])
+def test_a_setting_of_the_user_stays(name: str) -> None:
+    found = chosen(CPU, **{name: "3"})
+    assert name not in found
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_who_chose_an_allocator_keeps_it(name: str) -> None:
+    assert chosen(CPU, **{name: ""}) == chosen(CPU)
+    assert [*chosen(CPU, **{name: "x"})] == ["OMP_NUM_THREADS"]
+
+
+def test_with_gpus_it_is_the_memory_of_those() -> None:
+    assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"}
