@@ -98,7 +98,7 @@ class Pipeline:
             for index, module in stages.items()
         ]
         cls = get_schedule_class(schedule)
-        self._schedule = cls(
+        self.schedule = cls(
             wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
             num_microbatches,
             loss_fn=self._loss,
@@ -141,7 +141,7 @@ class Pipeline:
             inputs["documents"] = torch.cat(documents)
         self._loss_fn = loss_fn
         losses: list[Tensor] = []
-        self._schedule.step(
+        self.schedule.step(
             tokens,
             **inputs,
             target=labels,

@@ -18,7 +18,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "preflight",
     "agreement build",
     "train",
-    "proof",
+    "proof planning",
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}

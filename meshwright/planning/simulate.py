@@ -1,0 +1,209 @@
+"""One rank of a job in this process, by the trainer's own functions, without data or memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.batch import Batch
+from meshwright.build import build_model
+from meshwright.health import Health
+from meshwright.models.initialize import initialize
+from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
+from meshwright.parallelisms.local_model import LocalModel, allocate
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.planning import torch_names
+from meshwright.planning.as_gpu import as_gpu
+from meshwright.planning.ledger import Ledger, Record
+from meshwright.planning.scope import Scope
+from meshwright.planning.torch_names import Action, FakeTensorMode
+from meshwright.planning.work import Collective, Operator, Trace
+from meshwright.preflight import Plan
+from meshwright.step import train_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Step 2 of one rank; the optimizer has its state from the first on."""
+
+    rank: int
+    record: Record
+    entries: list[Operator | Collective]
+    """In the order of the program."""
+    simulated: int
+    """Microbatches that were simulated; more repeat one of them."""
+    actions: dict[int, list[Action]]
+    """Of every rank of the pipeline, for all microbatches; without one, empty."""
+
+
+def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulation:
+    """Simulate two steps of `rank` on fake tensors.
+
+    Args:
+        is_gpu: choose kernels as on a GPU.
+    """
+    torch_names.start_fake_process_group(rank, world_size)
+    try:
+        meshes = build_meshes(plan.dims, "cpu")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            if is_gpu:
+                stack.enter_context(as_gpu())
+            stack.enter_context(torch_names.static_pipelines())
+            return run_steps(plan, meshes, fake)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_steps(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulation:
+    """Take two steps of this rank with a ledger.
+
+    Args:
+        fake: mode of the tensors; None: real ones.
+    """
+    simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
+    if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
+        plan = with_microbatches(plan, simulated)
+    trace = Trace(meshes)
+    scope = Scope(trace.see)
+    ledger = Ledger(scope, fake)
+    trace.scope = scope
+    with scope, ledger:
+        rank = Rank(plan, meshes, fake)
+        scope.name_modules([*rank.model.stages])
+        ledger.note(rank.model.parameters(), "parameters")
+        for stage in rank.model.stages:  # the model itself has none
+            ledger.note(stage.buffers(), "parameters")
+
+        def note_gradients(*_: object) -> None:
+            for group in rank.optimizer.param_groups:
+                grads = (p.grad for p in group["params"] if p.grad is not None)
+                ledger.note(grads, "gradients")
+
+        rank.optimizer.register_step_pre_hook(note_gradients)
+        batches = rank.batches(num_microbatches)
+        for batch in batches:
+            ledger.note([x for x in vars(batch).values() if x is not None], "activations")
+        for step in (1, 2):
+            scope.begin()
+            trace.begin()
+            ledger.begin()
+            rank.step(step, batches[:simulated])
+            ledger.settle()
+            for state in rank.optimizer.state.values():
+                ledger.note((x for x in state.values() if isinstance(x, Tensor)), "optimizer")
+    pipeline = rank.model.pipeline
+    actions = {}
+    if pipeline is not None:
+        actions = torch_names.pipeline_actions(pipeline.schedule, num_microbatches)
+    return Simulation(dist.get_rank(), ledger.record, trace.entries, simulated, actions)
+
+
+def with_microbatches(plan: Plan, count: int) -> Plan:
+    """Return `plan` with `count` microbatches in a step."""
+    training = plan.config.training
+    batch = training.global_batch_size // plan.num_microbatches * count
+    training = training.model_copy(update={"global_batch_size": batch})
+    return replace(plan, config=plan.config.model_copy(update={"training": training}))
+
+
+def num_simulated(plan: Plan) -> int:
+    """Return how many microbatches stand for all of a step.
+
+    The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
+    pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V do not, or
+    late, and are simulated whole.
+    """
+    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    if ranks == 1:
+        return min(plan.num_microbatches, 3)
+    steady = {"1F1B": 2 * ranks, "Interleaved1F1B": 3 * ranks}.get(schedule)
+    # those that are left out come in whole rounds over the ranks, as Interleaved1F1B takes them
+    left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
+    return plan.num_microbatches - left_out
+
+
+class Rank:
+    """Model, optimizer and batches of this rank.
+
+    Args:
+        fake: None: tensors are real, and parameters have the values of step 0.
+    """
+
+    def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
+        self.plan, self.meshes = plan, meshes
+        self._mode = fake or nullcontext()
+
+        def allocate_fake(
+            model: nn.Module, parameters: torch.device, buffers: torch.device
+        ) -> None:
+            with self._mode:
+                _allocate_fake(model, parameters, buffers)
+
+        # meshes outside of fake mode: they are numbers on the host
+        self.model: LocalModel = build_model(
+            plan, meshes, CPU, allocate=allocate if fake is None else allocate_fake
+        )
+        with self._mode:
+            if fake is None:
+                for stage in self.model.stages:
+                    initialize(stage, plan.config.training.seed)
+            config = plan.config
+            self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+            is_early = config.optimizer.early_step_in_backward
+            self.early = EarlyStep(self.optimizer) if is_early else None
+            self.health = Health(CPU, config.bad_steps)
+
+    def batches(self, count: int) -> list[Batch]:
+        """`count` microbatches, with three documents in each sequence if they are masked."""
+        training = self.plan.config.training
+        shape = (training.local_batch_size, training.seq_len)
+        with self._mode:
+            found = []
+            for _ in range(count):
+                tokens = torch.zeros(shape, dtype=torch.int64)
+                documents = None
+                if training.mask_documents:
+                    documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
+                found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+            return found
+
+    def step(self, number: int, batches: list[Batch]) -> None:
+        """Take one optimizer step, as the job does."""
+        config = self.plan.config
+        set_learning_rate(self.optimizer, 1e-3)
+        reduction = config.parallelism.fsdp_reduce_gradients
+        with self._mode:
+            train_step(
+                self.model,
+                batches,
+                self.optimizer,
+                self.early,
+                step=number,
+                max_norm=config.training.max_norm,
+                meshes=self.meshes,
+                health=self.health,
+                reduce_every_microbatch=reduction == "every_microbatch",
+            )
+
+
+def _allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Do the work of `local_model.allocate`, whose `to_empty` cannot replace plain parameters by
+    fake ones."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        allocate(model, parameters, buffers)
+        return
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device=parameters)
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=buffers))
