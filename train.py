@@ -2,6 +2,6 @@
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
-    from meshwright.train import main
+    from meshwright.main import main
 
     main()

@@ -20,16 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.batch import Batch
-from meshwright.build import build_model
 from meshwright.config.loader import load_config
 from meshwright.health import Health
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
-from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.preflight import Plan, preflight
 from meshwright.proof.ranks import RankPool
-from meshwright.step import train_step
+from meshwright.trainer import Trainer
 
 PRESETS = Path(__file__).parents[1] / "train_configs"
 RANKS = 4
@@ -108,10 +106,9 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
     plan = _plan(preset)
     training, device = plan.config.training, torch.device("cpu")
     meshes = build_meshes(plan.dims, "cpu")
-    model = build_model(plan, meshes, device)
-    for stage in model.stages:
+    trainer = Trainer(plan, meshes, device)
+    for stage in trainer.model.stages:
         initialize(stage, training.seed)
-    optimizer = build_optimizer(model.named_parameters(), plan.config.optimizer)
     generator = torch.Generator().manual_seed(meshes.dp.get_local_rank())
     shape = (training.local_batch_size, training.seq_len)
     watch = Watch(meshes)
@@ -120,15 +117,7 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
         watch.counts.clear()
         watch.bytes.clear()
         with watch:
-            train_step(
-                model,
-                [Batch(batch, batch)],
-                optimizer,
-                step=step,
-                max_norm=training.max_norm,
-                meshes=meshes,
-                health=Health.on(device),
-            )
+            trainer.step(step, [Batch(batch, batch)], Health.on(device))
     return dict(watch.counts), dict(watch.bytes)
 
 

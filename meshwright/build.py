@@ -146,16 +146,18 @@ def build_loader(
 
 Fail = Callable[[Exception], None]
 """Notes that this rank cannot go on, so that all ranks stop."""
+Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
+"""Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
 
 
 def build_validation(
     plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
-) -> Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]:
-    """Return a function that evaluates a model on `sources`: figures by name. Collective.
+) -> Validate:
+    """Return a function that evaluates a model on `sources`. Collective.
 
-    The function asks between its steps whether it is to stop, and omits the figures of what it has
-    not been through. Streamed sources are read here, once, and kept: whether they hold enough shows
-    before the first step, and no later validation waits for a network.
+    It omits the figures of a source that it was stopped in. Streamed sources are read here, once,
+    and kept: whether they hold enough shows before the first step, and no later validation waits
+    for a network.
 
     Raises:
         ConfigError: if a source holds fewer samples than it is to give.

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
-from meshwright.build import build_model
 from meshwright.health import Health
-from meshwright.models.initialize import initialize
-from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer, set_learning_rate
-from meshwright.parallelisms.local_model import LocalModel, allocate
+from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.planning import torch_names
 from meshwright.planning.as_gpu import as_gpu
@@ -25,7 +21,7 @@ from meshwright.planning.scope import Scope
 from meshwright.planning.torch_names import Action, FakeTensorMode
 from meshwright.planning.work import Collective, Operator, Trace
 from meshwright.preflight import Plan
-from meshwright.step import train_step
+from meshwright.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -132,14 +128,14 @@ def num_simulated(plan: Plan) -> int:
 
 
 class Rank:
-    """Model, optimizer and batches of this rank.
+    """The trainer of this rank, and batches for it.
 
     Args:
-        fake: None: tensors are real, and parameters have the values of step 0.
+        fake: None: tensors are real; their values are arbitrary.
     """
 
     def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
-        self.plan, self.meshes = plan, meshes
+        self._training = plan.config.training
         self._mode = fake or nullcontext()
 
         def allocate_fake(
@@ -148,23 +144,17 @@ class Rank:
             with self._mode:
                 _allocate_fake(model, parameters, buffers)
 
-        # meshes outside of fake mode: they are numbers on the host
-        self.model: LocalModel = build_model(
+        # meshes and modules outside of fake mode, which is for what takes memory
+        self.trainer = Trainer(
             plan, meshes, CPU, allocate=allocate if fake is None else allocate_fake
         )
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         with self._mode:
-            if fake is None:
-                for stage in self.model.stages:
-                    initialize(stage, plan.config.training.seed)
-            config = plan.config
-            self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-            is_early = config.optimizer.early_step_in_backward
-            self.early = EarlyStep(self.optimizer) if is_early else None
-            self.health = Health(CPU, config.bad_steps)
+            self.health = Health(CPU, plan.config.bad_steps)
 
     def batches(self, count: int) -> list[Batch]:
         """`count` microbatches, with three documents in each sequence if they are masked."""
-        training = self.plan.config.training
+        training = self._training
         shape = (training.local_batch_size, training.seq_len)
         with self._mode:
             found = []
@@ -178,21 +168,8 @@ class Rank:
 
     def step(self, number: int, batches: list[Batch]) -> None:
         """Take one optimizer step, as the job does."""
-        config = self.plan.config
-        set_learning_rate(self.optimizer, 1e-3)
-        reduction = config.parallelism.fsdp_reduce_gradients
         with self._mode:
-            train_step(
-                self.model,
-                batches,
-                self.optimizer,
-                self.early,
-                step=number,
-                max_norm=config.training.max_norm,
-                meshes=self.meshes,
-                health=self.health,
-                reduce_every_microbatch=reduction == "every_microbatch",
-            )
+            self.trainer.step(number, batches, self.health)
 
 
 def _allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:

@@ -3,20 +3,17 @@
 import hashlib
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.build import build_loader, build_model, learning_rate
+from meshwright.build import build_loader
 from meshwright.checkpoint.state import RNG, TrainingTensors
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.opening import OpenSource
 from meshwright.health import Health
 from meshwright.models.decoder import Decoder
-from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
-from meshwright.step import train_step
+from meshwright.trainer import Trainer
 
 STRETCH = (8.0, 16.0)
 """Of queries and keys at the first and at the last position."""
@@ -35,15 +32,13 @@ class Job:
     def __init__(
         self, plan: Plan, meshes: Meshes, source: OpenSource, cursor: Cursor | None = None
     ) -> None:
-        device, config = torch.device("cpu"), plan.config
+        device = torch.device("cpu")
         self._plan, self._meshes = plan, meshes
-        self.model = build_model(plan, meshes, device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-        is_early = config.optimizer.early_step_in_backward
-        self._early = EarlyStep(self.optimizer) if is_early else None
+        self._trainer = Trainer(plan, meshes, device)
+        self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
-        self._health, self._lr_at = Health.on(device), learning_rate(config)
+        self._health = Health.on(device)
 
     def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
         """One optimizer step: its loss, and its gradient norm. Collective.
@@ -58,26 +53,15 @@ class Job:
             parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
             for index, sample in enumerate(zip(*parts, strict=True), first):
                 samples[step, index] = _hash(*sample)
-        set_learning_rate(self.optimizer, self._lr_at(step))
-        reduction = self._plan.config.parallelism.fsdp_reduce_gradients
-        result = train_step(
-            self.model,
-            data.batches,
-            self.optimizer,
-            self._early,
-            step=step,
-            # the first step shows gradients as they are
-            max_norm=self._plan.config.training.max_norm if step > 1 else float("inf"),
-            meshes=self._meshes,
-            health=self._health,
-            reduce_every_microbatch=reduction == "every_microbatch",
-        )
+        # the first step shows gradients as they are
+        max_norm = None if step > 1 else float("inf")
+        result = self._trainer.step(step, data.batches, self._health, max_norm)
         return result.loss.item(), result.grad_norm.item()
 
     @property
     def tensors(self) -> TrainingTensors:
         """All that a checkpoint holds."""
-        return TrainingTensors(self.model, self.optimizer, dist.get_rank())
+        return self._trainer.tensors
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of `tensors`, those of the model and of the optimizer."""

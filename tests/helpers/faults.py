@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
+from meshwright import trainer
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
@@ -24,7 +25,6 @@ from meshwright.models import decoder, initialize
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.pipeline_parallel import Pipeline
-from meshwright.proof import job
 
 
 @contextmanager
@@ -205,14 +205,14 @@ def another_epsilon() -> Iterator[None]:
     def build(parameters, config):
         return build_optimizer(parameters, config.model_copy(update={"eps": 1e-6}))
 
-    with patch.object(job, "build_optimizer", build):
+    with patch.object(trainer, "build_optimizer", build):
         yield
 
 
 @contextmanager
 def weights_kept_in_bf16() -> Iterator[None]:
     """What a step adds to a weight is lost where it is less than half a bit of bf16."""
-    real = job.train_step
+    real = trainer.train_step
 
     def step(model, *args, **options):
         result = real(model, *args, **options)
@@ -221,7 +221,7 @@ def weights_kept_in_bf16() -> Iterator[None]:
                 parameter.copy_(parameter.bfloat16())
         return result
 
-    with patch.object(job, "train_step", step):
+    with patch.object(trainer, "train_step", step):
         yield
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import ExitStack
 
-from meshwright import train
+from meshwright import main, trainer
 from meshwright.step import StepResult, train_step
 from tests.helpers.faults import loss_times
 
@@ -24,5 +24,5 @@ def faulty_step(*args: object, step: int, **options: object) -> StepResult:
 
 
 if __name__ == "__main__":
-    train.train_step = faulty_step
-    sys.exit(train.main())
+    trainer.train_step = faulty_step
+    sys.exit(main.main())

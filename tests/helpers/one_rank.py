@@ -3,14 +3,12 @@
 import torch
 
 from meshwright.batch import Batch
-from meshwright.build import build_model
 from meshwright.health import Health
 from meshwright.models.initialize import initialize
-from meshwright.optim.early_step import EarlyStep
-from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
-from meshwright.step import StepResult, train_step
+from meshwright.step import StepResult
+from meshwright.trainer import Trainer
 
 
 class OneRank:
@@ -19,10 +17,8 @@ class OneRank:
     def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
         config = plan.config
         self.plan, self.meshes, self.device = plan, meshes, device
-        self.model = build_model(plan, meshes, device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-        is_early = config.optimizer.early_step_in_backward
-        self.early = EarlyStep(self.optimizer) if is_early else None
+        self.trainer = Trainer(plan, meshes, device)
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         self.health = Health(device, config.bad_steps)
 
     def initialize(self) -> None:
@@ -44,17 +40,4 @@ class OneRank:
         return [batch.send(self.device) for batch in found]
 
     def step(self, number: int, batches: list[Batch]) -> StepResult:
-        config = self.plan.config
-        for group in self.optimizer.param_groups:
-            group["lr"] = 1e-3
-        return train_step(
-            self.model,
-            batches,
-            self.optimizer,
-            self.early,
-            step=number,
-            max_norm=config.training.max_norm,
-            meshes=self.meshes,
-            health=self.health,
-            reduce_every_microbatch=config.parallelism.fsdp_reduce_gradients == "every_microbatch",
-        )
+        return self.trainer.step(number, batches, self.health)

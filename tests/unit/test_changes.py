@@ -16,7 +16,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.preflight import drift_of, preflight
-from meshwright.train import _place_in_data
+from meshwright.saved_job import place_in_data
 from tests.helpers.checkpoints import BARE
 
 STEP = 5
@@ -194,8 +194,8 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
     manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
-        with patch("meshwright.train.drift_of", return_value=Mock(is_reweighted=is_reweighted)):
-            assert _place_in_data(plan, manifest, []).weighted_from == begin
+        with patch("meshwright.saved_job.drift_of", return_value=Mock(is_reweighted=is_reweighted)):
+            assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
 def test_other_data_may_be_begun_with_its_first_sample(resume, caplog) -> None:

@@ -1,0 +1,78 @@
+"""One rank's process: run the job of the command line, and leave with its exit code."""
+
+import contextlib
+import os
+import sys
+import time
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from meshwright.config.loader import config_errors, load_config
+from meshwright.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_INTERRUPTED,
+    EXIT_SAVE,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    ConfigError,
+    DataError,
+    SaveError,
+    TrainingError,
+)
+from meshwright.launch.process import LAUNCHER, die_with_parent
+from meshwright.log import log_to_console, logger
+from meshwright.preflight import preflight
+from meshwright.train import run
+
+
+def main() -> None:
+    """Run the job that the command line describes; leave with its exit code."""
+    if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
+        # nothing else would end it; without torchrun it may outlive its shell
+        die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
+    log_to_console()
+    code = 0
+    try:
+        if not _run_command_line():
+            code = EXIT_STOPPED
+    except ConfigError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        code = EXIT_CONFIG
+    except TrainingError as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_TRAINING
+    except DataError as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_DATA
+    except SaveError as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_SAVE
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception:
+        logger.exception("failed")
+        code = 1
+    with contextlib.suppress(OSError):  # a full disk, where they go to files
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if (
+        code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
+        and int(os.environ.get("RANK", "0")) > 0
+    ):
+        time.sleep(SAID_BY_FIRST_S)
+    # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
+    os._exit(code)
+
+
+SAID_BY_FIRST_S = 5
+"""What stops one rank stops all; the others leave the first the time to say it once."""
+
+
+@record  # an exception reaches the launcher, which shows that of the first rank to fail
+def _run_command_line() -> bool:
+    config, provenance = load_config(sys.argv[1:])
+    with config_errors(provenance):
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return run(preflight(config, world_size, looks_at_files=False))

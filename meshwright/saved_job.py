@@ -1,0 +1,84 @@
+"""The part of a checkpoint beside its tensors: where a job was, and how another goes on from it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.checkpoint.exclude import DATALOADER, left_out
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.changes import to_json
+from meshwright.datasets.global_order import Cursor, bad_records
+from meshwright.datasets.opening import OpenSource
+from meshwright.errors import ConfigError
+from meshwright.preflight import Plan, drift_of
+
+
+def manifest_of(
+    plan: Plan,
+    sources: Sequence[OpenSource],
+    *,
+    step: int,
+    tokens_seen: int,
+    cursor: Cursor,
+    loss: float,
+    bad_steps: dict[str, Any],
+) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Args:
+        cursor: where the next step's samples begin, of all ranks.
+        bad_steps: `BadStepLog.state()`.
+    """
+    return {
+        "step": step,
+        "tokens_seen": tokens_seen,
+        "loss": loss if math.isfinite(loss) else None,
+        "bad_steps": bad_steps,
+        "data": dataclasses.asdict(cursor),
+        "data_identity": plan.data_identity,
+        "data_content": {source.entry.name: source.content for source in sources},
+        "model_name": plan.config.model.name,
+        "model_args": dataclasses.asdict(plan.model_args),
+        "tokenizer_path": plan.config.model.tokenizer_path,
+        "frozen": sorted(plan.frozen),
+        "mesh": dataclasses.asdict(plan.dims),
+        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+        "config": to_json(plan.config),
+    }
+
+
+def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+    """Where a resume goes on reading; it means something only in the data it was noted for.
+
+    Raises:
+        ConfigError: if the data is other data now, or too many records were passed over.
+    """
+    if DATALOADER in left_out(plan.config.checkpoint, saved):
+        return Cursor()
+    for source in sources:
+        was = saved["data_content"].get(source.entry.name)
+        if was != source.content:
+            raise source.entry.error(
+                "dataset",
+                f"its content is not what it was when the checkpoint was saved: {source.content} "
+                f"now, {was} then",
+                "restore the data (of a streamed source training.stream_shards and "
+                "training.shuffle_window too), or use another job.dump_folder",
+            )
+    cursor = Cursor.from_json(saved["data"])
+    allowed = plan.config.training.max_bad_records
+    if (passed_over := sum(bad_records(cursor).values())) > allowed:
+        raise too_many_bad_records(passed_over, allowed)
+    return cursor.reweighted() if drift_of(plan, saved).is_reweighted else cursor
+
+
+def too_many_bad_records(count: int, allowed: int) -> ConfigError:
+    """The end of a job whose ranks have passed over too many records, though none by itself has."""
+    key = "training.max_bad_records"
+    return ConfigError(
+        key, f"{key} = {allowed}: {count} records have been passed over so far\n  fix: raise it"
+    )

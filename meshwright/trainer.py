@@ -1,0 +1,71 @@
+"""This rank's model and its optimizer, and the step that the config asks for."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright.batch import Batch
+from meshwright.build import build_model, learning_rate
+from meshwright.checkpoint.state import TrainingTensors
+from meshwright.health import Health
+from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizers import build_optimizer, set_learning_rate
+from meshwright.parallelisms.local_model import Allocate, allocate
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.preflight import Plan
+from meshwright.step import StepResult, train_step
+
+
+class Trainer:
+    """A job's training, without its data, its checkpoints and its reports. Collective.
+
+    Attributes:
+        model: its values are arbitrary until they are set or loaded.
+        optimizer: built after the model was parallelised.
+        lr_at: the learning rate at each step, counted from 1.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        meshes: Meshes,
+        device: torch.device,
+        *,
+        allocate: Allocate = allocate,
+    ) -> None:
+        config = plan.config
+        self._config, self._meshes = config, meshes
+        self.model = build_model(plan, meshes, device, allocate=allocate)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        is_early = config.optimizer.early_step_in_backward
+        self._early = EarlyStep(self.optimizer) if is_early else None
+        self.lr_at = learning_rate(config)
+
+    @property
+    def tensors(self) -> TrainingTensors:
+        """Everything that a checkpoint holds as tensors."""
+        return TrainingTensors(self.model, self.optimizer, dist.get_rank())
+
+    def step(
+        self, step: int, batches: Sequence[Batch], health: Health, max_norm: float | None = None
+    ) -> StepResult:
+        """Take the optimizer step of that number.
+
+        Args:
+            batches: as `train_step` takes them.
+            max_norm: in the place of the config's.
+        """
+        set_learning_rate(self.optimizer, self.lr_at(step))
+        reduction = self._config.parallelism.fsdp_reduce_gradients
+        return train_step(
+            self.model,
+            batches,
+            self.optimizer,
+            self._early,
+            step=step,
+            max_norm=self._config.training.max_norm if max_norm is None else max_norm,
+            meshes=self._meshes,
+            health=health,
+            reduce_every_microbatch=reduction == "every_microbatch",
+        )

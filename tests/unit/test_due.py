@@ -1,0 +1,52 @@
+"""The decisions that follow a step."""
+
+import pytest
+
+from meshwright.config.loader import load_config
+from meshwright.due import Due, due_after
+
+KEYS = {
+    "validation.enable": "true",
+    "validation.freq": "6",
+    "checkpoint.enable": "true",
+    "checkpoint.interval": "4",
+    "metrics.log_freq": "5",
+    "training.gc_freq": "7",
+}
+
+
+def due(
+    step: int,
+    *,
+    keys: dict[str, str] | None = None,
+    is_first: bool = False,
+    is_last: bool = False,
+    is_asked: bool = False,
+) -> Due:
+    config, _ = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
+    return due_after(step, config, is_first=is_first, is_last=is_last, is_asked_to_stop=is_asked)
+
+
+def of(decided: Due) -> set[str]:
+    names = ("stop", "validate", "log", "save", "collect_garbage", "look")
+    return {name for name in names if getattr(decided, name)}
+
+
+@pytest.mark.parametrize(
+    ("decided", "wanted"),
+    [
+        (due(3), set()),
+        (due(4), {"save", "look"}),
+        (due(5), {"log", "look"}),
+        (due(6), {"validate", "log", "look"}),
+        (due(7), {"collect_garbage"}),
+        (due(1, is_first=True), {"log", "look"}),
+        # a job that ends saves once, at its end, and validates if it is done
+        (due(4, is_last=True), {"stop", "validate", "log", "look"}),
+        (due(4, is_asked=True), {"stop", "log", "look"}),
+        (due(4, keys={"checkpoint.enable": "false"}), set()),
+        (due(6, keys={"validation.enable": "false"}), set()),
+    ],
+)
+def test_due(decided: Due, wanted: set[str]) -> None:
+    assert of(decided) == wanted
