@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from meshwright import hardware
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
     EXIT_CONFIG,
@@ -51,6 +54,10 @@ def main() -> None:
         code = EXIT_SAVE
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except torch.OutOfMemoryError:
+        logger.exception("failed")
+        logger.error("out of memory; to see what needs it, and what would fit:\n  %s", _to_plan())
+        code = 1
     except Exception:
         logger.exception("failed")
         code = 1
@@ -68,6 +75,15 @@ def main() -> None:
 
 SAID_BY_FIRST_S = 5
 """What stops one rank stops all; the others leave the first the time to say it once."""
+
+
+def _to_plan() -> str:
+    """The command that plans this job for a device like this rank's."""
+    gib = hardware.memory_gib(torch.device("cuda")) if torch.cuda.is_available() else 0
+    device = f"{gib:.1f}" if gib else "cpu"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    words = ["meshwright", "plan", *sys.argv[1:], "--world-size", ranks, "--device", device]
+    return shlex.join(words)
 
 
 @record  # an exception reaches the launcher, which shows that of the first rank to fail

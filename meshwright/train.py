@@ -40,6 +40,7 @@ from meshwright.errors import (
 from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_file, logger
 from meshwright.metrics import sinks
+from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.reporter import Reporter
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
@@ -281,6 +282,8 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
     figures |= {"lr": job.trainer.lr_at(step)}
     figures |= {f"epochs/{name}": count for name, count in data.epochs.items()}
     figures |= job.bad_steps.figures
+    if due.is_first:
+        figures |= planned_memory(Path(config.job.dump_folder), dist.get_world_size())
     if allowed := config.training.max_bad_records:
         figures["bad_records"] = passed_over = num_bad_records(data.cursor)
         if passed_over > allowed:

@@ -40,6 +40,13 @@ COMMANDS = {
         "[--seed N]\n      [--dtype auto|bfloat16|float32] [--tokenizer PATH]",
         "what a model writes, on one device; without a temperature the likeliest token each time",
     ),
+    "plan": (
+        "meshwright.cli.plan:main",
+        "CONFIG --world-size N --device h100|h200|a100|b200|mi300x|cpu|GiB [--rank R | "
+        "--all-stages]\n      [--json] [--html FILE] [--search] [--calibrate] "
+        "[--section.key value ...]",
+        "its memory, traffic and step time on devices that are not there",
+    ),
     "prove": (
         "meshwright.cli.prove:main",
         f"[--every-mesh] [--output FOLDER] {CONFIG}",

@@ -104,14 +104,14 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is divided once, by the global number of labels
         )
-        self._stages, self._group = stages, mesh.get_group()
+        self.stages, self._group = stages, mesh.get_group()
         self._ranks = [
             rank
             for index in range(num_stages)
             for rank in range(mesh.size())
             if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
         ]
-        self._activation = torch.empty_like(activation, device=device)
+        self.activation = activation
         self._has_last = num_stages - 1 in stages
         self._loss_fn: LossFn | None = None
 
@@ -164,11 +164,11 @@ class Pipeline:
             take: called with the logits of each microbatch, where the last stage is.
         """
         forward_all(
-            self._stages,
+            self.stages,
             self._ranks,
             batches,
             positions,
-            self._activation,
+            self.activation,
             group=self._group,
             take=take,
         )

@@ -86,6 +86,8 @@ def run_steps(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simula
 
         rank.optimizer.register_step_pre_hook(note_gradients)
         batches = rank.batches(num_microbatches)
+        left_out = rank.buffers_of(num_microbatches - simulated) if plan.dims.pp > 1 else []
+        ledger.note(left_out, "communication buffers")
         for batch in batches:
             ledger.note([x for x in vars(batch).values() if x is not None], "activations")
         for step in (1, 2):
@@ -135,7 +137,7 @@ class Rank:
     """
 
     def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
-        self._training = plan.config.training
+        self._plan = plan
         self._mode = fake or nullcontext()
 
         def allocate_fake(
@@ -154,7 +156,7 @@ class Rank:
 
     def batches(self, count: int) -> list[Batch]:
         """`count` microbatches, with three documents in each sequence if they are masked."""
-        training = self._training
+        training = self._plan.config.training
         shape = (training.local_batch_size, training.seq_len)
         with self._mode:
             found = []
@@ -165,6 +167,26 @@ class Rank:
                     documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
                 found.append(Batch(tokens, torch.zeros_like(tokens), documents))
             return found
+
+    def buffers_of(self, left_out: int) -> list[Tensor]:
+        """What a pipeline keeps for each microbatch of a step, of `left_out` that it is spared.
+
+        torch makes buffers for the activations and gradients that a stage receives, for every
+        microbatch at the start; and a step makes one batch of all.
+        """
+        training, found = self._plan.config.training, []
+        last = len(self._plan.stage_modules) - 1
+        pipeline = self.model.pipeline
+        assert pipeline is not None
+        batch = (training.local_batch_size, training.seq_len // self._plan.dims.cp)
+        with self._mode:
+            for _ in range(left_out):
+                found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
+                for index in pipeline.stages:
+                    received = (index > 0) + (index < last)
+                    shape, dtype = pipeline.activation.shape, pipeline.activation.dtype
+                    found += [torch.empty(shape, dtype=dtype) for _ in range(received)]
+        return found
 
     def step(self, number: int, batches: list[Batch]) -> None:
         """Take one optimizer step, as the job does."""

@@ -102,7 +102,7 @@ CASES = {
         "dp_shard 2", "--optimizer.early_step_in_backward=true --training.max_norm=inf"
     ),
     "fp32 modules": Case("dp_shard 2", '--training.fp32_modules=["output","layers.*.ffn_norm"]'),
-    "uneven": Case("dp_shard 4", "--model.args.hidden_dim=330 --model.args.vocab_size=1021"),
+    "uneven": Case("dp_shard 4", "--model.args.hidden_dim=330"),
     "documents": Case("dp_shard 2", "--training.mask_documents=true"),
     "accumulation, reduced once": Case("dp_shard 2", f"{REDUCE}last_microbatch", microbatches=5),
     "accumulation, reduced each": Case("dp_shard 2", f"{REDUCE}every_microbatch", microbatches=5),
