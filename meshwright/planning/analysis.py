@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.planning.ledger import PURPOSES, Record
+from meshwright.planning.ledger import AT_START, PURPOSES, Record
 from meshwright.planning.simulate import Simulation
 from meshwright.planning.work import Collective, Operator
 
@@ -43,17 +43,45 @@ def find_peak(record: Record) -> Peak:
         item = record.items[event.item]
         by_purpose[item.purpose] += event.delta
         if item.purpose in ("activations", "logits and loss"):
-            by_module[one_of_all_layers(item.module)] += event.delta
-    item = record.items[record.events[at].item]
+            by_module[one_of_all_layers(item.born.module)] += event.delta
+    item, place = record.items[record.events[at].item], record.events[at].place
     return Peak(
         highest,
         {purpose: by_purpose[purpose] for purpose in PURPOSES},
         {name: size for name, size in by_module.most_common() if size},
-        item.module,
+        place.module,
         item.operator,
-        item.phase,
-        item.microbatch,
+        place.phase,
+        place.microbatch,
     )
+
+
+def peaks_by_place(record: Record) -> dict[str, int]:
+    """Return the most bytes at every place.
+
+    A run of neighbouring layers has three: the first, the last, and those between. So models of
+    other depths have the same places, and at each their bytes grow by the same for every layer.
+    """
+    numbers = {_layer(event.place.module) for event in record.events} - {None}
+    names: dict[int | None, str] = {None: ""}
+    runs = 0
+    for number in sorted(number for number in numbers if number is not None):
+        is_first, is_last = number - 1 not in numbers, number + 1 not in numbers
+        names[number] = f"{runs} first" if is_first else f"{runs} last" if is_last else f"{runs}"
+        runs += is_last
+    found: dict[str, int] = {}
+    total = 0
+    for event in record.events:
+        total += event.delta
+        phase, module, microbatch = event.place
+        key = f"{phase} {one_of_all_layers(module)} {names[_layer(module)]} {microbatch}"
+        found[key] = max(found.get(key, 0), total)
+    return found
+
+
+def _layer(module: str) -> int | None:
+    match = re.match(r"layers\.(\d+)", module)
+    return int(match[1]) if match else None
 
 
 def rounded_peak(record: Record) -> int:
@@ -83,7 +111,7 @@ def curve(record: Record, points: int = POINTS) -> list[dict[str, int]]:
     moment with the most."""
     now, total = Counter[str](), 0
     found: list[dict[str, int]] = []
-    begin = sum(1 for item in record.items if item.phase == "at start")
+    begin = sum(1 for item in record.items if item.born == AT_START)
     events = record.events
     for event in events[:begin]:
         now[record.items[event.item].purpose] += event.delta

@@ -82,19 +82,30 @@ def _attention(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 
 def _pointwise(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """Operators that move bytes: what runs, and the bytes that it reads and writes."""
+    """Operators that move bytes: how to run each, and the bytes of its tensors, each counted once,
+    as `work.Operator` does."""
     size = 1 << 22
     x, y = (torch.randn(size, device=device).bfloat16() for _ in range(2))
-    wide = torch.randn(size, device=device)
+    wide, grad = (torch.randn(size, device=device) for _ in range(2))
     logits = torch.randn(256, size // 256, device=device)
+    aten, weight = torch.ops.aten, torch.randn(size, device=device)
+    weight.grad = grad
+    optimizer = torch.optim.AdamW([weight], fused=True)
     width, wide_bytes = x.nbytes, wide.nbytes
     return {
         "": (lambda: x + y, 3 * width),
         "mul": (lambda: x * y, 3 * width),
+        "pow": (lambda: wide.pow(2), 2 * wide_bytes),
         "silu": (lambda: F.silu(x), 2 * width),
+        "silu_backward": (lambda: aten.silu_backward(x, y), 3 * width),
         "_to_copy": (lambda: x.float(), width + wide_bytes),
         "copy_": (lambda: wide.clone(), 2 * wide_bytes),
         "_log_softmax": (lambda: logits.log_softmax(-1), 2 * wide_bytes),
+        "_log_softmax_backward_data": (
+            lambda: aten._log_softmax_backward_data(logits, logits, -1, torch.float32),
+            2 * wide_bytes,
+        ),
+        "_fused_adamw_": (optimizer.step, 4 * wide_bytes),
     }
 
 

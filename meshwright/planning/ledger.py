@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ PURPOSES = (
     "unattributed",
 )
 """Of tensors. Parameters include buffers; gradients those of gathered parameters."""
-AT_START = "at start"
-"""Phase of tensors made before the step."""
 
 
 @dataclass
@@ -44,18 +42,28 @@ class Item:
     """One storage from its birth to its death."""
 
     purpose: str
-    module: str
     operator: str
+    born: Place
+
+
+class Place(NamedTuple):
+    """Where in a step something happens."""
+
     phase: str
+    module: str
     microbatch: int
 
 
-@dataclass(frozen=True)
-class Event:
+AT_START = Place("at start", "", 0)
+"""Of tensors made before the step."""
+
+
+class Event(NamedTuple):
     """A change of the bytes that live."""
 
     item: int
     delta: int
+    place: Place
 
 
 @dataclass
@@ -81,7 +89,7 @@ class Ledger(torch_names.TorchDispatchMode):
         self._size: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._pending: list[int] = []  # made by the forward that runs
-        self._forward: tuple[str, int] | None = None
+        self._place = AT_START
         self._is_shadow = False
         self._stack = ExitStack()
         self.record = Record()
@@ -96,9 +104,10 @@ class Ledger(torch_names.TorchDispatchMode):
         old, self.record = self.record, Record()
         for key, number in self._number.items():
             item = old.items[number]
-            item.phase = AT_START
+            item.born = AT_START
             self._number[key] = len(self.record.items)
-            self.record.events.append(Event(len(self.record.items), self._size[key]))
+            size = self._size[key]
+            self.record.events.append(Event(len(self.record.items), size, AT_START))
             self.record.items.append(item)
         self._pending.clear()
 
@@ -128,7 +137,7 @@ class Ledger(torch_names.TorchDispatchMode):
         if key in self._number:
             delta = num_bytes - self._size[key]
             self._size[key] = num_bytes
-            self.record.events.append(Event(self._number[key], delta))
+            self.record.events.append(Event(self._number[key], delta, self._place))
 
     def _count(self, tensor: Tensor, purpose: str, operator: str) -> None:
         tensor = _plain(tensor)
@@ -142,11 +151,10 @@ class Ledger(torch_names.TorchDispatchMode):
         if key in self._number:
             return
         scope, number = self._scope, len(self.record.items)
-        item = Item(purpose, scope.module, operator, scope.phase, scope.microbatch)
-        self.record.items.append(item)
+        self.record.items.append(Item(purpose, operator, self._place))
         self._number[key], self._size[key] = number, storage.nbytes()
         self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
-        self.record.events.append(Event(number, storage.nbytes()))
+        self.record.events.append(Event(number, storage.nbytes(), self._place))
         if scope.phase in ("forward", "recomputation"):
             self._pending.append(key)
 
@@ -154,7 +162,7 @@ class Ledger(torch_names.TorchDispatchMode):
         self._references.pop(key, None)
         number = self._number.pop(key, None)
         if number is not None:
-            self.record.events.append(Event(number, -self._size.pop(key)))
+            self.record.events.append(Event(number, -self._size.pop(key), self._place))
 
     def settle(self) -> None:
         """Call what a forward made and left behind its activations."""
@@ -173,10 +181,9 @@ class Ledger(torch_names.TorchDispatchMode):
             return func(*args, **kwargs)
         scope = self._scope
         scope.look(sys._getframe(1))
-        forward = (scope.phase, scope.microbatch)
-        if forward != self._forward:
+        if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
             self.settle()
-            self._forward = forward
+        self._place = Place(scope.phase, scope.module, scope.microbatch)
         name = getattr(func, "__name__", str(func))
         namespace = getattr(func, "namespace", "")
         if namespace == "fsdp" and name.startswith("chunk_cat"):  # into what is reduced

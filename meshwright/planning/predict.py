@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import stages_of_rank
-from meshwright.planning.analysis import find_peak, rounded_peak
+from meshwright.planning.analysis import find_peak, peaks_by_place, rounded_peak
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
 from meshwright.planning.simulate import Simulation, simulate
@@ -24,16 +24,32 @@ Result = TypeVar("Result")
 class Figures:
     """Of one rank."""
 
-    peak_bytes: float
-    rounded_bytes: float
-    """The same, as the CUDA allocator rounds tensors."""
+    peaks: dict[str, float]
+    """Most bytes at every place of the step."""
+    rounding: float
+    """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
     """Of a step at the given rates; 0 without them."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of tensors."""
+        return round(max(self.peaks.values()))
+
+    @property
+    def rounded_bytes(self) -> int:
+        """The same, as the CUDA allocator rounds tensors."""
+        return round(self.peak_bytes * self.rounding)
+
     def extend(self, deeper: Figures, factor: float) -> Figures:
         """Go on along the line through these figures and those of a deeper model."""
-        pairs = zip(vars(self).values(), vars(deeper).values(), strict=True)
-        return Figures(*(a + factor * (b - a) for a, b in pairs))
+        peaks = {
+            place: size + factor * (deeper.peaks[place] - size)
+            for place, size in self.peaks.items()
+            if place in deeper.peaks
+        }
+        seconds = self.seconds + factor * (deeper.seconds - self.seconds)
+        return Figures(peaks, deeper.rounding, seconds)
 
 
 def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
@@ -46,11 +62,11 @@ def figures_of(
     simulation: Simulation, num_microbatches: int, device: Device, rates: Rates | None
 ) -> Figures:
     """Return the figures of a simulation."""
-    record = simulation.record
-    seconds = 0.0
+    record, seconds = simulation.record, 0.0
     if rates is not None:
         seconds = step_time(simulation, num_microbatches, rates, device.per_node).seconds
-    return Figures(find_peak(record).num_bytes, rounded_peak(record), seconds)
+    rounding = rounded_peak(record) / find_peak(record).num_bytes
+    return Figures({**peaks_by_place(record)}, rounding, seconds)
 
 
 def predict(
@@ -62,25 +78,24 @@ def predict(
         ConfigError: if the job cannot run.
     """
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    depth, period = depth_of_rank(plan, rank), _period(plan)
-    if depth <= 3 * period:
+    depth, period = depth_of_rank(plan, rank), _period(config)
+    few, more = 2 * period, 3 * period  # a first layer and a last one, and one between
+    if depth <= more:
         return measure(plan, world_size, rank, device, rates)
     try:
-        shallow, deeper = (at_depth(plan, world_size, device, n * period) for n in (1, 2))
+        shallow, deeper = (at_depth(plan, world_size, device, layers) for layers in (few, more))
     except ConfigError:  # the config names layers that a shallow model lacks
         return measure(plan, world_size, rank, device, rates)
     first = measure(shallow, world_size, rank, device, rates)
     second = measure(deeper, world_size, rank, device, rates)
-    return first.extend(second, (depth - period) / period)
+    return first.extend(second, (depth - few) / period)
 
 
-def _period(plan: Plan) -> int:
-    """Layers after which activation checkpointing repeats; at least two, for the last layer is
-    not freed as the others are."""
-    checkpoint = plan.config.activation_checkpoint
-    option = checkpoint.selective_ac_option
-    each = int(option) if checkpoint.mode == "selective" and option != "op" else 1
-    return each if plan.dims.pp > 1 else max(2, 2 * each if each % 2 else each)
+def _period(config: JobConfig) -> int:
+    """Layers after which activation checkpointing repeats itself."""
+    option = config.activation_checkpoint.selective_ac_option
+    is_counted = config.activation_checkpoint.mode == "selective" and option != "op"
+    return int(option) if is_counted else 1
 
 
 def depth_of_rank(plan: Plan, rank: int) -> int:

@@ -17,7 +17,7 @@ class Remedy:
     """A change of the config, and the peak that it leads to."""
 
     change: str
-    peak_bytes: float
+    peak_bytes: int
     verdict: str
 
 
@@ -34,7 +34,7 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
     found = []
     for index, result in in_processes(tasks, predict, workers):
         if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
-            peak, rounded = round(result.peak_bytes), round(result.rounded_bytes)
+            peak, rounded = result.peak_bytes, result.rounded_bytes
             modelled = overheads(device, peak, rounded, len(shown.traffic))
             found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
     return sorted(found, key=lambda one: one.peak_bytes)

@@ -188,7 +188,7 @@ def _timing_lines(rank: RankPlan) -> list[str]:
     for timing in rank.timings:
         step = timing.step
         lines.append(
-            f"step: {step.seconds:.4g} s, {100 * timing.mfu:.1f} % MFU at {timing.source} "
+            f"step: {step.seconds:.4g} s, {100 * timing.mfu:.1f} % MFU: {timing.source} "
             f"(exposed communication {step.exposed_s:.3g} s, "
             f"pipeline bubble {100 * step.bubble:.1f} %)"
         )

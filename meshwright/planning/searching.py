@@ -18,12 +18,10 @@ from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.planning.devices import GIB, Device, overheads, verdict
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, in_processes, measure, predict
-from meshwright.planning.remedies import changed
+from meshwright.planning.remedies import Update, changed
 from meshwright.planning.timing import Rates
 from meshwright.preflight import Plan
 
-FULL_ABOVE = 0.005
-"""Of the winner's peak: a larger difference to the full model is said."""
 CHOSEN = {
     "parallelism": (
         "data_parallel_replicate_degree",
@@ -32,7 +30,6 @@ CHOSEN = {
         "context_parallel_degree",
         "pipeline_parallel_degree",
         "pipeline_parallel_schedule",
-        "fsdp_reshard_after_forward",
     ),
     "activation_checkpoint": ("mode",),
     "training": ("local_batch_size",),
@@ -41,12 +38,33 @@ CHOSEN = {
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One legal mesh with its modes."""
+class Choice:
+    """A mesh with its modes, not checked yet."""
 
+    mesh: dict[str, Any]
+    """Keys of [parallelism]."""
+    mode: str
+    """Of recomputation."""
+    local_batch_size: int
+
+    def update(self, global_batch_size: int) -> Update:
+        """Return the keys to change."""
+        sizes = {"local_batch_size": self.local_batch_size, "global_batch_size": global_batch_size}
+        return {
+            "parallelism": self.mesh,
+            "activation_checkpoint": {"mode": self.mode},
+            "training": sizes,
+        }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that preflight allows."""
+
+    choice: Choice
     config: JobConfig
     dims: ParallelDims
-    figures: Figures | None = None
+    figures: Figures
 
     @property
     def words(self) -> str:
@@ -55,8 +73,6 @@ class Candidate:
         parallelism = self.config.parallelism
         if self.dims.pp > 1:
             axes.append(parallelism.pipeline_parallel_schedule)
-        if parallelism.fsdp_reshard_after_forward != "default":
-            axes.append(f"reshard {parallelism.fsdp_reshard_after_forward}")
         mode = self.config.activation_checkpoint.mode
         batch = self.config.training.local_batch_size
         return f"{', '.join(axes) or 'one rank'}; recomputation {mode}; microbatch {batch}"
@@ -103,19 +119,18 @@ def search(
         rows = [
             {
                 "candidate": one.words,
-                "peak_bytes": round(one.figures.peak_bytes),
+                "peak_bytes": one.figures.peak_bytes,
                 "step_seconds": one.figures.seconds,
                 "tokens_per_second": tokens / one.figures.seconds,
             }
             for one in found.fitting
-            if one.figures is not None
         ]
         values = {
             "enumerated": found.num_enumerated,
             "pruned": found.num_pruned,
             "source": rates[-1].source,
             "candidates": rows,
-            "winner_full": asdict(found.winner),
+            "winner_full_bytes": found.winner.peak_bytes,
             "toml": toml,
         }
         return json.dumps(values, indent=1)
@@ -126,11 +141,9 @@ def search(
         f"  {'tokens/s':>12} {'GiB':>8}",
     ]
     for one in found.fitting[:12]:
-        assert one.figures is not None
         speed = tokens / one.figures.seconds
         lines.append(f"  {speed:>12,.0f} {one.figures.peak_bytes / GIB:>8.2f}  {one.words}")
     predicted = found.fitting[0].figures
-    assert predicted is not None
     off = found.winner.peak_bytes / predicted.peak_bytes - 1
     lines += [
         f"the first with all layers: {found.winner.peak_bytes / GIB:.2f} GiB ({off:+.2%})",
@@ -143,95 +156,116 @@ def search(
 def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: int) -> Found:
     """Enumerate, prune, predict and rank.
 
+    What needs least is tried first, on every mesh: full recomputation and microbatches of one
+    sequence. Only where that fits, modes that keep more are tried, and then larger microbatches.
+
     Raises:
         ConfigError: if no candidate fits.
     """
     start = time.perf_counter()
-    legal = list(enumerate_legal(config, ranks, device))
-    memory = device.memory_gib * GIB
-    small = [Candidate(plan.config, plan.dims) for plan in legal if _least(plan) <= memory]
     # the global batch stays the config's, so more tokens per second are a shorter step
-    tasks = [(one.config, ranks, 0, device, rates) for one in small]
-    sized = []
-    for count, (index, figures) in enumerate(in_processes(tasks, predict, workers), start=1):
-        print(f"\r{count} of {len(tasks)} candidates", end="", file=sys.stderr, flush=True)
-        if isinstance(figures, Figures):
-            sized.append(replace(small[index], figures=figures))
-    print(file=sys.stderr)
-    fitting = [one for one in sized if one.figures and _fits(one.figures, device)]
+    batch = plan_job(config, ranks, is_gpu=device.is_gpu).config.training.global_batch_size
+    waves = Waves(config, ranks, device, rates, workers, batch)
+    meshes = list(_meshes(config, ranks, device))
+    fitting = waves.run([Choice(mesh, "full", 1) for mesh in meshes])
+    for mode in ("none", "selective"):
+        fitting += waves.run(
+            [Choice(one.choice.mesh, mode, 1) for one in fitting if one.choice.mode == "full"]
+        )
+    larger = list(fitting)
+    for local in (2, 4):
+        larger = waves.run([Choice(one.choice.mesh, one.choice.mode, local) for one in larger])
+        fitting += larger
+    fitting.sort(key=lambda one: one.figures.seconds)
+    best = [one.choice for one in fitting if one.choice.mesh["pipeline_parallel_degree"] > 1][:2]
+    interleaved = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+    fitting += waves.run([replace(choice, mesh=choice.mesh | interleaved) for choice in best])
+    fitting.sort(key=lambda one: one.figures.seconds)
     check(
-        bool(fitting),
-        "--device",
-        device.name,
-        f"none of {len(legal)} candidates fits",
-        "more ranks",
+        bool(fitting), "--device", device.name, f"none of {waves.num_tried} candidates fits", "more"
     )
-    fitting.sort(key=lambda one: one.figures.seconds if one.figures else 0.0)
-    ((_, winner),) = in_processes([(fitting[0].config, ranks, device, rates)], _measure, 1)
+    task = (fitting[0].config, ranks, device, rates)
+    ((_, winner),) = in_processes([task], _measure, 1)
     assert isinstance(winner, Figures)
-    return Found(len(legal), len(legal) - len(small), fitting, winner, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Found(waves.num_legal, waves.num_pruned, fitting, winner, seconds)
+
+
+class Waves:
+    """Sizes candidates, many at a time.
+
+    Attributes:
+        num_legal: candidates that preflight allows.
+        num_pruned: of these, whose weights, gradients and optimizer alone do not fit.
+        num_tried: of these, whose peak was predicted.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        ranks: int,
+        device: Device,
+        rates: Rates,
+        workers: int,
+        batch: int,
+    ) -> None:
+        self._config, self._ranks, self._device, self._rates = config, ranks, device, rates
+        self._workers, self._batch = workers, batch
+        self.num_legal = self.num_pruned = self.num_tried = 0
+
+    def run(self, choices: list[Choice]) -> list[Candidate]:
+        """Return the candidates that fit, with their figures."""
+        plans: list[tuple[Choice, Plan]] = []
+        for choice in choices:
+            try:
+                candidate = changed(self._config, choice.update(self._batch))
+                plan = plan_job(candidate, self._ranks, is_gpu=self._device.is_gpu)
+            except ConfigError:
+                continue
+            self.num_legal += 1
+            if sum(plan.least_bytes.values()) > self._device.memory_gib * GIB:
+                self.num_pruned += 1
+            else:
+                plans.append((choice, plan))
+        tasks = [(plan.config, self._ranks, 0, self._device, self._rates) for _, plan in plans]
+        found = []
+        for index, figures in in_processes(tasks, predict, self._workers):
+            self.num_tried += 1
+            print(f"\r{self.num_tried} candidates", end="", file=sys.stderr, flush=True)
+            choice, plan = plans[index]
+            if isinstance(figures, Figures) and _fits(figures, self._device):
+                found.append(Candidate(choice, plan.config, plan.dims, figures))
+        print(file=sys.stderr)
+        return found
 
 
 def _measure(config: JobConfig, ranks: int, device: Device, rates: Rates) -> Figures:
     return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, 0, device, rates)
 
 
-def _least(plan: Plan) -> float:
-    return sum(plan.least_bytes.values())
-
-
 def _fits(figures: Figures, device: Device) -> bool:
-    peak, rounded = round(figures.peak_bytes), round(figures.rounded_bytes)
+    peak, rounded = figures.peak_bytes, figures.rounded_bytes
     return verdict(device, peak, overheads(device, peak, rounded, 3)) == "fits"
 
 
-def enumerate_legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Plan]:
-    """Yield every mesh and mode that preflight allows, with the global batch of `config`.
-
-    Tensor parallelism stays within a node. Context parallelism is only for sequences from 16,384
-    tokens on.
-    """
-    batch = plan_job(config, ranks, is_gpu=device.is_gpu).config.training.global_batch_size
-    node = min(device.per_node, ranks)
+def _meshes(config: JobConfig, ranks: int, device: Device) -> Iterator[dict[str, Any]]:
+    """Yield degrees to try: tensor parallelism within a node, context parallelism for sequences
+    from 16,384 tokens on, and copies of 64 ranks."""
     powers = [1 << i for i in range(ranks.bit_length())]
-    tp = [n for n in powers if n <= min(node, 8)]
+    tp = [n for n in powers if n <= min(device.per_node, ranks, 8)]
     cp = [n for n in powers if n <= 8] if config.training.seq_len >= 16384 else [1]
-    pp = [n for n in powers if n <= 16]
-    replicate = sorted({1, max(1, ranks // 64), max(1, ranks // 128)})
-    modes = ("none", "selective", "full")
-    seen = set[str]()
-    for tensor, context, pipeline, copies, mode, local, policy in product(
-        tp, cp, pp, replicate, modes, (1, 2, 4), ("default", "never")
-    ):
-        if (pipeline > 1 and policy == "never") or (policy == "never" and mode == "none"):
-            continue  # never is a pipeline's default; and what is recomputed saves more than it
-        for schedule in ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",):
-            parallelism = {
+    pp = [n for n in powers if n <= 8]
+    for tensor, context, pipeline, copies in product(tp, cp, pp, sorted({1, max(1, ranks // 64)})):
+        if ranks % (tensor * context * pipeline * copies) == 0:
+            yield {
                 "tensor_parallel_degree": tensor,
                 "context_parallel_degree": context,
                 "pipeline_parallel_degree": pipeline,
                 "data_parallel_replicate_degree": copies,
                 "data_parallel_shard_degree": -1,
-                "fsdp_reshard_after_forward": policy,
-                "pipeline_parallel_schedule": schedule,
+                "pipeline_parallel_schedule": "1F1B",
                 "module_fqns_per_model_part": [],
             }
-            candidate = changed(
-                config,
-                {
-                    "parallelism": parallelism,
-                    "activation_checkpoint": {"mode": mode},
-                    "training": {"local_batch_size": local, "global_batch_size": batch},
-                },
-            )
-            try:
-                plan = plan_job(candidate, ranks, is_gpu=device.is_gpu)
-            except ConfigError:
-                continue
-            key = plan.config.model_dump_json()
-            if key not in seen:
-                seen.add(key)
-                yield plan
 
 
 def difference(old: JobConfig, new: JobConfig) -> str:

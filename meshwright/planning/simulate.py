@@ -94,7 +94,9 @@ def run_steps(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simula
             scope.begin()
             trace.begin()
             ledger.begin()
-            rank.step(step, batches[:simulated])
+            # the first is there for the optimizer's state alone
+            count = 1 if step == 1 and plan.dims.pp == 1 else simulated
+            rank.step(step, batches[:count])
             ledger.settle()
             for state in rank.optimizer.state.values():
                 ledger.note((x for x in state.values() if isinstance(x, Tensor)), "optimizer")
@@ -123,7 +125,7 @@ def num_simulated(plan: Plan) -> int:
     ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
     if ranks == 1:
         return min(plan.num_microbatches, 3)
-    steady = {"1F1B": 2 * ranks, "Interleaved1F1B": 3 * ranks}.get(schedule)
+    steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
     # those that are left out come in whole rounds over the ranks, as Interleaved1F1B takes them
     left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
     return plan.num_microbatches - left_out

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 from meshwright.planning.analysis import middle
@@ -44,31 +45,33 @@ class Rates:
 
 
 def assumed(device: Device) -> tuple[Rates, Rates] | None:
-    """Return the rates of a best and of a poor case; None: nothing is published of the device.
+    """Return the rates of a bound and of a poor case; None: nothing is published of the device.
 
-    The best is the data sheet. The poor has 35 % of its FLOP/s, half of its bandwidths, and 10
-    microseconds an operator: below the 38 to 43 % MFU that Llama 3's report gives for whole steps
-    of 405B (arXiv:2407.21783, table 4).
+    The bound is the data sheet's FLOP/s and links, with everything else fused away. The poor case
+    has 35 % of the FLOP/s, half of the bandwidths, 10 microseconds per operator, and fuses nothing:
+    below the 38 to 43 % MFU that Llama 3's report gives for steps of 405B on H100s
+    (arXiv:2407.21783, table 4).
     """
     if not device.flops_per_s:
         return None
 
-    def rates(flops: float, width: float, launch_s: float, name: str) -> Rates:
+    def rates(flops: float, width: float, stream: float, launch_s: float, name: str) -> Rates:
         peak = device.flops_per_s * flops
         fp32 = peak / 16  # without TF32
         return Rates(
             name,
             {"bfloat16": [(1.0, peak)], "float32": [(1.0, fp32)]},
             {"bfloat16": peak, "float32": fp32},
-            {"": device.bytes_per_s * width},
+            {"": stream},
             launch_s,
             device.link_bytes_per_s * width,
             device.network_bytes_per_s * width,
             5 * launch_s,
         )
 
-    best = rates(1.0, 1.0, 2e-6, f"data sheet ({device.source})")
-    return best, rates(0.35, 0.5, 10e-6, "35 % of its FLOP/s and half of its bandwidths")
+    best = rates(1.0, 1.0, inf, 0.0, f"the bound of the data sheet ({device.source})")
+    poor = "35 % of its FLOP/s, half of its bandwidths, nothing fused"
+    return best, rates(0.35, 0.5, 0.5 * device.bytes_per_s, 10e-6, poor)
 
 
 def operator_seconds(operator: Operator, rates: Rates) -> float:

@@ -111,6 +111,7 @@ CASES = {
     "1F1B, first stage": Case("pp 2, dp_shard 2", microbatches=4),
     "1F1B, last stage": Case("pp 2, dp_shard 2", rank=2, microbatches=4),
     "1F1B, a long step": Case("pp 2, dp_shard 2", microbatches=9),
+    "1F1B of 4, a long step": Case("pp 4", microbatches=12),
     "GPipe": Case("pp 2, dp_shard 2", f"{SCHEDULE}GPipe", microbatches=4),
     "Interleaved1F1B": Case("pp 2, dp_shard 2", f"{SCHEDULE}Interleaved1F1B", microbatches=4),
     "Interleaved1F1B, a long step": Case(
