@@ -25,11 +25,11 @@ OWN_PATHS = {
     *("config_file", "dump_folder", "token_cache_folder", "tokenizer_path", "chat_template_path"),
     *("dataset_path", "dataset_format"),
 }
-"""Keys that may differ between machines: it is what they lead to that must be the same."""
+"""Keys that may differ between machines: only the files they lead to must be the same."""
 
 
 def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
-    """Compare what this rank is about to run with the others. One collective.
+    """Compare this rank's job with the others'. One collective.
 
     Raises:
         ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
@@ -107,7 +107,7 @@ def _source_hash() -> str:
 
 
 def _tokenizer_hash(config: JobConfig, tokenizer: Tokenizer) -> str:
-    """Of all that the tokens of a document depend on."""
+    """Hash of everything that the tokens of a document depend on."""
     try:
         template = find_template(config.model.tokenizer_path, config.model.chat_template_path)
     except ConfigError:  # there is none

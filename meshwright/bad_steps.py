@@ -1,4 +1,4 @@
-"""What the host says of bad steps, when it looks at what the device has noted."""
+"""The host's log of bad steps, which it reads from the device now and then."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ class BadStepLog:
     """Reports steps that were skipped, once each, and ends the job at one that is too many.
 
     Args:
-        is_early: parameters are updated during backward, before all that is wrong is known.
-        folder: gets `FILE`, from the first rank, without what it held of steps after `cursor`'s.
+        is_early: parameters are updated during backward, before loss and norm are known.
+        folder: gets `FILE`, from the first rank, without records of steps after `cursor`'s.
         sources: names of the sources of samples.
         step: the last that was taken before this process.
         cursor: where the samples of the next one begin.
@@ -61,7 +61,7 @@ class BadStepLog:
         return {"skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, of any mesh: JSON. To be called after `look`."""
+        """The state for a checkpoint, on any mesh: JSON. Call after `look`."""
         return {"skipped": list(self._skipped), "statistics": self.health.statistics()}
 
     def count(self, step: int, cursor: Cursor) -> None:
@@ -69,11 +69,11 @@ class BadStepLog:
         self._counts[step] = cursor.counts
 
     def look(self) -> None:
-        """Report what was skipped since the last look; waits for the device. To be called before
+        """Report the steps skipped since the last look; waits for the device. Call before
         every save. Collective.
 
         Raises:
-            TrainingError: on every rank, if one step was bad beyond what is allowed.
+            TrainingError: on every rank, if there were more bad steps than allowed.
         """
         num_bad = self.health.num_bad()
         if num_bad > self._num_seen:
@@ -128,7 +128,7 @@ class BadStepLog:
         )
 
     def _samples(self, step: int) -> dict[str, tuple[int, int]]:
-        """By source, of those that gave any: the first and the last index of the step's samples."""
+        """The first and the last index of the step's samples, by source."""
         before, behind = self._counts[step - 1], self._counts[step]
         return {
             name: (first, after - 1)

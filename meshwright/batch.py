@@ -1,4 +1,4 @@
-"""What a model is given to learn from, or to be judged on, at once."""
+"""One microbatch of tokens and labels."""
 
 from dataclasses import dataclass
 

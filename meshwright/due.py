@@ -7,7 +7,7 @@ from meshwright.config.job_config import JobConfig
 
 @dataclass(frozen=True)
 class Due:
-    """What comes after a step, decided once and alike on every rank."""
+    """The work after a step, decided once and alike on every rank."""
 
     is_first: bool
     """The first step of this process: it has compiled, and its figures are logged."""

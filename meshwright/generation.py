@@ -134,7 +134,7 @@ def sampler(temperature: float, top_p: float, seed: int) -> Choose:
         wide = logits.cpu().double()
         scaled = ((wide - wide.max()) / temperature).float()
         chance, order = scaled.softmax(-1).sort(descending=True)
-        before = chance.cumsum(-1) - chance  # of all that are likelier; so the first always stays
+        before = chance.cumsum(-1) - chance  # of all likelier tokens; so the first always stays
         chance[before >= top_p] = 0.0
         return int(order[torch.multinomial(chance, 1, generator=generator)])
 

@@ -1,4 +1,4 @@
-"""What the device notes of steps that went wrong, so that no step waits to find out."""
+"""Bad steps, detected and recorded on the device, so that no step waits for the host."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config.job_config import BadSteps
 
 FIGURES = ("loss", "grad_norm")
-"""What is looked at, in this order wherever there are two of something."""
+"""The observed figures, in this order wherever there are two of something."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Health:
 
     The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
     n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
-    are first the plain ones of all steps, then those of a window that fades out. Source: Finch
+    are first over all steps, then over an exponential window. Source: Finch
     2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it is
-    Welford's 1962 algorithm. Skipping what is k deviations off, of loss and norm both, is what
-    OLMo-core's SkipStepOptimizer does, over a window that is kept whole.
+    Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
+    of OLMo-core's SkipStepOptimizer, which keeps a whole window.
 
     All ranks see the same figures, so they judge alike. Every tensor is small and on the device.
 
@@ -70,7 +70,7 @@ class Health:
         self._allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
         self._spike_std, self._window = config.spike_std, config.spike_window
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
-        # one row a bad step, one for that which is too many, and one that is written at every
+        # one row a bad step, one for the step that is too many, and one that is written at every
         # step and counts only if it was bad: doubles, which hold every step's number
         self._rows = torch.zeros(self._allowed + 2, 10, dtype=torch.float64, device=device)
         # while spikes are not looked for, statistics would grow old
@@ -136,7 +136,7 @@ class Health:
         distance = values - self._mean
         mean = self._mean + weight * distance
         variance = (1 - weight) * (self._variance + weight * distance.square())
-        # in a product with 0, what is not finite would stay so
+        # in a product with 0, a non-finite value would stay so
         self._mean = torch.where(is_good, mean, self._mean)
         self._variance = torch.where(is_good, variance, self._variance)
 

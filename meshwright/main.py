@@ -74,11 +74,11 @@ def main() -> None:
 
 
 SAID_BY_FIRST_S = 5
-"""What stops one rank stops all; the others leave the first the time to say it once."""
+"""Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
 
 def _to_plan() -> str:
-    """The command that plans this job for a device like this rank's."""
+    """Return the command that plans this job for a device like this rank's."""
     gib = hardware.memory_gib(torch.device("cuda")) if torch.cuda.is_available() else 0
     device = f"{gib:.1f}" if gib else "cpu"
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -86,7 +86,7 @@ def _to_plan() -> str:
     return shlex.join(words)
 
 
-@record  # an exception reaches the launcher, which shows that of the first rank to fail
+@record  # an exception reaches the launcher, which shows the first failing rank's
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
     with config_errors(provenance):

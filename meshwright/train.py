@@ -91,7 +91,7 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         Whether the last step is done.
 
     Raises:
-        TrainingError: if a step was bad beyond what is allowed; or if it was asked to stop, and
+        TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
             would not go on from there when started again.
     """
     device = _start(plan)
@@ -374,9 +374,8 @@ def _is_said(plan: Plan) -> bool:
 
 
 def _check_goes_on(config: Checkpoint, stopped: str) -> None:
-    """Raise if a job that was stopped and is started again with the same words does not go on from
-    there: what starts it again by itself would do so for ever.
-    """
+    """Raise if rerunning the same command would not resume from here; a scheduler that restarts the
+    job would loop forever."""
     if not config.enable:
         raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.enable = false")
     if config.load_step != -1:

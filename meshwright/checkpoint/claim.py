@@ -185,9 +185,9 @@ def new_nonce() -> str:
 
 
 def check_claim(folder: Path, nonce: str) -> None:
-    """Check that no other job than that of `nonce` has claimed `folder`, and still runs.
+    """Check that no job but the one with `nonce` has claimed `folder`, and still runs.
 
-    (Where the file could not be written, on a full disk, that of a killed job may be there.)
+    (On a full disk the file could not be written; a killed job's file may be there.)
 
     Raises:
         TakenOverError: if one has.
@@ -240,7 +240,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """When the process was started; "" if there is none, or only what its parent has to reap."""
+    """When the process was started; "" if there is none, or only a zombie."""
     try:
         # after the name, which may hold anything: state, and from there the 20th is the start
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

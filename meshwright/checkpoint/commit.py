@@ -142,7 +142,7 @@ def inspect(checkpoint: Path) -> Manifest:
 
 
 def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """Read the files `names` from first to last byte; return what is wrong with their content."""
+    """Read the files `names` from first to last byte; return a description of damage, or ""."""
     wrong = []
     for name in names:
         try:
@@ -182,14 +182,14 @@ def publish(unfinished: Path, manifest: Mapping[str, Any], files: Mapping[str, F
         sync_file(file.fileno(), unfinished / MANIFEST)
     sync_folder(unfinished)
     check_claim(unfinished.parent, name[3])
-    if os.path.lexists(final):  # not of this run, which has set aside what it does not continue
+    if os.path.lexists(final):  # not of this run, which has set aside later checkpoints
         logger.warning("%s was there already; it is now %s", final, set_aside(final).name)
     unfinished.rename(final)
     sync_folder(unfinished.parent)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or what has the name of one, so that it counts no longer.
+    """Rename a checkpoint, or a path named like one, so that it counts no longer.
 
     Returns:
         Its new name: one that was free.

@@ -1,4 +1,4 @@
-"""In what the tensors of two checkpoints differ, of any meshes; one pair in memory at a time."""
+"""Differences between the tensors of two checkpoints, of any meshes; one pair in memory at once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Difference:
 def compare_tensors(
     a: CheckpointWeights, b: CheckpointWeights, names: Mapping[str, SavedTensor]
 ) -> Iterator[Difference | None]:
-    """For each of `names`, which both have in one shape and type: in what they differ, if they do.
+    """For each of `names`, which both have in one shape and type: their difference, if any.
 
     Raises:
         ConfigError: if one cannot be read.
@@ -53,7 +53,7 @@ def _compare(name: str, a: Tensor, b: Tensor) -> Difference | None:
         if not (unequal := int(differ.sum())):
             continue
         count += unequal
-        # what differs alone: two of 0 and -0, or of two kinds of NaN, are 0 apart
+        # only the differing elements: 0 and -0, or two kinds of NaN, are 0 apart
         wide_a, wide_b = some_a[differ].double(), some_b[differ].double()
         apart = (wide_a - wide_b).abs()
         apart[(wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0

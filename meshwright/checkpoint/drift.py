@@ -1,4 +1,4 @@
-"""What differs between the job that saved a checkpoint and the one that resumes. Free of torch."""
+"""Differences between the job that saved a checkpoint and the one that resumes. Free of torch."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from meshwright.models.args import DecoderArgs
 
 @dataclass(frozen=True)
 class Drift:
-    """How a job differs from the one that saved `checkpoint`, by what that means."""
+    """Differences between a job and the one that saved `checkpoint`, by their effect."""
 
     checkpoint: Path
     config: JobConfig
@@ -90,7 +90,7 @@ class Drift:
         return f"; or set {way}, to begin with {' and '.join(begins.values())}"
 
     def log(self, is_said: bool = False) -> None:
-        """Say what differs and keeps nothing from going on: a line for each key that matters.
+        """Log the differences that do not prevent a resume: a line for each key that matters.
 
         Args:
             is_said: on the console, so that it is to go to the log's file alone.
@@ -123,7 +123,7 @@ def find_drift(
 
     Args:
         config: with every -1 filled in, as in the manifest.
-        data_identity: on what, with the documents, the stream of samples depends.
+        data_identity: everything, apart from the documents, that determines the sample stream.
         frozen: names of parameters.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
@@ -131,7 +131,7 @@ def find_drift(
     identity = [*changes(manifest["data_identity"], data_identity, defaults)]
     weights = [difference for difference in identity if effect_of(difference.key) == "training"]
     trained_now = sorted({*manifest["frozen"]} - {*frozen})
-    # of what the model and the data are, the keys say less than what is compared above
+    # model and data are compared above, more exactly than by their keys
     harmless_effects = {"none", "model"} if DATALOADER in excluded else {"none", "model", "data"}
     on_training, harmless = list[Difference](), list[Difference]()
     for difference in changes(manifest["config"], to_json(config), defaults):

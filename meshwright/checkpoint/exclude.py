@@ -1,4 +1,4 @@
-"""What of a checkpoint a resume leaves out. Free of torch."""
+"""The parts of a checkpoint that a resume leaves out. Free of torch."""
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import Checkpoint
@@ -7,7 +7,7 @@ OPTIMIZER, DATALOADER = "optimizer", "dataloader"
 
 
 def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
-    """What `exclude_from_loading` keeps from being loaded of the checkpoint that `manifest` is of.
+    """Return the parts that `exclude_from_loading` leaves out of the checkpoint with `manifest`.
 
     It is left out once: a checkpoint saved by a job with the same exclusion has begun anew already,
     and a job that is started again and again would otherwise begin anew each time. Where

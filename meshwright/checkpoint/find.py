@@ -127,7 +127,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     """Return the dimensions of the model that the checkpoint is of.
 
     Args:
-        kind: those of its family.
+        kind: the args class of its family.
 
     Raises:
         ConfigError: if it does not say, or says more than its files can hold.

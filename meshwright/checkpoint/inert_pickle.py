@@ -1,7 +1,7 @@
-"""What a pickle says, without doing any of it. Free of torch.
+"""The content of a pickle, read without running any of it. Free of torch.
 
-A pickle is a list of calls of what it names, and whoever loads it makes them. Here a stand-in takes
-the place of all that it names, and keeps what it was called with.
+A pickle is a list of calls to functions it names; loading it makes the calls. Here a stand-in takes
+the place of each named function, and keeps the arguments.
 """
 
 import io
@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 
 class Record:
-    """A call that was not made. What was to be called is a class of its own, derived from this."""
+    """A call that was not made. Each function named has a class of its own, derived from this."""
 
     called: ClassVar[str]
     """Its name, as `package.module.name`."""
     arguments: tuple[Any, ...]
     state: Any = None
-    """What was to be set on the result."""
+    """The state to set on the result."""
 
     def __new__(cls, *arguments: Any) -> "Record":
         record = super().__new__(cls)
@@ -56,5 +56,5 @@ def read_pickle(content: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
     """
     try:
         return _InertUnpickler(content, is_allowed).load()
-    except Exception as error:  # a pickle that is damaged raises what it likes
+    except Exception as error:  # a damaged pickle raises any exception
         raise ValueError(str(error) or type(error).__name__) from None

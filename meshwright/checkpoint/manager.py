@@ -1,4 +1,4 @@
-"""When a job saves, and what it finds when it starts."""
+"""When a job saves, and which checkpoint it resumes from."""
 
 import socket
 import time
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class HasTensors(Protocol):
-    """What is saved and loaded: a flat dict of tensors, DTensors among them."""
+    """A state to save and load: a flat dict of tensors, DTensors among them."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
@@ -79,13 +79,13 @@ class CheckpointManager:
         except Exception as error:
             if kind is None:
                 raise
-            logger.error("%s", error)  # and what ended the job goes on its way
+            logger.error("%s", error)  # and the exception that ended the job goes on
         finally:
             self.release()
 
     def claim(self) -> None:
         """Make this job the one that writes to the folder, until `release`; and begin to remove
-        what killed saves have left there.
+        the leftovers of killed saves.
 
         Raises:
             ConfigError: on every rank, if another job writes to it.
@@ -150,7 +150,7 @@ class CheckpointManager:
         return choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
-        """Return on every rank what `find` returns on the first, the only one to call it.
+        """Call `find` on the first rank alone; return its result on every rank.
 
         Raises:
             ConfigError: on every rank, if `find` does.
@@ -190,13 +190,13 @@ class CheckpointManager:
         return gathered
 
     def load(self, state: HasTensors, manifest: Manifest) -> None:
-        """Restore `state` in place from the checkpoint that `find` found, without what
+        """Restore `state` in place from the checkpoint that `find` found, without the parts that
         `exclude_from_loading` leaves out: `state` is then not given it.
 
         Later ones, damaged or not wanted, are set aside.
 
         Args:
-            manifest: what `find` gave.
+            manifest: the result of `find`.
 
         Raises:
             ConfigError: if its index names anything but data, or a tensor is missing or has another
@@ -253,8 +253,10 @@ class CheckpointManager:
             )
 
     def reserve(self, state: HasTensors) -> None:
-        """Take the memory for saves in the background, in the background; once there is an
-        optimizer state. Without it the first save does."""
+        """Preallocate, in a background thread, the host memory that async saves copy into.
+
+        Call after the first step, when the optimizer has state; otherwise the first save allocates.
+        """
         if self._staging is not None:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.reserve, state.state_dict())
@@ -272,10 +274,10 @@ class CheckpointManager:
     def save(
         self, step: int, state: HasTensors, manifest: Mapping[str, Any], is_last: bool
     ) -> None:
-        """Write a checkpoint that appears under its name only when it is complete.
+        """Write a checkpoint; it gets its name only when it is complete.
 
-        With an `async_mode`, copy what is to be written, and return: a later call, of `poll` at
-        the latest, raises what becomes of it. Waits for the one before.
+        With an `async_mode`, first wait for the previous save, then copy the tensors and return. A
+        write error is raised by the next `save` or `poll`.
 
         Raises:
             SaveError: on every rank, if it could not be written, and it is the last or
@@ -309,20 +311,20 @@ class CheckpointManager:
         return self._staging is not None and not (self._in_flight is None or self._in_flight.done())
 
     def poll(self) -> None:
-        """Raise what has become of a save in the background; waits for nothing."""
+        """Raise the error of a finished background save, if any; does not wait."""
         if self._staging is not None and self._in_flight is not None and self._in_flight.done():
             done, self._in_flight = self._in_flight, None
             done.result()
 
     def _wait(self) -> None:
-        """Wait for the save in the background, and raise what has become of it."""
+        """Wait for the background save, and raise its error, if any."""
         if self._staging is None or self._in_flight is None:
             return
         if not self._in_flight.done():
             start = time.perf_counter()
             wait([self._in_flight])
             seconds = time.perf_counter() - start
-            logger.info("waited %.1f s for what was under way for an earlier checkpoint", seconds)
+            logger.info("waited %.1f s for the previous checkpoint", seconds)
         self.poll()
 
     def _write(
@@ -354,7 +356,7 @@ class CheckpointManager:
             self._retention.apply()
 
     def _give_up(self, step: int, error: CheckpointException, is_last: bool) -> None:
-        """What a failed save leaves behind; every rank knows what failed on any."""
+        """Clean up after a failed save, and warn or raise; every rank knows each rank's error."""
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
         if not all(isinstance(failure, OSError) for failure in failures.values()):
             raise RuntimeError(f"saving step {step}") from error
@@ -386,7 +388,7 @@ def _open(checkpoint: Path) -> PlainReader:
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
-    """What a new thread has to call so as not to begin on the first device, and its arguments."""
+    """A function, with its arguments, that moves a new thread from the first device to this one."""
     if not torch.accelerator.is_available():
         return ()
     return torch.accelerator.set_device_index, (torch.accelerator.current_device_index(),)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `checkpoint.json`, typed and versioned. Free of torch."""
+"""The manifest of a checkpoint, `checkpoint.json`: typed and versioned. Free of torch."""
 
 import json
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError, check
 
 @dataclass(frozen=True)
 class Place:
-    """A path that a user gave, and the key that it was given by: what an error must name."""
+    """A path that a user gave, and its key: an error names both."""
 
     key: str
     path: Path

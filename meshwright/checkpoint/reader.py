@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what the index holds
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: the values of the index
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,8 +27,8 @@ from meshwright.checkpoint.saved_tensors import is_tensor, read_index, read_tens
 class PlainReader(dcp.FileSystemReader):
     """Reads tensors and nothing else, by an index that it reads once, and as data.
 
-    torch's own unpickles the index anew for every load; and what that calls an object, torch's
-    planner unpickles, though a tensor is asked for. It also opens whatever path the index names.
+    torch's own unpickles the index anew for every load, and its planner unpickles any entry that
+    the index calls an object, though a tensor is asked for. It also opens any path in the index.
 
     Raises:
         OSError: if there is no index.

@@ -1,4 +1,4 @@
-"""Which checkpoints go, and how: beside training, and never what is not ours. Free of torch."""
+"""Deletes old checkpoints, beside training, and only files that are ours. Free of torch."""
 
 import fcntl
 import secrets
@@ -16,7 +16,7 @@ from meshwright.log import logger
 
 
 class Retention:
-    """Deletes, in a thread of its own, what is no longer wanted in a folder of checkpoints.
+    """Deletes, in a thread of its own, old checkpoints in a folder.
 
     Deleting takes minutes on some file systems, and other ranks would wait for the first. What
     fails is a warning, and is tried again after the next save.
@@ -31,7 +31,7 @@ class Retention:
         """Of the save under way, whose folder is not to be deleted."""
 
     def clean_up(self) -> None:
-        """Begin to remove what killed saves and deletions have left."""
+        """Begin to remove the leftovers of killed saves and deletions."""
         self._submit(lambda: clean_up(self._folder, lambda nonce: nonce == self.nonce))
 
     def apply(self) -> None:
@@ -40,7 +40,7 @@ class Retention:
         self._submit(self._apply)
 
     def wait(self) -> None:
-        """Wait until all that was begun is done."""
+        """Wait until the deletions under way are done."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.result()
@@ -70,7 +70,7 @@ def retire(folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0) -> lis
     are neither counted nor deleted.
 
     Returns:
-        Steps of those that are kept only because they are read.
+        Steps of checkpoints that are kept only because they are read.
     """
     if keep_latest_k == 0:
         return []
@@ -115,7 +115,7 @@ def _is_good(checkpoint: Path) -> bool:
 
 
 def _delete(checkpoint: Path) -> bool:
-    """Delete a checkpoint; if killed meanwhile, what is left no longer counts as one.
+    """Delete a checkpoint; if killed meanwhile, the rest no longer counts as one.
 
     Returns:
         False if someone reads it.
@@ -132,7 +132,7 @@ def _delete(checkpoint: Path) -> bool:
 def set_aside_later(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, so that they count no longer; return their new names.
 
-    They belong to a run that is not continued: kept among those of the run that is, they would be
+    They belong to a run that is not continued: among the checkpoints of this run they would be
     taken for its newest.
     """
     later = [each for each in saved_steps(folder) if each > step]
@@ -140,7 +140,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: False) -> None:
-    """Remove what killed saves and deletions have left. What cannot be removed is a warning.
+    """Remove the leftovers of killed saves and deletions; warn of any that cannot be removed.
 
     Args:
         is_in_use: whether a save with this nonce is under way.

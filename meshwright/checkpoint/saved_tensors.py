@@ -31,7 +31,7 @@ PLAIN_DATA = {
         )
     ),
 }
-"""All that the index of a checkpoint of tensors is made of, beside numbers and names of types."""
+"""The classes in the index of a checkpoint of tensors, beside numbers and names of types."""
 ITEM_BYTES = {
     **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
@@ -42,7 +42,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What the index says of a tensor."""
+    """A tensor's entry in the index."""
 
     dtype: str
     """As torch calls it: float32, bfloat16, ..."""
@@ -60,7 +60,7 @@ class SavedTensor:
 
 
 def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
-    """Every tensor of the checkpoint, by name; what is no tensor is left out.
+    """Every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
         OSError: if the index is not there.
@@ -98,7 +98,7 @@ def is_tensor(entry: Record) -> bool:
 
 
 def read_tensor(entry: Record) -> SavedTensor:
-    """What the entry of a tensor says.
+    """Parse the entry of a tensor.
 
     Raises:
         AttributeError, KeyError, TypeError, IndexError: if it is none.

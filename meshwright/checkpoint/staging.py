@@ -47,7 +47,7 @@ Layout = dict[str, Place]
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
     """A place for each, one after the other, and the bytes that all take."""
-    # strides as a clone's: those of a tensor without gaps stay as they are
+    # strides as a clone's: a tensor without gaps keeps its strides
     likes = [torch.empty_like(tensor, device="meta") for tensor in tensors.values()]
     sizes = (-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes)
     *offsets, total = accumulate(sizes, initial=0)
@@ -127,7 +127,7 @@ class Staging:
                 event.wait(torch.accelerator.current_stream())
 
     def wait(self) -> None:
-        """Wait until what `take` was given may be read."""
+        """Wait until the copies of `take` may be read."""
         for event in self._copied:
             event.synchronize()
 

@@ -51,7 +51,7 @@ class TrainingTensors:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, or another mesh's tensors resharded to ours; without
+        """Load the tensors of `state_dict`, or another mesh's resharded to ours; without
         any of the optimizer, that begins anew."""
         set_model_state_dict(self._model, _below(MODEL, state))
         if saved := _below(OPTIMIZER, state):

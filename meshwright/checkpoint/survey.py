@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints: the good, the damaged and the leftovers. Free of torch."""
+"""The content of a folder of checkpoints: good, damaged and leftovers. Free of torch."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 NAME = re.compile(
     rf"{commit.STEP_FOLDER.pattern}(?:\.[0-9a-f]{{16}}(?=\.[ud]))?(?:\.(unfinished|deleted|aside\d+))?"
 )
-"""Those of earlier versions have no nonce."""
+"""Folders of earlier versions have no nonce."""
 STATES = {None: "complete", "unfinished": "unfinished", "deleted": "being deleted"}
 
 

@@ -10,7 +10,7 @@ from meshwright.checkpoint.manifest import DamagedError, Manifest
 
 
 def verify_on_ranks(checkpoint: Path, manifest: Manifest, group: dist.ProcessGroup) -> str:
-    """Read every byte that `manifest` names; return what is wrong, on every rank the same, or "".
+    """Read every byte that `manifest` names; return the damage, or "", the same on every rank.
 
     Collective: every rank of `group`, which is the whole job, must call it.
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, the model's above all, without what else a resume needs."""
+"""Tensors of a checkpoint, mostly the model's, without the rest that a resume needs."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class CheckpointWeights:
     """Tensors in a step's folder, of ours or of any torch.distributed.checkpoint.
 
     Args:
-        saved_name: what a tensor is called there; by default those of our model.
+        saved_name: a tensor's name there; by default our model's name.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -68,7 +68,7 @@ class CheckpointWeights:
         assert isinstance(saved, TensorStorageMetadata)
         try:
             tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        except RuntimeError as error:  # of what is larger than any memory
+        except RuntimeError as error:  # a tensor that is larger than any memory
             raise self._unreadable(error) from None
         self.load({name: tensor})
         return tensor

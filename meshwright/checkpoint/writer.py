@@ -1,6 +1,6 @@
 """Writes a checkpoint's files by way of torch's own writer, and publishes them when all are there.
 
-A `StorageWriter` of torch.distributed.checkpoint: what fails on one rank, in any of its methods, is
+A `StorageWriter` of torch.distributed.checkpoint: an error of one rank, in any of its methods, is
 gathered by `dcp.save` and raised on all.
 """
 
@@ -30,7 +30,7 @@ COPY_AHEAD_BYTES = 10_000_000
 
 
 class WriteResults(list[WriteResult]):
-    """What torch wants to know of what a rank wrote, and what we do."""
+    """The record of a rank's writes that torch wants, and ours."""
 
     files: dict[str, FileRecord]
 
@@ -76,7 +76,7 @@ class CommittingWriter(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what is written last; runs on the first rank, when all have written."""
+        """Write index and manifest, the last files; on the first rank, after all have written."""
         super().finish(metadata, results)
         files = dict(self.fs.written)
         for of_rank in results:
@@ -116,7 +116,7 @@ class _ChecksummingFileSystem(FileSystem):
             yield stream
             stream.close()
         except BaseException:
-            with suppress(OSError):  # of what is left in the buffer
+            with suppress(OSError):  # of the rest of the buffer
                 stream.close()
             if stream.error is not None:  # torch.save makes a RuntimeError of a full disk
                 raise stream.error from None
@@ -134,7 +134,7 @@ class _ChecksummingStream(io.BufferedIOBase):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.crc32 = self._length = self._flushed = 0
         self.error: OSError | None = None
-        """What torch.save may have hidden."""
+        """Errors that torch.save may have hidden."""
         self._path = Path(path)
         self._file = open(path, "wb")  # noqa: SIM115
 

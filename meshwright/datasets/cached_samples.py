@@ -19,7 +19,7 @@ class CachedSamples:
     In each epoch documents are shuffled in blocks of `token_cache.BLOCK_DOCUMENTS`, laid end to
     end, cut into samples, and those shuffled as a whole. A block has the same number of tokens in
     any order: so the place of a sample is known without adding up the lengths of all documents
-    before it, and neither time nor memory grows with the data. What is left at an epoch's end is
+    before it, and neither time nor memory grows with the data. The rest at an epoch's end is
     less than a sample.
 
     Args:

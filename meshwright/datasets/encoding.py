@@ -23,7 +23,7 @@ class Conversation(Protocol):
 
 
 class Encoder:
-    """Documents to tokens: BOS text EOS, or what the chat template makes of a conversation.
+    """Documents to tokens: BOS text EOS, or a conversation by the chat template.
 
     Args:
         open_template: called if there is a conversation; it may raise that there is no template.

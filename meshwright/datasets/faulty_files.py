@@ -41,7 +41,7 @@ def find_fault(entry: Entry, files: Sequence[str]) -> str:
                     return f"{place}: {column!r} holds {no_document(row[column])}"
         except _Fault as fault:
             return str(fault)
-    for path, names in columns.items():  # `datasets` wants those of the first in every file
+    for path, names in columns.items():  # `datasets` wants the first file's columns in every file
         first = next(iter(columns))
         if names != columns[first]:
             only = ", ".join(sorted(names ^ columns[first]))

@@ -16,16 +16,16 @@ from meshwright.log import logger
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the order of samples: all that a resume needs, on any mesh."""
+    """A place in the order of samples; enough for a resume on any mesh."""
 
     sample: int = 0
     """Samples before it."""
     counts: tuple[int, ...] = ()
     """Of those, how many came from each source."""
     places: Mapping[str, Mapping[int, ShardPlace]] = field(default_factory=dict)
-    """By name of a streamed source: where its shards are, of those that have been read."""
+    """By name of a streamed source: positions in the shards that have been read."""
     weighted_from: tuple[int, ...] = ()
-    """What the counts were when the present weights began; (): at the first sample."""
+    """The counts when the present weights began; (): at the first sample."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Cursor":
@@ -38,7 +38,7 @@ class Cursor:
         return cls(value["sample"], tuple(value["counts"]), places, weighted_from)
 
     def reweighted(self) -> "Cursor":
-        """The same place, from which on other weights hold: none makes up for what was drawn."""
+        """The same place, with new weights from here on: earlier draws are not made up for."""
         return replace(self, weighted_from=self.counts)
 
 
@@ -53,7 +53,7 @@ def bad_records(cursor: Cursor) -> dict[tuple[str, int], int]:
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
-    """One cursor of those that ranks have, each of which knows only the shards that it reads."""
+    """Merge the ranks' cursors, each of which knows only the shards that it reads."""
     first = cursors[0]
     places = {
         name: {number: place for cursor in cursors for number, place in cursor.places[name].items()}
@@ -101,7 +101,7 @@ class GlobalOrder:
             if isinstance(source, CachedSource):
                 self._samples.append(CachedSamples(source.cache, length, seed))
             else:
-                # others are the affair of other ranks: what is known of them here grows old
+                # keep only shards that this rank reads; its positions in the rest are stale
                 places = {
                     shard: place
                     for shard, place in cursor.places.get(source.entry.name, {}).items()

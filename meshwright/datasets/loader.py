@@ -27,7 +27,7 @@ CLOSE_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank reads for one optimizer step."""
+    """One rank's data for one optimizer step."""
 
     batches: list[Batch]
     """One a microbatch, on the CPU, pinned if a device follows."""
@@ -67,10 +67,10 @@ class BatchShape:
 class Loader:
     """Iterates over the steps of a job, from where `order` is, to the end of the data.
 
-    The order is the same on every rank; each steps over what is not its own. A thread reads ahead.
+    The order is the same on every rank; each skips the samples of others. A thread reads ahead.
 
     Attributes:
-        error: why there are no steps but those that are fetched; None if nothing went wrong.
+        error: why no step follows the fetched ones; None if nothing went wrong.
     """
 
     error: Exception | None = None
@@ -148,7 +148,7 @@ class Loader:
 
 
 def whole_cursor(cursor: Cursor) -> Cursor:
-    """What all ranks together know of the place that `cursor` is. Collective."""
+    """Merge the cursors of all ranks. Collective."""
     if not cursor.places:
         return cursor
     cursors = [cursor] * dist.get_world_size()

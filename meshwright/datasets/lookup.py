@@ -20,8 +20,8 @@ def find_samples(
 ) -> Iterator[Sample]:
     """Samples `first` to `last` of `source`, as the job reads them; counted over all epochs.
 
-    Those of a cached source are read at once. Of a streamed one the shards that hold them are read
-    from `before` on.
+    Samples of a cached source are read at once. Of a streamed one, the shards that hold them are
+    read from `before` on.
 
     Args:
         length: tokens of a sample.

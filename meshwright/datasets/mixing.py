@@ -15,7 +15,7 @@ class Mixture:
     in whole numbers, so it does not drift.
 
     Args:
-        weights: any positive numbers; what counts is their ratio, exact in their decimal digits.
+        weights: any positive numbers; only their ratio counts, exact in their decimal digits.
         counts: draws so far, by source, as draws with these weights made them.
     """
 
@@ -38,14 +38,14 @@ def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
 
     A task is to draw source k, of weight w, once more after c times. With the total weight T and
     d = 2K - 2, the task is open from draw T(cd + 1) / (wd) on, and due at T((c + 1)d - 1) / (wd).
-    Each draw does the open task that is due first; of equals, that of the first source. Two heaps
+    Each draw does the open task that is due first; of equals, the first source's. Two heaps
     find it in log K steps, without a look at every source.
     """
     sources, total, n = len(weights), sum(weights), sum(counts)
     d = max(2 * sources - 2, 1)
     count = list(counts)
     # Heaps of single numbers, as they are compared much faster than tuples: value * K + k.
-    # What all dues share, T / d, is left out; the multiple makes them whole.
+    # The factor T / d, common to all dues, is left out; the multiple makes them whole.
     multiple = math.lcm(*weights)
     due_step = [multiple // weight * d * sources for weight in weights]
     due = [

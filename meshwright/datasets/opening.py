@@ -44,7 +44,7 @@ class StreamedSource:
 
     @property
     def content(self) -> str:
-        """What of it can be known without reading it."""
+        """Hash of the facts known without reading it."""
         return f"{self.num_shards} shards, {self.window} documents a window, {self.outline}"
 
 
@@ -83,7 +83,7 @@ def is_streamed(entry: Entry) -> bool:
 def open_training_data(
     config: JobConfig, *, num_workers: int = 0, check_all: bool = False
 ) -> list[OpenSource]:
-    """Open what the job trains on; first tokenise what is to be cached and is not yet.
+    """Open the training data; first tokenise sources that are to be cached and are not yet.
 
     Args:
         num_workers: processes that tokenise; 0: one a core.
@@ -101,7 +101,7 @@ def open_training_data(
 def open_validation_data(
     config: JobConfig, *, num_workers: int = 0, check_all: bool = False
 ) -> list[OpenSource]:
-    """The same for what the job is validated on; nothing if it is not.
+    """Open the validation data; empty if the job is not validated.
 
     Raises:
         ConfigError: if something cannot be read, or holds fewer samples than it is to give.

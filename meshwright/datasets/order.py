@@ -50,6 +50,6 @@ def _mixed(bits: int) -> int:
 def permutation(n: int, *key: int) -> npt.NDArray[np.int64]:
     """A whole permutation of 0 .. n-1 that `key` fixes, for small n."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    # its stream of bits is fixed for good (NEP 19), unlike that of numpy's shuffle
+    # its stream of bits is fixed for good (NEP 19), unlike numpy's shuffle
     bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
     return np.argsort(bits, kind="stable")

@@ -1,4 +1,4 @@
-"""From a source to its tokens: all that they depend on."""
+"""Everything that a source's tokens depend on."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the tokens of a source depend on."""
+    """Everything that the tokens of a source depend on."""
 
     entry: Entry
     tokenizer_path: str
@@ -35,7 +35,7 @@ class Recipe:
         return spec.open(self.entry, streamed)
 
     def encoder(self) -> Encoder:
-        """What makes tokens of them."""
+        """The encoder of its documents."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
         def open_template() -> ChatTemplate:
@@ -45,7 +45,7 @@ class Recipe:
         return Encoder(tokenizer, open_template)
 
     def outline(self) -> str:
-        """Hash of what can be known of the documents without reading them, on any machine."""
+        """Hash of the facts known about the documents without reading them, on any machine."""
         spec = find_dataset(self.entry.source.dataset)
         assert spec is not None
         return fingerprint(self.entry, spec.files(self.entry), is_portable=True)

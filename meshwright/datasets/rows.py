@@ -1,4 +1,4 @@
-"""What makes documents of the rows of a table."""
+"""From rows of a table to documents."""
 
 import hashlib
 import importlib.util

@@ -77,9 +77,9 @@ class DatasetSpec:
     open: Callable[[Entry, bool], Documents]
     """Of a source; whether it is to be streamed."""
     files: Callable[[Entry], list[str]]
-    """What it reads, as paths or addresses: another list means other documents."""
+    """Its files, as paths or addresses: another list means other documents."""
     path: Literal["none", "optional", "required"] = "none"
-    """What `dataset_path` is to it."""
+    """The role of `dataset_path`."""
     is_large: bool = False
     """Whether it is streamed unless the config says otherwise."""
 
@@ -232,7 +232,7 @@ def stdlib_files(entry: Entry) -> list[str]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        subfolders[:] = set(subfolders) - left_out  # os.walk enters what is left
+        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
         paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
         files += [path for path in paths if os.path.getsize(path) > 0]
     files.sort()
@@ -290,7 +290,7 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
 
 
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
-    """Addresses, with the revision, of the files of one split; or those of a local copy."""
+    """Addresses, with the revision, of the files of one split; or paths of a local copy."""
     path = entry.source.dataset_path
     if path:
         return sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
@@ -312,7 +312,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
 
 
 def _arrow_folder(entry: Entry, files: list[str]) -> str:
-    """Where `datasets` keeps what it makes of local files, which it would not make anew for a file
+    """Cache of `datasets` for local files, which it would not rebuild for a file
     that has changed but not its time."""
     import datasets  # as above
 
@@ -391,7 +391,7 @@ def _openable(entry: Entry, files: Callable[[], Sequence[str]] = tuple) -> Itera
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what lies deepest."""
+    """The first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, StopIteration):
@@ -400,7 +400,7 @@ def _reason(error: BaseException) -> str:
 
 
 def check_path(entry: Entry, spec: DatasetSpec) -> None:
-    """Check that `dataset_path`, subset and split are what the dataset reads, and are there.
+    """Check that `dataset_path`, subset and split suit the dataset, and are there.
 
     Raises:
         ConfigError: naming the first that is not.

@@ -18,7 +18,7 @@ from meshwright.errors import RecordError
 from meshwright.log import logger
 
 RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further attempt to read what failed for a reason that may pass."""
+"""Seconds before each further attempt after a read error that may pass."""
 
 PassOver = Callable[[RecordError], None]
 """Called with a record that is to be passed over; raises if it is not to be."""
@@ -30,7 +30,7 @@ class EndOfData(Exception):  # noqa: N818  an end like StopIteration, no error
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """A place in one shard: what a resume needs. Its window is read again, and no more."""
+    """A place in one shard, for a resume. Only its window is read again."""
 
     epoch: int = 0
     window: int = 0
@@ -195,7 +195,7 @@ class Shard:
 
 
 class StreamedSamples:
-    """The shards of a source, of which each rank opens those that it reads.
+    """The shards of a source; each rank opens the ones it reads.
 
     Args:
         places: of shards that have been read from.

@@ -82,7 +82,7 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
 class TokenCache:
     """A complete cache, read as one array of tokens.
 
-    What is read is held against its checksums the first time, so that no token is ever wrong.
+    The first read of a block verifies its checksum, so that no token is ever wrong.
 
     Args:
         folder: of the cache.
@@ -151,7 +151,7 @@ class TokenCache:
         return tokens, np.zeros(len(expected), np.bool_), expected
 
     def _forget(self, part: Part | None, what: str) -> ConfigError:
-        """Make the next job write the part, and what was found out about the whole, anew."""
+        """Make the next job write the part, and the index, anew."""
         try:
             if part is not None:
                 part.index.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ class TokenCache:
         except OSError as error:
             fix = f"delete {self.folder} ({error.strerror}), or set {KEY} to another folder"
         else:
-            fix = "start again: what is damaged is then made anew"
+            fix = "start again: damaged parts are then made anew"
         return ConfigError(KEY, f"{what}\n  fix: {fix}")
 
 

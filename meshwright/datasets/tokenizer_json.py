@@ -129,8 +129,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
         )
     steps: list[Any] = []
     if settings.charsmap:
-        # it looks up what a reader takes for one character, such as a line end of two, as a whole;
-        # sentencepiece looks up both
+        # it looks up the two characters of a line end as one; sentencepiece looks up each
         steps.append(normalizers.Replace("\r\n", "\n\n"))
         steps.append(normalizers.Precompiled(settings.charsmap))
     if settings.drops_extra_spaces:

@@ -52,8 +52,8 @@ def open_cache(
 ) -> TokenCache:
     """The token cache of `recipe` below `root`, made first as far as it is not there.
 
-    Several processes may call it at once: one makes it, the others wait. What an interrupted call
-    left is used.
+    Several processes may call it at once: one makes it, the others wait. Parts that an
+    interrupted call left are used.
 
     Args:
         num_workers: processes that tokenise; 0: one a core.
@@ -64,7 +64,7 @@ def open_cache(
     """
     name = recipe.entry.source.dataset.replace("/", "--")
     folder = root / f"{name}-{recipe.identity()}"
-    _opened.cache_clear()  # what lies behind a path may have changed since
+    _opened.cache_clear()  # a file may have changed since
     try:
         cache = None if check_all else _open_if_complete(folder)
         if cache is not None:
@@ -193,7 +193,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
             raise ConfigError(
                 KEY,
                 "a process that tokenised was killed: for want of memory?"
-                "\n  fix: meshwright tokenize --workers 1; what is done is kept",
+                "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
             ) from error
         return num_tokens
 
@@ -240,7 +240,7 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
 
 
 class _Checksummed:
-    """Takes the checksum of each block of what is written: of what was meant, not of what a disk
+    """Takes the checksum of each block in memory, before it is written, not of the bytes a disk
     has made of it."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -271,7 +271,7 @@ def _num_bytes(document: Any) -> int:
 
 
 def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None:
-    """Write what is known of the whole.
+    """Merge the part indices into the index of the cache.
 
     Raises:
         ConfigError: if it is nothing.

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a model folder of Hugging Face, held against what it was made of."""
+"""Export a checkpoint as a model folder of Hugging Face, and compare the two."""
 
 import importlib
 import importlib.util
@@ -39,7 +39,7 @@ OWN_READER = "meshwright's own reader (transformers is not installed)"
 
 @dataclass(frozen=True)
 class Job:
-    """What to export."""
+    """An export."""
 
     weights: CheckpointWeights
     form: HuggingFaceForm
@@ -63,7 +63,7 @@ class Comparison:
     """Logits of the exported folder against those of the checkpoint, on the same tokens."""
 
     by: str
-    """What computed the former."""
+    """The code that computed the former."""
     num_tokens: int
     difference: float
     """Largest of all."""
@@ -78,10 +78,10 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     transformers computes logits, the whole model in fp32.
 
     Args:
-        say: is told what was done.
+        say: is called with a line for each thing done.
 
     Raises:
-        ConfigError: if `out` exists or cannot be written, or what was written is not what was read.
+        ConfigError: if `out` exists, cannot be written, or then differs from the checkpoint.
     """
     place = Place("OUT", out)
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
@@ -125,7 +125,7 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
     size = sum(file.stat().st_size for file in files)
     say(f"wrote {len(tensors)} tensors, {size:,} bytes in {len(files)} files, as {job.dtype}")
-    for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # what is in a folder, first
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # files before their folder
         if path.is_dir():
             sync_folder(path)
             continue
@@ -138,7 +138,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
-    """Read back what was written."""
+    """Read the written files back."""
     written = HuggingFaceWeights(place, job.form, job.args)
     tensors = job.form.tensors(job.args)
     for name, foreign in tensors.items():
@@ -146,7 +146,7 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
         got = written.read(name, foreign.shape, (0,) * len(foreign.shape))
         place.check(
             got.dtype == want.dtype and torch.equal(_bits(got), _bits(want)),
-            f"{name} is not what the checkpoint holds",
+            f"{name} differs from the checkpoint",
             "export again; if it stays so, the disk or meshwright is at fault",
         )
         del want, got
@@ -201,7 +201,7 @@ def _verify_tokenizer(
 
 
 def _read_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], dict[str, int | None], str]:
-    """From text to ids, without special tokens; the ids of those; and what reads it."""
+    """From text to ids, without special tokens; the ids of special tokens; and the library used."""
     if importlib.util.find_spec("transformers") is None:
         read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         by = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
@@ -272,6 +272,6 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
         output_loading_info=True,
     )
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    place.check(not wrong, f"transformers does not find in it what it expects: {wrong}")
+    place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")
     logits: Tensor = model(tokens).logits
     return logits, f"transformers {transformers.__version__}"

@@ -1,4 +1,4 @@
-"""What a model folder of Hugging Face holds, and whether it is the model that is wanted.
+"""The content of a model folder of Hugging Face, and whether it is the wanted model.
 
 Free of torch, so that a job that cannot start says so before any rank does.
 """
@@ -70,7 +70,7 @@ def _check_single(place: Place) -> None:
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     place.check(
         not shards,
-        f"holds {', '.join(shards[:3])}, but no {INDEX}, which says what is in which",
+        f"holds {', '.join(shards[:3])}, but no {INDEX}, which says which file holds which tensor",
         f"download {INDEX} too",
     )
     pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pth")))
@@ -114,7 +114,7 @@ def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> N
 
 
 def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
-    """Check that `args` are those that `file` gives, each with the key that it has there.
+    """Check that `args` equal the dimensions in `file`, each with its key there.
 
     Raises:
         ConfigError: naming every dimension that differs, and both values.
@@ -156,7 +156,7 @@ def check_tensors(
     """Check that `stored` are the parameters of the model with `args`, and nothing besides.
 
     Returns:
-        What each of our parameters is there.
+        For each of our parameters, its tensor there.
 
     Raises:
         ConfigError: for the first that is missing, has another shape or type, or has no place.
@@ -194,7 +194,7 @@ def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> D
     """The dimensions that config.json gives.
 
     Raises:
-        ConfigError: if they cannot be those of our model.
+        ConfigError: if they cannot be our model's dimensions.
     """
     values = {name: found.value for name, found in read_dimensions(place, form).items()}
     try:

@@ -1,4 +1,4 @@
-"""Weights out of a model folder of Hugging Face, on any mesh: each rank reads what it holds."""
+"""Weights out of a model folder of Hugging Face, on any mesh: each rank reads its shards."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ class HuggingFaceWeights:
     """The weights of a folder, in parts and under our names.
 
     Raises:
-        ConfigError: if they are not those of the model with `args`.
+        ConfigError: if they are not the weights of a model with `args`.
     """
 
     def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:

@@ -26,7 +26,7 @@ class Initial(NamedTuple):
 
     kind: Literal["ours", "hf", "meta", "torchtitan"]
     place: Place
-    """A step's folder, of those that have steps."""
+    """The step's folder, if the format has steps."""
     manifest: Manifest | None = None
     """Of ours."""
 
@@ -79,7 +79,7 @@ def check_initial(
         family: of the model, with the forms in which others have it.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: naming the fault.
     """
     kind, place, manifest = find_initial(config)
     match kind:

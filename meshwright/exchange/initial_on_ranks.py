@@ -38,7 +38,7 @@ def open_initial(config: Checkpoint) -> Iterator[Initial]:
 
 
 def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> Initial:
-    """Choose and verify; what is held until `held` ends is the checkpoint that is returned."""
+    """Choose and verify; the checkpoint returned is held until `held` ends."""
     damaged: dict[Path, str] = {}
     while True:
         initial = _chosen_by_first(config, damaged, group)
@@ -73,7 +73,7 @@ def _chosen_by_first(
 
 
 def _hold(path: Path, held: ExitStack) -> str:
-    """Hold the checkpoint; return what keeps this rank from it, or ""."""
+    """Hold the checkpoint; return the error that prevents it, or ""."""
     try:
         held.enter_context(being_read(path))
     except DamagedError as error:

@@ -1,4 +1,4 @@
-"""What a model folder of Meta's holds, and whether it is the model that is wanted. Free of torch.
+"""The content of a model folder of Meta's, and whether it is the wanted model. Free of torch.
 
 `params.json`, and `consolidated.00.pth`, `.01.pth`, ...: one file for each rank of the tensor
 parallelism that Meta runs the model with. A file holds its piece of every matrix, cut along one
@@ -119,6 +119,6 @@ def _find_cut(
         bool(cut),
         f"{name} has shape {', '.join(map(str, sorted(shapes)))} in its {number} files, which is "
         f"neither all of {shape} nor a piece of it",
-        f"download what is missing of the files, if there are more, or the {PARAMS} that is theirs",
+        f"download the missing files, if there are more, or the {PARAMS} that belongs to them",
     )
     return cut[0]

@@ -1,4 +1,4 @@
-"""Weights out of a model folder of Meta's, on any mesh: each rank reads what it holds."""
+"""Weights out of a model folder of Meta's, on any mesh: each rank reads its shards."""
 
 import pickle
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class MetaWeights:
     """The weights of a folder, put together of the pieces in its files.
 
     Raises:
-        ConfigError: if they are not those of the model with `args`.
+        ConfigError: if they are not the weights of a model with `args`.
     """
 
     def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
@@ -29,7 +29,7 @@ class MetaWeights:
         self._files = [self._map(file) for file in pieces.files]
 
     def _map(self, file: Path) -> dict[str, Tensor]:
-        try:  # into memory: what is not used is not read
+        try:  # mapped into memory: unused parts are not read
             tensors: dict[str, Tensor] = torch.load(
                 file, map_location="cpu", mmap=True, weights_only=True
             )

@@ -1,4 +1,4 @@
-"""What a file of torch.save holds, without running any of it. Free of torch.
+"""The content of a torch.save file, read without running any of it. Free of torch.
 
 Format: a zip, uncompressed, of one folder: `data.pkl`, the pickled object, in which a tensor is a
 call of torch._utils._rebuild_tensor_v2 with its storage, offset, size and strides; and `data/KEY`,
@@ -15,7 +15,7 @@ from meshwright.exchange.safetensors_file import StoredTensor
 TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = ("torch._utils", "_rebuild_parameter")
 TYPES = {"FloatStorage": "F32", "BFloat16Storage": "BF16", "HalfStorage": "F16"}
-"""Classes of storages, and what safetensors calls their type."""
+"""Classes of storages, and safetensors' names of their types."""
 ZIP = b"PK\x03\x04"
 
 

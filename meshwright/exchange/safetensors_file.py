@@ -1,4 +1,4 @@
-"""What a safetensors file holds, from its header alone. Free of torch."""
+"""The content of a safetensors file, from its header alone. Free of torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and what."""
+    """A tensor's place, shape and type."""
 
     file: Path
     dtype: str
@@ -27,7 +27,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ValueError: if it is not a safetensors file, or not a whole one: the header has to cover
             the file to its last byte.
     """
-    file.open("rb").close()  # for its own error: safetensors says of all that there is no such file
+    file.open("rb").close()  # for its own error: to safetensors every failure is a missing file
     try:
         with safe_open(file, framework="numpy") as content:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118

@@ -1,8 +1,8 @@
-"""What a checkpoint of torchtitan's holds, and whether it is of the model that is wanted. No torch.
+"""The content of a torchtitan checkpoint, and whether it is of the wanted model. No torch.
 
-It is one of torch.distributed.checkpoint, as ours are, with other names and no manifest: shapes are
-all that is known of the model. What they leave open (the number of heads, the norms' epsilon, the
-rotation) is the config's.
+It is a checkpoint of torch.distributed.checkpoint, as ours are, with other names and no manifest:
+shapes are the only facts about the model. The rest (the number of heads, the norms' epsilon, the
+rotation) is taken from the config.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def is_torchtitan_folder(path: Path) -> bool:
 
 
 def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
-    """What each parameter of the model with `args` is called there.
+    """The name there of each parameter of the model with `args`.
 
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.

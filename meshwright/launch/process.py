@@ -1,4 +1,4 @@
-"""What keeps a job's processes in order."""
+"""Signals and parents of a job's processes."""
 
 import ctypes
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""What Slurm and others send some time before they kill; and Ctrl-C."""
+"""Signals that Slurm and others send some time before they kill; and Ctrl-C."""
 FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
 """Environment variable of the ranks that names a file on their machine: the launcher writes the
 name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to

@@ -23,10 +23,10 @@ LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 NO_LIMIT = 2**62
 PATIENCE_S = 20
-"""How long a rank that torchrun, or somebody, sent SIGTERM has to find the others alive. They are
-not if the job has failed; torchrun then waits 30 s and kills, which would look like the cause."""
+"""Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
+has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
 FARTHEST_APART = timedelta(hours=1)
-"""What keeps a rank longer from its vote is found by the timeouts of training."""
+"""Longer delays of a vote are found by the timeouts of training."""
 
 
 class StopRequest:
@@ -81,7 +81,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What the ranks have agreed to stop for; empty if they have not."""
+        """The reason that the ranks have agreed to stop for; empty if they have not."""
         return self._reasons[self._agreed]
 
     def fail(self, error: Exception, last_step: int) -> None:
@@ -110,9 +110,9 @@ class StopRequest:
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
     def agreed(self) -> bool:
-        """Whether, when this was asked the time before, some rank had been asked to stop.
+        """Whether any rank had been asked to stop as of the previous call.
 
-        It takes no time but the first: what the ranks have to say is exchanged while they compute.
+        Ranks vote asynchronously during the step, so only the first call waits.
         """
         if self._agreed:
             return True
@@ -145,7 +145,7 @@ class StopRequest:
         )
 
     def _look(self) -> None:
-        """Note what asks to stop without a signal."""
+        """Note requests to stop that are not signals."""
         now = time.monotonic()
         if now < self._look_at:
             return

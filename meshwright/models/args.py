@@ -55,7 +55,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderArgs(ABC):
-    """The dimensions of a decoder; a family is a subclass that says what they expand to.
+    """The dimensions of a decoder; a family is a subclass that expands them to a table.
 
     Raises:
         ValueError: if the dimensions do not fit each other.

@@ -9,7 +9,7 @@ from meshwright.models.args import DecoderArgs
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """What the file calls a parameter, and how it holds it."""
+    """A parameter's name in the file, and its layout there."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Dimension:
     """One of a model's dimensions, as a file gives it."""
 
     key: str
-    """What the file calls it."""
+    """Its name in the file."""
     value: Any
 
 
@@ -40,7 +40,7 @@ class MetaForm(Protocol):
         """
 
     def same(self, name: str, ours: object, theirs: object) -> bool:
-        """Whether the dimension `name` is what `read_params` gives."""
+        """Whether the dimension `name` equals the one that `read_params` gives."""
 
     def copy_of(self, name: str, args: DecoderArgs) -> str | None:
         """Under which other name the files may hold the parameter `name` once more."""
@@ -53,9 +53,9 @@ class TorchtitanForm(Protocol):
     """A model family in the form of torchtitan's checkpoints, which differ from ours in names."""
 
     PREFIXES: tuple[str, ...]
-    """What may stand before all names."""
+    """An optional prefix of all names."""
     OF_MODEL: tuple[str, ...]
-    """What the names of parameters begin with, after the prefix; others are not the model's."""
+    """The beginnings of parameters' names, after the prefix; others are not the model's."""
 
     def names(self, ours: str) -> Iterator[str]:
-        """What its versions call our parameter, without prefix."""
+        """Its versions' names of our parameter, without prefix."""

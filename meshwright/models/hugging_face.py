@@ -46,7 +46,7 @@ class HuggingFaceForm:
     """Names of a family's modules, and keys of its config.json."""
 
     model_type: str
-    """What config.json calls the family."""
+    """The family's name in config.json."""
     architecture: str
     """Its class in transformers."""
     modules: Mapping[str, str]
@@ -79,13 +79,13 @@ class HuggingFaceForm:
         return found
 
     def is_needless(self, name: str) -> bool:
-        """Whether a tensor that no parameter is made of may be in the files all the same: what old
-        files hold that follows from config.json."""
+        """Whether a tensor may be in the files without belonging to a parameter, as buffers of old
+        files that follow from config.json."""
         return name.endswith("rotary_emb.inv_freq")
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
-        """A config.json as the dimensions of our model, by our names; what a key that is absent
-        means is transformers' default.
+        """A config.json as the dimensions of our model, by our names; an absent key
+        means transformers' default.
 
         Raises:
             ValueError: if our model is not that function, or a key is missing.
@@ -152,12 +152,11 @@ class HuggingFaceForm:
         return RopeScaling(**values)  # type: ignore[arg-type]  # numbers, as was just seen
 
     def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
-        """config.json, in the spelling that transformers 4 and 5 both read, without what says how
-        weights are stored and which tokens are special.
+        """config.json, in the spelling that transformers 4 and 5 both read, without the storage
+        type of weights and the special tokens.
 
         Args:
-            seq_len: of training; with stretched wavelengths the context is what they were stretched
-                to.
+            seq_len: of training; with stretched wavelengths the context is the stretched length.
         """
         config: dict[str, Any] = {
             "architectures": [self.architecture],

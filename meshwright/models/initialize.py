@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Private, and what torch's own checkpointing uses to the same end; no public name says where in
+# Private, used by torch's own checkpointing to the same end; no public name says where in
 # the whole tensor a shard lies. If it moves, import it from where dcp's planner does.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,7 +21,7 @@ from meshwright.models.decoder import Decoder
 
 TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
-FRACTION_BITS = 24  # what a float32 holds exactly
+FRACTION_BITS = 24  # a float32 holds them exactly
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements at a time. On CPUs temporaries stay in the cache; on GPUs they are 176 MiB, and few
 kernels are launched."""
@@ -41,7 +41,7 @@ def initialize(model: Decoder, seed: int) -> None:
 
 
 def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of `parameter`, sharded or not, and the offset of it in the whole."""
+    """This rank's shard of `parameter` (or all of it), and its offset in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(

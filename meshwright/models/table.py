@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data: modules, and each of their parameters, declared once.
+"""A decoder as data: its modules, and each of their parameters, declared once.
 
 Names, shapes, counts, FLOPs, costs of pipeline stages, initial values, layouts and rules of
 divisibility follow from here. Free of torch, so that a config is checked before torch is loaded.
@@ -21,7 +21,7 @@ modules of a block, and its part of the heads or of the inner width inside them.
     rowwise: columns (input features) are cut; results are summed over ranks.
     on_sequence: whole; the module works on the rank's part of the sequence, (B, S/tp, D).
     on_heads: whole; the module works on the rank's heads, (B, S, N/tp, H).
-    over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over those of all ranks.
+    over_heads: cut as the heads, (B, S, N H/tp); the module is a norm over the heads of all ranks.
     output: rows are cut, and so are the logits.
 """
 
@@ -115,7 +115,7 @@ class BlockSpec:
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
     norm: Literal["pre", "post"]
-    """Norms are of what goes into attention and feed-forward, or of what comes out."""
+    """Norms precede attention and feed-forward, or follow them."""
     norm_eps: float
 
     @property

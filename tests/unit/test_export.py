@@ -141,7 +141,7 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
     monkeypatch.setattr(meshwright.exchange.hf_write, "halves", lambda tensor, head_dim: tensor)
-    assert "wq.weight is not what the checkpoint holds" in message(checkpoint, out)
+    assert "wq.weight differs from the checkpoint" in message(checkpoint, out)
     monkeypatch.setattr("meshwright.exchange.hf_read.pairs", lambda tensor, head_dim: tensor)
     said = message(checkpoint, out)
     assert "its logits by transformers" in said

@@ -30,8 +30,8 @@ class ChatTokenizer(Tokenizer, Protocol):
     def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, and the characters [start, end) that each id has a part in.
 
-        Special tokens are parsed, but what reaches over one of the positions `breaks` (ascending)
-        is text.
+        Special tokens are parsed, except where they would reach over one of the positions
+        `breaks` (ascending).
 
         Raises:
             ValueError: if there are `breaks`, and this kind of tokenizer cannot heed them.
@@ -44,8 +44,8 @@ class ChatTemplate:
     The template alone writes special tokens (BOS among them: add none). A special token's text
     inside a message stays text; where a kind of tokenizer cannot do that, it is an error.
 
-    Loss counts on what the assistant is to write: the template's {% generation %} blocks; if it
-    has none, what it writes for an assistant's message after the generation prompt, up to and
+    Loss counts on the assistant's text: the template's {% generation %} blocks; if it
+    has none, its text for an assistant's message after the generation prompt, up to and
     with the token that ends the turn. A token that only in part is the assistant's counts.
 
     Args:
@@ -83,7 +83,7 @@ class ChatTemplate:
 
         Raises:
             ConfigError: if it is no such list, the assistant writes nothing in it, the template
-                refuses it, or what the assistant wrote cannot be told from the rest.
+                refuses it, or the assistant's text cannot be told from the rest.
         """
         try:
             check_messages(messages)
@@ -139,7 +139,7 @@ class ChatTemplate:
             raise ValueError(f"is refused by the chat template: {first_line}") from error
 
     def _mark_by_prefixes(self, messages: list[Any], marks: Marks) -> str:
-        """The text, with marks around what it gains by each message of the assistant."""
+        """The text, with marks around the part that each message of the assistant adds."""
         whole = self._render(messages, marks)
         parts, done = [], 0
         for k, message in enumerate(messages):

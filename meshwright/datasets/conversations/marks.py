@@ -1,4 +1,4 @@
-"""Marks in a text that a template renders: what is whose, wherever the template puts it."""
+"""Marks in a rendered text that tell each message's part, wherever the template puts it."""
 
 import json
 import re
@@ -12,11 +12,11 @@ class Marks(NamedTuple):
     """Characters put into a text before it is rendered, and taken out after."""
 
     start: str
-    """Before what the assistant wrote."""
+    """Before the assistant's text."""
     end: str
     """After it."""
     wall: str
-    """Within what looks like a special token and is not."""
+    """Within text that looks like a special token and is not."""
 
 
 def free_marks(messages: object) -> Marks:

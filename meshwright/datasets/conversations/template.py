@@ -76,13 +76,13 @@ def _read_template(file: Path) -> str:
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
-    """The template, in a sandbox with what transformers offers to chat templates.
+    """The template, in a sandbox with the functions that transformers offers to chat templates.
 
-    `render` takes, besides the usual, `generation_marks`: two strings that are put around what
-    the template writes between {% generation %} and {% endgeneration %}.
+    `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
+    that the template writes between {% generation %} and {% endgeneration %}.
 
     Args:
-        now: what `strftime_now` formats.
+        now: the time that `strftime_now` formats.
 
     Raises:
         ConfigError: if it is no Jinja template.
@@ -105,7 +105,7 @@ def compile_template(source: str, now: datetime) -> jinja2.Template:
 
 
 class _GenerationBlocks(Extension):
-    """{% generation %} ... {% endgeneration %} around what the model is to write."""
+    """{% generation %} ... {% endgeneration %} around the model's text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a plain set)
 

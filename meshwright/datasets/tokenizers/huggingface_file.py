@@ -31,7 +31,7 @@ KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC
 class HuggingFaceTokenizer:
     """A `tokenizer.json`.
 
-    BOS and EOS are those that the files beside it name, else well-known ones.
+    BOS and EOS are named by the files beside it, otherwise well-known ones.
     Added tokens that are not special are found in any text, as their families mean them to be.
     """
 

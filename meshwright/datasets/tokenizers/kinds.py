@@ -19,7 +19,7 @@ FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 class Tokenizer(Protocol):
-    """What the data and generation need of a tokenizer."""
+    """The interface that data and generation use."""
 
     vocab_size: int
     """One more than the largest id."""
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without BOS and EOS; what looks like a special token is text."""
+        """Ids of `text` alone, without BOS and EOS; the spelling of a special token is text."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`."""
@@ -114,7 +114,7 @@ def find_file(path: str) -> Path:
 def kind_of(
     file: Path, content: bytes
 ) -> type[HuggingFaceTokenizer] | type[TiktokenTokenizer] | type[SentencePieceTokenizer]:
-    """Two kinds are called `tokenizer.model`: what is in it tells."""
+    """Two kinds are called `tokenizer.model`: the content tells."""
     if file.suffix == ".json" or content.lstrip().startswith(b"{"):
         return HuggingFaceTokenizer
     return TiktokenTokenizer if is_tiktoken(content) else SentencePieceTokenizer

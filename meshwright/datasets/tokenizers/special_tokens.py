@@ -1,4 +1,4 @@
-"""Special tokens in text: where they are, and what the files beside a tokenizer call them."""
+"""Special tokens in text: their places, and their names in the files beside a tokenizer."""
 
 import json
 import re
@@ -10,7 +10,7 @@ NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
-    """What the files beside `tokenizer_file` call `bos_token`, `eos_token` and so on.
+    """The tokens that the files beside `tokenizer_file` call `bos_token`, `eos_token` and so on.
 
     None where a file says that the family has no such token. The first of `NAME_FILES` that names
     a token decides.
@@ -29,7 +29,7 @@ def special_names(tokenizer_file: Path) -> dict[str, str | None]:
 
 
 def read_json_object(file: Path) -> dict[str, object]:
-    """What the JSON `file` holds; nothing if there is no such file.
+    """The object in the JSON `file`; empty if there is no such file.
 
     Raises:
         ValueError: if it does not hold a JSON object.
@@ -57,7 +57,7 @@ def split_at_specials(
     """(start, end, whether it is a special token) of each part of `text`, in order.
 
     Args:
-        breaks: positions in `text`, ascending; what reaches over one is no special token.
+        breaks: positions in `text`, ascending; no special token reaches over one.
     """
     done = position = 0
     while found := specials.search(text, position):

@@ -17,7 +17,7 @@ class CausalAttention(nn.Module):
     The core of every attention: a module without parameters, named `attention.core`, so that
     context parallelism, generation and other kernels have one thing to replace. Whatever stands in
     its place takes these arguments and gives this result. Queries and keys come to it normalised
-    and rotated, heads may be those of one rank, and it keeps nothing from one sequence to the next
+    and rotated, heads may be one rank's share, and it keeps nothing from one sequence to the next
     unless that is its purpose.
     """
 
@@ -29,7 +29,7 @@ class CausalAttention(nn.Module):
         Values have a width W of their own.
 
         Args:
-            mask: that of `build_mask`, which is causal too; None: only causal.
+            mask: from `build_mask`, and causal too; None: only causal.
             scale: of products of queries with keys.
         """
         if mask is None:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
-        # the number of heads is what the weights give, so that each rank may hold some of them
+        # the number of heads follows from the weights, so that each rank may hold some of them
         q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)

@@ -30,7 +30,7 @@ def positions_in_document(documents: Tensor, positions: Tensor | None = None) ->
 
 
 def build_mask(documents: Tensor, positions: Tensor | None = None) -> Mask:
-    """Causal, and inside documents: what suits the device of `documents`.
+    """A causal mask inside documents, in the form that suits the device of `documents`.
 
     Args:
         documents: (B, S) int of the keys.

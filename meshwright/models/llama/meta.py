@@ -16,13 +16,13 @@ TIED = "output.weight"
 
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
 NUMBERS = {"norm_eps": 1e-5, "rope_theta": 10000.0}
-"""Keys that older files do not have, and what their model's code has instead."""
+"""Keys that older files lack, and the defaults of their model's code."""
 OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "vision_chunk_size")
 """Keys of models that ours cannot be."""
 
 
 def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
-    """Our dimensions, without those that only the tensors give; see `MetaForm`."""
+    """Our dimensions, except the ones that only the tensors give; see `MetaForm`."""
     for key in OTHER_MODELS:
         if params.get(key) not in (None, -1):
             raise ValueError(f"{key} is {params[key]!r}: it is of another kind of model")
@@ -69,7 +69,7 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
 
 
 def same(name: str, ours: object, theirs: object) -> bool:
-    """Whether a dimension of ours is what params.json says; see `MetaForm`."""
+    """Whether a dimension of ours agrees with params.json; see `MetaForm`."""
     if name == "rope_scaling":  # it does not say by how much: 8 times in Llama 3.1, 32 in 3.2
         return (ours is None) == (theirs is None)
     return ours == theirs
@@ -81,5 +81,5 @@ def copy_of(name: str, args: DecoderArgs) -> str | None:
 
 
 def is_needless(name: str) -> bool:
-    """What follows from params.json; see `MetaForm`."""
+    """Values that follow from params.json; see `MetaForm`."""
     return name == "rope.freqs"

@@ -6,7 +6,7 @@ The order of a head's rows is ours. Source: pytorch/torchtitan, its models llama
 from collections.abc import Iterator
 
 PREFIXES: tuple[str, ...] = ("", "model.")
-"""Before a name: what it saves as the whole state has the model beside the rest, or below it."""
+"""Possible prefixes: a saved whole state has the model beside the rest, or below "model"."""
 
 RENAMED = {
     "attention.wq.": "attention.qkv_linear.wq.",
@@ -14,14 +14,14 @@ RENAMED = {
     "attention.wv.": "attention.qkv_linear.wv.",
     "output.": "lm_head.",
 }
-"""Parts of our names, and what they are from its version 0.3 on."""
+"""Parts of our names, and their names from its version 0.3 on."""
 
 OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
-"""What a parameter's name begins with."""
+"""Beginnings of parameters' names."""
 
 
 def names(ours: str) -> Iterator[str]:
-    """What a parameter may be called there, without prefix; see `TorchtitanForm`."""
+    """A parameter's possible names there, without prefix; see `TorchtitanForm`."""
     yield ours
     for part, renamed in RENAMED.items():
         if part in ours:

@@ -1,6 +1,6 @@
 """OLMo 2 as data. Free of torch.
 
-Source: OLMo Team 2024, arXiv:2501.00656; dimensions are those of the config.json of
+Source: OLMo Team 2024, arXiv:2501.00656; dimensions come from the config.json of
 allenai/OLMo-2-0425-1B, OLMo-2-1124-7B, OLMo-2-1124-13B and OLMo-2-0325-32B.
 """
 
@@ -19,7 +19,7 @@ class Olmo2Args(DecoderArgs):
     norm_eps: float = 1e-6
 
     def expand(self) -> DecoderSpec:
-        """Norms are of what comes out of attention and feed-forward, and of queries and keys over
+        """Norms follow attention and feed-forward, and normalise queries and keys over
         all heads of a token. All matrices start with the same deviation (section 3.2)."""
         return self.decoder(norm="post", qk_norm="all")
 

@@ -1,6 +1,6 @@
 """Qwen3, the dense sizes, as data. Free of torch.
 
-Source: Qwen Team 2025, arXiv:2505.09388; dimensions are those of the config.json of Qwen/Qwen3-0.6B
+Source: Qwen Team 2025, arXiv:2505.09388; dimensions come from the config.json of Qwen/Qwen3-0.6B
 to Qwen/Qwen3-32B.
 """
 
