@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
 from meshwright.health import Health
+from meshwright.optim.optimizers import update
 from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.planning import torch_names
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Simulation:
-    """Step 2 of one rank; the optimizer has its state from the first on."""
+    """Step 2 of one rank: the optimizer has its state."""
 
     rank: int
     record: Record
@@ -41,7 +42,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulation:
-    """Simulate two steps of `rank` on fake tensors.
+    """Simulate a step of `rank` on fake tensors.
 
     Args:
         is_gpu: choose kernels as on a GPU.
@@ -54,13 +55,13 @@ def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulat
             if is_gpu:
                 stack.enter_context(as_gpu())
             stack.enter_context(torch_names.static_pipelines())
-            return run_steps(plan, meshes, fake)
+            return run_step(plan, meshes, fake)
     finally:
         dist.destroy_process_group()
 
 
-def run_steps(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulation:
-    """Take two steps of this rank with a ledger.
+def run_step(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulation:
+    """Take a step of this rank with a ledger.
 
     Args:
         fake: mode of the tensors; None: real ones.
@@ -90,16 +91,14 @@ def run_steps(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simula
         ledger.note(left_out, "communication buffers")
         for batch in batches:
             ledger.note([x for x in vars(batch).values() if x is not None], "activations")
-        for step in (1, 2):
-            scope.begin()
-            trace.begin()
-            ledger.begin()
-            # the first is there for the optimizer's state alone
-            count = 1 if step == 1 and plan.dims.pp == 1 else simulated
-            rank.step(step, batches[:count])
-            ledger.settle()
-            for state in rank.optimizer.state.values():
-                ledger.note((x for x in state.values() if isinstance(x, Tensor)), "optimizer")
+        rank.give_optimizer_state()
+        for state in rank.optimizer.state.values():
+            ledger.note((x for x in state.values() if isinstance(x, Tensor)), "optimizer")
+        scope.begin()
+        trace.begin()
+        ledger.begin()
+        rank.step(2, batches[:simulated])
+        ledger.settle()
     pipeline = rank.model.pipeline
     actions = {}
     if pipeline is not None:
@@ -169,6 +168,15 @@ class Rank:
                     documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
                 found.append(Batch(tokens, torch.zeros_like(tokens), documents))
             return found
+
+    def give_optimizer_state(self) -> None:
+        """Make the state that the optimizer has after its first step, without that step."""
+        with self._mode:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            update(self.optimizer, torch.ones((), dtype=torch.bool))
+            self.optimizer.zero_grad()
 
     def buffers_of(self, left_out: int) -> list[Tensor]:
         """What a pipeline keeps for each microbatch of a step, of `left_out` that it is spared.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -136,11 +137,16 @@ def pipeline_actions(schedule: Any, num_microbatches: int) -> dict[int, list[Act
         flat: list[Any] = []
         for action in actions:
             flat += getattr(action, "sub_actions", None) or [action]
-        found[rank] = [
-            Action(action.computation_type.value, action.stage_index, action.microbatch_index)
-            for action in flat
-            if action is not None and action.computation_type.value in ("F", "B", "I", "W")
-        ]
+        # Every schedule takes the microbatches of a stage in order. torch's own numbers are wrong
+        # for the last stage of 1F1B, whose forwards it counts from 1 (2.13).
+        counts = Counter[tuple[str, int]]()
+        found[rank] = []
+        for action in flat:
+            kind = "" if action is None else action.computation_type.value
+            if kind in ("F", "B", "I", "W"):
+                stage = action.stage_index
+                found[rank].append(Action(kind, stage, counts[kind, stage]))
+                counts[kind, stage] += 1
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.planning.analysis import curve, find_peak, flops, traffic
 from meshwright.planning.ledger import PURPOSES
-from meshwright.planning.simulate import run_steps
+from meshwright.planning.simulate import run_step
 from tests.helpers.planning import CASES, Case
 
 EXACT = (
@@ -51,7 +51,7 @@ REAL = ("FSDP 2", "TP 2")
 def _on_a_real_rank(case: Case) -> dict[str, object]:
     """Of this gloo rank, by the same ledger."""
     plan = case.plan()
-    simulation = run_steps(plan, build_meshes(plan.dims, "cpu"), None)
+    simulation = run_step(plan, build_meshes(plan.dims, "cpu"), None)
     totals = Counter()
     for event in simulation.record.events:
         totals[simulation.record.items[event.item].purpose] += event.delta

@@ -1,9 +1,12 @@
 """Parts of planning that need no simulation."""
 
 import json
+import sys
 
 import pytest
+import torch
 
+from meshwright import main
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
@@ -80,3 +83,20 @@ def test_the_toml_to_paste_holds_only_what_differs() -> None:
     old = JobConfig()
     new = changed(old, {"parallelism": {"tensor_parallel_degree": 8}, "training": {"steps": 5}})
     assert difference(old, new) == "[parallelism]\ntensor_parallel_degree = 8\n"
+
+
+def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None:
+    def run_out() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said, codes = [], []
+    monkeypatch.setattr(main, "_run_command_line", run_out)
+    monkeypatch.setattr(main, "log_to_console", lambda: None)
+    monkeypatch.setattr(main.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(main.os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--job.config_file", "a b.toml"])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    main.main()
+    assert codes == [1]
+    words = "meshwright plan --job.config_file 'a b.toml' --world-size 8 --device cpu"
+    assert words in said[0]
