@@ -17,8 +17,6 @@ from tests.helpers.planning import CASES, Case
 EXACT = (
     "FSDP 2 x TP 2",
     "selective by op",
-    "early step",
-    "documents",
     "accumulation, reduced once",
     "1F1B, a long step",
 )
@@ -38,14 +36,13 @@ def figures() -> dict[str, dict[str, object]]:
 def test_a_plan_is_what_torch_allocates(name, figures) -> None:
     found = figures[name]
     assert "error" not in found, found.get("error")
-    within = 0.005 if "pp" in CASES[name].sizes and CASES[name].sizes["pp"] > 1 else 0
-    assert abs(found["planned"] / found["allocated"] - 1) <= within
+    assert found["planned"] == found["allocated"]
     ledger = found["by_purpose"]
     assert sum(ledger.values()) == found["planned"]
     assert ledger["unattributed"] < 0.01 * found["planned"]
 
 
-REAL = ("FSDP 2", "TP 2")
+REAL = ("FSDP 2",)
 
 
 def _on_a_real_rank(case: Case) -> dict[str, object]:
@@ -87,9 +84,10 @@ def test_flops_and_traffic_equal_hand_counts(figures) -> None:
     assert found["flops"]["attention, backward"] == 10 * pairs
     sent = {(row["axis"], row["kind"]): row["sent_bytes"] for row in found["traffic"]}
     bf16, fp32 = 2 * table.num_params, 4 * table.num_params
-    again = 2 * sum(p.numel for n, p in table.parameters.items() if n.startswith("layers"))
+    twice = ("layers.", "tok_embeddings.")
+    again = 2 * sum(p.numel for n, p in table.parameters.items() if n.startswith(twice))
     last = 2 * sum(p.numel for n, p in table.parameters.items() if n.startswith("layers.3."))
-    # all in forward; in backward all layers but the last, whose weights are kept
+    # all in forward; in backward all but the last layer and the output, whose weights are kept
     assert sent["fsdp", "all_gather"] == (bf16 + again - last) / 2
     assert sent["fsdp", "reduce_scatter"] == fp32 / 2
 

@@ -92,6 +92,7 @@ def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None
     said, codes = [], []
     monkeypatch.setattr(main, "_run_command_line", run_out)
     monkeypatch.setattr(main, "log_to_console", lambda: None)
+    monkeypatch.setattr(main.logger, "exception", lambda text: None)
     monkeypatch.setattr(main.logger, "error", lambda text, *args: said.append(text % args))
     monkeypatch.setattr(main.os, "_exit", codes.append)
     monkeypatch.setattr(sys, "argv", ["train.py", "--job.config_file", "a b.toml"])
