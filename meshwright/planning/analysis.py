@@ -111,8 +111,8 @@ def curve(record: Record, points: int = POINTS) -> list[dict[str, int]]:
     moment with the most."""
     now, total = Counter[str](), 0
     found: list[dict[str, int]] = []
-    begin = sum(1 for item in record.items if item.born == AT_START)
     events = record.events
+    begin = sum(event.place == AT_START for event in events)
     for event in events[:begin]:
         now[record.items[event.item].purpose] += event.delta
         total += event.delta

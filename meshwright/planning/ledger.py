@@ -46,6 +46,10 @@ class Item:
     born: Place
 
 
+HOST = "host"
+"""Purpose of tensors that are not on the device."""
+
+
 class Place(NamedTuple):
     """Where in a step something happens."""
 
@@ -72,6 +76,10 @@ class Record:
 
     items: list[Item] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+
+    def leave_out(self, purpose: str) -> None:
+        """Forget the events of tensors of one purpose."""
+        self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
 
 
 class Ledger(torch_names.TorchDispatchMode):

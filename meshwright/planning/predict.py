@@ -79,7 +79,9 @@ def predict(
     """
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     depth, period = depth_of_rank(plan, rank), _period(config)
-    few, more = 2 * period, 3 * period  # a first layer and a last one, and one between
+    # From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it,
+    # while the gradients of the one before are reduced.
+    few, more = 4 * period, 5 * period
     if depth <= more:
         return measure(plan, world_size, rank, device, rates)
     try:

@@ -17,7 +17,7 @@ from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.planning import torch_names
 from meshwright.planning.as_gpu import as_gpu
-from meshwright.planning.ledger import Ledger, Record
+from meshwright.planning.ledger import HOST, Ledger, Record
 from meshwright.planning.scope import Scope
 from meshwright.planning.torch_names import Action, FakeTensorMode
 from meshwright.planning.work import Collective, Operator, Trace
@@ -55,15 +55,18 @@ def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulat
             if is_gpu:
                 stack.enter_context(as_gpu())
             stack.enter_context(torch_names.static_pipelines())
-            return run_step(plan, meshes, fake)
+            return run_step(plan, meshes, fake, is_gpu=is_gpu)
     finally:
         dist.destroy_process_group()
 
 
-def run_step(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulation:
+def run_step(
+    plan: Plan, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
+) -> Simulation:
     """Take a step of this rank with a ledger.
 
     Args:
+        is_gpu: what the job offloads is not in the memory that is planned.
         fake: mode of the tensors; None: real ones.
     """
     simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
@@ -76,14 +79,16 @@ def run_step(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulat
     with scope, ledger:
         rank = Rank(plan, meshes, fake)
         scope.name_modules([*rank.model.stages])
-        ledger.note(rank.model.parameters(), "parameters")
+        # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
+        is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
+        ledger.note(rank.model.parameters(), HOST if is_offloaded else "parameters")
         for stage in rank.model.stages:  # the model itself has none
             ledger.note(stage.buffers(), "parameters")
 
         def note_gradients(*_: object) -> None:
             for group in rank.optimizer.param_groups:
                 grads = (p.grad for p in group["params"] if p.grad is not None)
-                ledger.note(grads, "gradients")
+                ledger.note(grads, HOST if is_offloaded else "gradients")
 
         rank.optimizer.register_step_pre_hook(note_gradients)
         batches = rank.batches(num_microbatches)
@@ -93,12 +98,14 @@ def run_step(plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> Simulat
             ledger.note([x for x in vars(batch).values() if x is not None], "activations")
         rank.give_optimizer_state()
         for state in rank.optimizer.state.values():
-            ledger.note((x for x in state.values() if isinstance(x, Tensor)), "optimizer")
+            tensors = (x for x in state.values() if isinstance(x, Tensor))
+            ledger.note(tensors, HOST if is_offloaded else "optimizer")
         scope.begin()
         trace.begin()
         ledger.begin()
         rank.step(2, batches[:simulated])
         ledger.settle()
+    ledger.record.leave_out(HOST)
     pipeline = rank.model.pipeline
     actions = {}
     if pipeline is not None:
