@@ -13,18 +13,19 @@ import sys
 
 def main() -> None:
     words = [sys.executable, "-m", "tests.helpers.planning", *sys.argv[1:]]
-    worker = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
     print("| job | planned bytes | allocated bytes | difference | unattributed |")
     print("|---|---|---|---|---|")
-    for line in worker.stdout.splitlines():
+    for line in worker.stdout:
         name, found = json.loads(line)
         if "error" in found:
-            print(f"| {name} | fails: {found['error'].splitlines()[-1]} |")
+            print(f"| {name} | fails: {found['error'].splitlines()[-1]} |", flush=True)
             continue
         planned, allocated = found["planned"], found["allocated"]
         part = found["by_purpose"]["unattributed"] / planned
         off = planned / allocated - 1
-        print(f"| {name} | {planned:,} | {allocated:,} | {off:+.3%} | {part:.2%} |")
+        print(f"| {name} | {planned:,} | {allocated:,} | {off:+.3%} | {part:.2%} |", flush=True)
 
 
 if __name__ == "__main__":

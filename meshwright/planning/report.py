@@ -140,6 +140,8 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     ]
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
+    if len(ranks) < plan.dims.pp:
+        lines += ["", "other stages differ: --all-stages plans one rank of each"]
     lines += ["", *_timing_lines(shown)]
     return "\n".join(lines)
 

@@ -87,8 +87,8 @@ class Found:
     """Whose weights, gradients and optimizer alone do not fit."""
     fitting: list[Candidate]
     """Best first."""
-    winner: Figures
-    """Of the first, all layers simulated."""
+    winner_bytes: int
+    """Peak of the first, with all of its layers simulated."""
     seconds: float
 
 
@@ -130,7 +130,7 @@ def search(
             "pruned": found.num_pruned,
             "source": rates[-1].source,
             "candidates": rows,
-            "winner_full_bytes": found.winner.peak_bytes,
+            "winner_full_bytes": found.winner_bytes,
             "toml": toml,
         }
         return json.dumps(values, indent=1)
@@ -144,9 +144,9 @@ def search(
         speed = tokens / one.figures.seconds
         lines.append(f"  {speed:>12,.0f} {one.figures.peak_bytes / GIB:>8.2f}  {one.words}")
     predicted = found.fitting[0].figures
-    off = found.winner.peak_bytes / predicted.peak_bytes - 1
+    off = found.winner_bytes / predicted.peak_bytes - 1
     lines += [
-        f"the first with all layers: {found.winner.peak_bytes / GIB:.2f} GiB ({off:+.2%})",
+        f"the first with all layers: {found.winner_bytes / GIB:.2f} GiB ({off:+.2%})",
         "",
         toml.rstrip(),
     ]
@@ -184,11 +184,13 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     check(
         bool(fitting), "--device", device.name, f"none of {waves.num_tried} candidates fits", "more"
     )
-    task = (fitting[0].config, ranks, device, rates)
-    ((_, winner),) = in_processes([task], _measure, 1)
-    assert isinstance(winner, Figures)
+    best_config, stages = fitting[0].config, fitting[0].dims.pp
+    ends = sorted({0, (stages - 1) * (ranks // stages)})
+    tasks = [(best_config, ranks, rank, device, rates) for rank in ends]
+    whole = [figures for _, figures in in_processes(tasks, _measure, workers)]
+    peak = max(figures.peak_bytes for figures in whole if isinstance(figures, Figures))
     seconds = time.perf_counter() - start
-    return Found(waves.num_legal, waves.num_pruned, fitting, winner, seconds)
+    return Found(waves.num_legal, waves.num_pruned, fitting, peak, seconds)
 
 
 class Waves:
@@ -227,9 +229,9 @@ class Waves:
                 self.num_pruned += 1
             else:
                 plans.append((choice, plan))
-        tasks = [(plan.config, self._ranks, 0, self._device, self._rates) for _, plan in plans]
+        tasks = [(plan.config, self._ranks, self._device, self._rates) for _, plan in plans]
         found = []
-        for index, figures in in_processes(tasks, predict, self._workers):
+        for index, figures in in_processes(tasks, size, self._workers):
             self.num_tried += 1
             print(f"\r{self.num_tried} candidates", end="", file=sys.stderr, flush=True)
             choice, plan = plans[index]
@@ -239,8 +241,20 @@ class Waves:
         return found
 
 
-def _measure(config: JobConfig, ranks: int, device: Device, rates: Rates) -> Figures:
-    return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, 0, device, rates)
+def size(config: JobConfig, ranks: int, device: Device, rates: Rates) -> Figures:
+    """Predict the first rank and, of a pipeline, the first of the last stage: the most of both."""
+    found = predict(config, ranks, 0, device, rates)
+    stages = config.parallelism.pipeline_parallel_degree
+    if stages == 1:
+        return found
+    last = predict(config, ranks, (stages - 1) * (ranks // stages), device, rates)
+    peaks = {place: last.peaks.get(place, 0.0) for place in (*found.peaks, *last.peaks)}
+    most = {place: max(peak, found.peaks.get(place, 0.0)) for place, peak in peaks.items()}
+    return Figures(most, max(found.rounding, last.rounding), max(found.seconds, last.seconds))
+
+
+def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
+    return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
 
 
 def _fits(figures: Figures, device: Device) -> bool:
