@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--file-faults", type=int, default=0)
-    parser.add_argument("--only", choices=file_faults.FAULTS, help="this fault of files alone")
+    parser.add_argument(
+        "--only", action="append", choices=file_faults.FAULTS, help="these faults of files alone"
+    )
     parser.add_argument("--steps", type=int, help="120; with --file-faults 30")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -203,7 +205,7 @@ def main() -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interruptions_") as folder:
         if options.file_faults:
-            kinds = [options.only] if options.only else file_faults.possible()
+            kinds = options.only or file_faults.possible()
             done = damage_files(
                 Path(folder), options.file_faults, kinds, options.steps or 30, chance
             )

@@ -19,6 +19,9 @@ STRETCH = (8.0, 16.0)
 """Of queries and keys at the first and at the last position."""
 STRETCH_NORMALISED = (1.0, 2.0)
 """The same, of queries and keys that the model normalises."""
+EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
+"""Of the embedding and of the norms' weights where blocks have their norms at the end. Powers of
+two, so exact."""
 
 
 class Job:
@@ -86,6 +89,23 @@ def show_attention(stage: Decoder) -> None:
     stretch = STRETCH_NORMALISED if is_normalised else STRETCH
     for cache in stage.buffers():  # (S, H/2) each
         cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
+
+
+@torch.no_grad()
+def calm_post_norms(stage: Decoder) -> None:
+    """If the blocks of `stage` have their norms at the end, scale embedding and norms, in place.
+
+    Such a block adds a vector of size 1, however small its attention's output, to a residual stream
+    that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
+    to the stream about as much as the blocks of other families do.
+    """
+    if all(block.norm == "pre" for block in stage.table.blocks):
+        return
+    if stage.tok_embeddings is not None:
+        stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
+    for block in stage.layers.values():
+        block.attention_norm.weight.mul_(BRANCH_SCALE)
+        block.ffn_norm.weight.mul_(BRANCH_SCALE)
 
 
 def _hash(*parts: Tensor) -> str:

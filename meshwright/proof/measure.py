@@ -17,7 +17,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.preflight import preflight
 from meshwright.proof.data import Vocabulary, open_source
-from meshwright.proof.job import Job, show_attention
+from meshwright.proof.job import Job, calm_post_norms, show_attention
 from meshwright.proof.resume import SmallCheckpoint, different, part_of
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
@@ -110,6 +110,7 @@ def _measure(
     for stage in job.model.stages:
         initialize(stage, training.seed)
         show_attention(stage)
+        calm_post_norms(stage)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     gradients, done = _keep_gradients(job.model, job.optimizer)
     validate = build_validation(plan, [held_out], meshes, cpu)

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,6 +20,7 @@ from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -124,21 +123,19 @@ def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
             *("--training.token_cache_folder", tmp_path / f"cache{rank}"),
             *("--job.dump_folder", tmp_path / "out"),
         )
-        process = subprocess.Popen(
-            [sys.executable, "train.py", *map(str, words)],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-            | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        processes.append(process)
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == ([0, 0] if is_shared else [2, 2])
-    for _, error in outputs:
-        assert ("training.dataset: rank 1 (on " in error) == (not is_shared)
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        processes.append(Forked(["train.py", *words], os.environ | variables, cwd=ROOT))
+    done = [process.wait() for process in processes]
+    assert [each.returncode for each in done] == ([0, 0] if is_shared else [2, 2])
+    for each in done:
+        assert ("training.dataset: rank 1 (on " in each.stderr) == (not is_shared)
     assert (tmp_path / "out").exists() == is_shared
 
 

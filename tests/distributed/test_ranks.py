@@ -1,8 +1,14 @@
-"""Ranks that wait for work leave the machine to others."""
+"""Ranks start soon, wait without work, and are missed if they die."""
 
+import os
+import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
+
+from meshwright.proof.ranks import RankError, RankPool
 
 
 def _gloo_loops() -> int:
@@ -17,3 +23,28 @@ def _gloo_loops() -> int:
 
 def test_all_groups_of_a_rank_share_one_gloo_thread(on_ranks) -> None:
     assert on_ranks(2, _gloo_loops) == [1, 1]
+
+
+def _origin() -> tuple[int, int]:
+    """The process that this one forked from, and its threads: a fork would lose all but one."""
+    parent = os.getppid()
+    return parent, len(list(Path(f"/proc/{parent}/task").iterdir()))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks fork on Linux alone")
+def test_ranks_fork_from_one_process_that_has_no_threads(on_ranks) -> None:
+    (first, threads), other = on_ranks(2, _origin)
+    assert other == (first, threads)
+    assert first != os.getpid()
+    assert threads == 1
+
+
+def _die() -> None:
+    if dist.get_rank() == 1:
+        os._exit(0)
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_is_missed_at_once() -> None:
+    with pytest.raises(RankError, match="rank 1: its process ended"):
+        RankPool(2).run(_die)

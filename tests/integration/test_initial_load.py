@@ -214,6 +214,15 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_fre
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A folder that is right."""
+    folder = save_transformers(tmp_path_factory.mktemp("sound") / "hf")
+    options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
+    check_job(["2", "--job.config_file", str(CONFIG), *options])
+    return folder
+
+
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
@@ -264,13 +273,13 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
-    tmp_path, monkeypatch, damage, parts
+    sound, tmp_path, monkeypatch, damage, parts
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = save_transformers(tmp_path / "hf")
+    folder = tmp_path / "hf"
+    shutil.copytree(sound, folder)
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
     job = ["2", "--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path / "out")]
-    check_job([*job, *options])  # as it is, it is right
     damage(folder)
     with pytest.raises(ConfigError) as caught:
         check_job([*job, *options])

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
 from tests.helpers.files import flip_bit, tree
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "run_llama_train.sh"
@@ -58,16 +59,10 @@ def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.
 def train_alone(
     folder: Path, *overrides: object, config: Path = CONFIG, **variables: object
 ) -> subprocess.CompletedProcess:
-    """train.py as one process, for what neither the launcher nor a second rank has a part in."""
+    """train.py as one process, for what neither the launcher nor a second rank has a part in; it
+    forks from one that imported torch."""
     words = ["--job.config_file", config, "--job.dump_folder", folder, *overrides]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, words)],
-        env=environment(OMP_NUM_THREADS=1, **variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd="/",
-    )
+    return Forked([ROOT / "train.py", *words], environment(OMP_NUM_THREADS=1, **variables)).wait()
 
 
 def records(folder: Path) -> list[dict]:
@@ -226,7 +221,7 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
     folder = tmp_path / "out"
     shutil.copytree(uninterrupted, folder)
     options = ("--checkpoint.exclude_from_loading", '["dataloader", "optimizer"]')
-    result = launch(folder, *options, "--checkpoint.load_step", 15, "--training.seed", 1)
+    result = train_alone(folder, *options, "--checkpoint.load_step", 15, "--training.seed", 1)
     assert result.returncode == 0, result.stdout + result.stderr
     for part in ("dataloader", "optimizer"):
         assert f"{part} is left out: checkpoint.exclude_from_loading" in result.stdout
@@ -242,8 +237,8 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
 
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
     before = tree(uninterrupted)
-    for key, value in {"model.args.dim": 64, "training.seed": 1}.items():
-        result = launch(uninterrupted, f"--{key}", value, "--training.steps", "30")
+    for train, key, value in ((launch, "model.args.dim", 64), (train_alone, "training.seed", 1)):
+        result = train(uninterrupted, f"--{key}", value, "--training.steps", "30")
         assert result.returncode == 2
         assert result.stderr.count("meshwright:") == 1
         assert f"{key} = {value}: checkpoint" in result.stderr
@@ -343,7 +338,8 @@ def test_less_data_than_a_sample_is_a_config_error(tmp_path: Path) -> None:
     """It shows only when the data is read."""
     data = tmp_path / "data.txt"
     data.write_text("too short")
-    result = launch(tmp_path / "out", "--training.dataset", "text", "--training.dataset_path", data)
+    words = ("--training.dataset", "text", "--training.dataset_path", data)
+    result = train_alone(tmp_path / "out", *words)
     assert result.returncode == 2
     assert "give 0 samples of 65, and 1 are needed" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -439,21 +435,18 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("code", [1, 2, 3])
-def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_path, code) -> None:
+def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_path) -> None:
     """On GPUs the others wait in a collective."""
     script = tmp_path / "train.py"
     script.write_text(PEER)
-    torchrun = ["--standalone", "--nproc-per-node", "2", str(script), str(code)]
-    result = subprocess.run(
-        [sys.executable, "-m", "meshwright.launch.door", *torchrun],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert result.returncode == code
-    assert ("rank 1 failed (exit 1)" in result.stderr) == (code == 1)
+    torchrun = ["--standalone", "--nproc-per-node", "2", str(script)]
+    words = [sys.executable, "-m", "meshwright.launch.door", *torchrun]
+    options = {"env": environment(), "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    jobs = {code: subprocess.Popen([*words, str(code)], **options) for code in (1, 2, 3)}
+    for code, job in jobs.items():
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == code
+        assert ("rank 1 failed (exit 1)" in errors) == (code == 1)
 
 
 ABORTED = """
@@ -610,11 +603,11 @@ def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, t
     flip_bit(folder / "checkpoint/step-15/__1_0.distcp", 1_000_000)
     (folder / "checkpoint/step-20/checkpoint.json").write_text('{"step": 20}')
     before = tree(folder)
-    for step, what in (
-        (15, "the content of __1_0.distcp has changed"),
-        (20, "has changed since it was written"),
+    for train, step, what in (
+        (launch, 15, "the content of __1_0.distcp has changed"),
+        (train_alone, 20, "has changed since it was written"),
     ):
-        result = launch(folder, "--checkpoint.load_step", step)
+        result = train(folder, "--checkpoint.load_step", step)
         assert result.returncode == 2, result.stdout + result.stderr
         assert result.stderr.count("meshwright:") == 1
         assert f"step-{step} is damaged: " in result.stderr

@@ -184,10 +184,3 @@ def test_a_budget_under_tensor_parallelism_needs_a_torch_that_can(monkeypatch) -
     monkeypatch.delattr(f"torch._functorch.config.{MESHES_HAVE_NO_SIZE}", raising=False)
     with pytest.raises(ConfigError, match="cannot with tensor parallelism"):
         keep_within_budget("aot_eager", 0.1, has_meshes=True)
-
-
-def test_every_nth_block_counts_from_the_first_layer_of_the_model() -> None:
-    stage = plain_model()
-    del stage.layers["0"]  # as the second stage of a pipeline
-    apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
-    assert [name for name, block in stage.layers.items() if "forward" in vars(block)] == ["2"]

@@ -77,10 +77,12 @@ def test_no_token_makes_cudnn_plan_anew(tmp_path, monkeypatch) -> None:
 def test_sampling_follows_temperature_and_top_p() -> None:
     chance = torch.tensor([0.1, 0.5, 0.15, 0.25])
 
-    def frequencies(temperature: float, top_p: float, seed: int = 0) -> torch.Tensor:
+    def draws(temperature: float, top_p: float, seed: int, number: int) -> torch.Tensor:
         choose = sampler(temperature, top_p, seed)
-        drawn = torch.tensor([choose(chance.log()) for _ in range(4000)])
-        return drawn.bincount(minlength=4) / 4000
+        return torch.tensor([choose(chance.log()) for _ in range(number)])
+
+    def frequencies(temperature: float, top_p: float) -> torch.Tensor:
+        return draws(temperature, top_p, 0, 4000).bincount(minlength=4) / 4000
 
     def assert_near(got: torch.Tensor, want: list[float]) -> None:  # 4 standard deviations
         torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.032)
@@ -90,9 +92,10 @@ def test_sampling_follows_temperature_and_top_p() -> None:
     assert_near(frequencies(0.5, 1.0), squared.tolist())
     assert_near(frequencies(1.0, 0.7), [0, 2 / 3, 0, 1 / 3])
     assert_near(frequencies(1.0, 0.8), [0, 0.5 / 0.9, 0.15 / 0.9, 0.25 / 0.9])
-    assert frequencies(1.0, 1e-6).tolist() == [0, 1, 0, 0]
-    assert torch.equal(frequencies(1.0, 1.0, 3), frequencies(1.0, 1.0, 3))
-    assert not torch.equal(frequencies(1.0, 1.0, 3), frequencies(1.0, 1.0, 4))
+    assert draws(1.0, 1e-6, 0, 200).unique().tolist() == [1]
+    first, again, other = (draws(1.0, 1.0, seed, 200) for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> None:

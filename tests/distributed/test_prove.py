@@ -17,7 +17,16 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight, resolve_model
-from meshwright.proof.cases import KEYS, Case, Kind, default_cases, every_mesh, reference_case
+from meshwright.proof.cases import (
+    HSDP,
+    KEYS,
+    Case,
+    Kind,
+    build_case,
+    default_cases,
+    every_mesh,
+    reference_case,
+)
 from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
 from meshwright.proof.prove import Row, prove, record_references
@@ -203,17 +212,17 @@ def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "word"),
+    ("fault", "mesh", "word"),
     [
-        ("none", None),
-        ("gradients_summed_in_bf16", "gradient of layers.0.attention.wq"),
-        ("loss_in_bf16", "gradient of output"),
-        ("rotary_cache_in_bf16", "gradient of layers.0.attention.wq"),
-        ("weights_kept_in_bf16", "update: wrong for "),
+        ("none", HSDP, None),
+        ("gradients_summed_in_bf16", HSDP, "gradient of layers.0.attention.wq"),
+        ("loss_in_bf16", {"dp_shard": 2}, "gradient of output"),
+        ("rotary_cache_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
+        ("weights_kept_in_bf16", {"dp_shard": 2}, "update: wrong for "),
     ],
 )
-def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, word) -> None:
-    verdict = verdict_of(case_on(kind="bf16 sums", dp_replicate=2, dp_shard=2), fault)
+def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, mesh, word) -> None:
+    verdict = verdict_of(build_case("bf16", SMALL, mesh, kind="bf16 sums"), fault)
     if word is None:
         assert verdict.failures == []
         assert verdict.gradient_error < 1e-7  # nothing but sums in another order

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,9 @@ from meshwright.errors import EXIT_INTERRUPTED
 from meshwright.launch import stop as preemption
 from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS
 from meshwright.launch.stop import STOP_FILE, StopRequest
+from tests.helpers.forked import Forked
 
+ROOT = Path(__file__).parents[2]
 STEPS = 50
 
 
@@ -103,28 +103,24 @@ with preemption.StopRequest(Path(sys.argv[1]), 0) as stop:
     print("asked" if stop.agreed() else "not asked", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
-# one call without Python, of some seconds: Python's own handlers wait until it is over
-IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)"
+# one call without Python, of up to some seconds: Python's own handlers wait until it is over
+IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', {rounds})"
 ASLEEP = "time.sleep(3)"
 
 
 def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple[int, str]:
     """Exit code and output of a process that is sent `numbers` while it works."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", ALONE.format(work=work), str(folder)],
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    script = folder / "alone.py"
+    script.write_text(ALONE.format(work=work))
+    process = Forked([script, folder], os.environ | variables)
+    process.wait_for_line("ready")
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.2)  # else the kernel makes one of two that are the same
     start = time.monotonic()
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0 or time.monotonic() - start < 2, "it ended of its own"
-    return process.returncode, output
+    done = process.wait(timeout_s=30)
+    assert done.returncode == 0 or time.monotonic() - start < 2, "it ended of its own"
+    return done.returncode, done.stdout.removeprefix("ready\n")
 
 
 # as if it came just then, while files are looked for and what was found is noted
@@ -149,9 +145,10 @@ def test_a_signal_is_not_lost_and_a_failing_file_system_ends_nothing(tmp_path: P
 
 
 def test_a_second_signal_ends_a_rank_at_once_whatever_it_does(tmp_path: Path) -> None:
-    assert signalled(tmp_path, IN_C, signal.SIGTERM) == (0, "asked\n")
-    assert signalled(tmp_path, IN_C, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
-    assert signalled(tmp_path, IN_C, signal.SIGINT, signal.SIGINT) == (EXIT_INTERRUPTED, "")
+    short, long = IN_C.format(rounds=2_000_000), IN_C.format(rounds=8_000_000)
+    assert signalled(tmp_path, short, signal.SIGTERM) == (0, "asked\n")
+    assert signalled(tmp_path, long, signal.SIGUSR1, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+    assert signalled(tmp_path, long, signal.SIGINT, signal.SIGINT) == (EXIT_INTERRUPTED, "")
 
 
 def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
@@ -188,10 +185,12 @@ os._exit(0)
 
 
 def result_of_stopping(folder: Path, *overrides: str) -> str:
-    words = [sys.executable, "-c", STOPPED_SOON, str(folder), *overrides]
-    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    script = folder.with_name("stopped_soon.py")
+    script.write_text(STOPPED_SOON)
+    done = Forked([script, folder, *overrides], os.environ, cwd=ROOT).wait()
+    assert done.returncode == 0, done.stderr
     assert not (folder / STOP_FILE).exists()
-    return output.splitlines()[-1]
+    return done.stdout.splitlines()[-1]
 
 
 def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
