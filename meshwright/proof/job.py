@@ -103,9 +103,9 @@ def calm_post_norms(stage: Decoder) -> None:
         return
     if stage.tok_embeddings is not None:
         stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
-    for block in stage.layers.values():
-        block.attention_norm.weight.mul_(BRANCH_SCALE)
-        block.ffn_norm.weight.mul_(BRANCH_SCALE)
+    for name, parameter in stage.named_parameters():
+        if name.endswith((".attention_norm.weight", ".ffn_norm.weight")):
+            parameter.mul_(BRANCH_SCALE)
 
 
 def _hash(*parts: Tensor) -> str:

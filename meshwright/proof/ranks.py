@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _start_method() -> BaseContext:
+def _start_method() -> ForkServerContext | SpawnContext:
     """Ranks fork from one process that imported torch, has no thread and computes nothing.
 
     Each would take 4 s of a core to import it by itself. Only Linux's libraries bear a fork.

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,4 +64,14 @@ def _become(words: list[str], env: dict[str, str], cwd: str, outputs: list[Path]
     os.environ.update(env)
     os.chdir(cwd)
     sys.argv[:] = words
-    runpy.run_path(words[0], run_name="__main__")
+    code = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # multiprocessing would first join threads that the script has left
