@@ -59,16 +59,21 @@ def find_peak(record: Record) -> Peak:
 def peaks_by_place(record: Record) -> dict[str, int]:
     """Return the most bytes at every place.
 
-    A run of neighbouring layers has three: the first, the last, and those between. So models of
-    other depths have the same places, and at each their bytes grow by the same for every layer.
+    A run of neighbouring layers has five: the first two, the last two, and those between. So models
+    of other depths have the same places, and at each of the four bytes grow by the same for every
+    layer; between them they are linear.
     """
-    numbers = {_layer(event.place.module) for event in record.events} - {None}
+    numbers = sorted({n for e in record.events if (n := _layer(e.place.module)) is not None})
     names: dict[int | None, str] = {None: ""}
-    runs = 0
-    for number in sorted(number for number in numbers if number is not None):
-        is_first, is_last = number - 1 not in numbers, number + 1 not in numbers
-        names[number] = f"{runs} first" if is_first else f"{runs} last" if is_last else f"{runs}"
-        runs += is_last
+    runs: list[list[int]] = []
+    for number in numbers:
+        if not runs or runs[-1][-1] + 1 != number:
+            runs.append([])
+        runs[-1].append(number)
+    for run, layers in enumerate(runs):
+        for index, number in enumerate(layers):
+            from_end = index - len(layers)
+            names[number] = f"{run}: {index if index < 2 else from_end if from_end > -3 else ''}"
     found: dict[str, int] = {}
     total = 0
     for event in record.events:

@@ -60,8 +60,7 @@ def _attention(
     (cuDNN's, which newer GPUs take, keeps the same tensors), memory-efficient attention for fp32.
     """
     if attn_mask is not None:
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return _on_cpu(q, k, v, attn_mask, dropout_p, **options)
+        return _on_cpu(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.dtype == torch.float32:
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return aten._scaled_dot_product_efficient_attention(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Ledger(torch_names.TorchDispatchMode):
     """
 
     def __init__(self, scope: Scope, fake: FakeTensorMode | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._scope, self._fake = scope, fake
         self._number: dict[int, int] = {}  # storage -> index in items
         self._size: dict[int, int] = {}
@@ -130,11 +131,11 @@ class Ledger(torch_names.TorchDispatchMode):
     def __enter__(self) -> Ledger:
         self._stack.enter_context(torch_names.resizes_seen(self._resized))
         self._stack.enter_context(torch_names.shadows_marked(self._mark_shadow))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
 
     def _mark_shadow(self, is_shadow: bool) -> None:
@@ -149,10 +150,8 @@ class Ledger(torch_names.TorchDispatchMode):
 
     def _count(self, tensor: Tensor, purpose: str, operator: str) -> None:
         tensor = _plain(tensor)
-        is_fake = isinstance(tensor, FakeTensor)
-        if tensor.device.type == "meta" or is_fake != (self._fake is not None):
-            return
-        if is_fake and tensor.fake_mode is not self._fake:
+        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        if tensor.device.type == "meta" or mode is not self._fake:
             return
         storage = tensor.untyped_storage()
         key = torch_names.storage_key(storage)
@@ -161,12 +160,12 @@ class Ledger(torch_names.TorchDispatchMode):
         scope, number = self._scope, len(self.record.items)
         self.record.items.append(Item(purpose, operator, self._place))
         self._number[key], self._size[key] = number, storage.nbytes()
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
+        self._references[key] = weakref.ref(storage, partial(self._free, key))
         self.record.events.append(Event(number, storage.nbytes(), self._place))
         if scope.phase in ("forward", "recomputation"):
             self._pending.append(key)
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: object) -> None:
         self._references.pop(key, None)
         number = self._number.pop(key, None)
         if number is not None:

@@ -82,7 +82,7 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[
         seen(storage, num_bytes)
         return plain(storage, num_bytes)
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -97,14 +97,14 @@ def shadows_marked(mark: Callable[[bool], None]) -> Iterator[None]:
     """
     plain = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
+    def propagate(propagator: Any, schema: Any) -> Any:
         mark(True)
         try:
             return plain(propagator, schema)
         finally:
             mark(False)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

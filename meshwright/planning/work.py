@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from meshwright.parallelisms.meshes import Meshes
 from meshwright.planning import torch_names
 from meshwright.planning.scope import Scope
 
-SENT = {
+SENT: dict[str, Callable[[int], float]] = {
     # bytes that a rank sends, of a ring over n ranks, per byte of its larger tensor
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -85,8 +86,8 @@ class Trace:
             return
         scope = self.scope
         outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
-        tensors = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
-        tensors = [x for x in tensors if isinstance(x, Tensor)]
+        leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         name = getattr(func, "__name__", str(func)).partition(".")[0]
         first = next((x for x in outputs if x.is_floating_point()), None)
         self.entries.append(

@@ -1,7 +1,6 @@
 """Planned bytes beside those of torch's allocator, for many jobs.
 
 python -m tests.helpers.planning [CASE ...]      prints a line of JSON for each: [case, figures]
-python -m tests.helpers.planning presets NAME RANKS ...       prints their peaks on H100s, in GiB
 
 The real run is one process with real tensors under the fake process group, and without the ledger.
 """
@@ -21,9 +20,8 @@ from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.planning import torch_names
 from meshwright.planning.analysis import find_peak, flops, traffic
-from meshwright.planning.devices import GIB, find_device
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import in_processes, predict
+from meshwright.planning.predict import in_processes
 from meshwright.planning.simulate import Rank, simulate
 from meshwright.preflight import Plan
 
@@ -169,12 +167,6 @@ def planned(case: Case) -> dict[str, object]:
     }
 
 
-def preset_gib(name: str, ranks: int) -> float:
-    """Return the peak of a preset on H100s, from two shallow models."""
-    config, _ = load_config([f"--job.config_file=train_configs/{name}.toml"])
-    return predict(config, ranks, 0, find_device("h100")).peak_bytes / GIB
-
-
 def figures(name: str, what: str) -> dict[str, object]:
     """Return one of the two, in a process of its own."""
     torch.set_num_threads(1)
@@ -186,18 +178,8 @@ def figures(name: str, what: str) -> dict[str, object]:
         return {"error": traceback.format_exc()}
 
 
-def _print_presets(words: list[str]) -> None:
-    """Print the peaks of presets in GiB, in their order: NAME RANKS NAME RANKS ..."""
-    tasks = [(name, int(ranks)) for name, ranks in zip(words[::2], words[1::2], strict=True)]
-    found = dict(in_processes(tasks, preset_gib, 2))
-    print(*(found[index] for index in range(len(tasks))))
-
-
 def main() -> None:
     """Print the figures of all cases, or of those that the command line names."""
-    if sys.argv[1:2] == ["presets"]:
-        _print_presets(sys.argv[2:])
-        return
     names = sys.argv[1:] or list(CASES)
     tasks = [(name, what) for name in names for what in ("planned", "allocated")]
     found: dict[str, dict[str, object]] = {name: {} for name in names}

@@ -146,7 +146,7 @@ FOR_GPUS = [path for path in sorted(PRESETS.glob("*.toml")) if "GPUs of 80 GB" i
 
 @pytest.mark.parametrize("preset", FOR_GPUS, ids=lambda path: path.stem)
 def test_presets_name_their_device_and_fit_it(preset) -> None:
-    """As far as can be known without activations; test_plan.py holds the headers' plans."""
+    """As far as can be known without activations; their peaks, simulated, are in the presets."""
     words = ["--model.tokenizer_path=bytes", "--metrics.enable_tensorboard=false"]
     config, _ = load_config(["--job.config_file", str(preset), *words])
     (ranks,) = re.findall(r"(\d+) GPUs of 80 GB", preset.read_text())
