@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Set up if need be, check the config, tokenise what is not yet, train.
+# Set up if need be, then `meshwright train`: check the config, tokenise what is not yet, train.
 #
-#   ./run_llama_train.sh [--section.key value ...]         e.g. --training.steps 1000
-#   ./run_llama_train.sh --help                            every key
+#   ./run_llama_train.sh [CONFIG] [--section.key value ...]     e.g. --training.steps 1000
+#   ./run_llama_train.sh --help                                 its options
 #
 #   NGPU         ranks on this machine            (default: NVIDIA GPUs, else 2 CPU ranks)
-#   CONFIG_FILE  TOML                             (default: train_configs/debug_model.toml)
+#   CONFIG_FILE  TOML or preset                   (default: debug_model)
 #   LOG_RANK     ranks of each machine whose log is shown  (default: 0; e.g. 0,1)
 #   PYTORCH_ALLOC_CONF  torch's memory of GPUs      (default: expandable_segments:True)
 #   NNODES       machines                         (default: 1)
@@ -16,78 +16,4 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/scripts/environment.sh"
 prepare_environment
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
-
-for word in "$@"; do
-    if [ "$word" = --help ] || [ "$word" = -h ]; then
-        exec "$python" -m meshwright.cli.main config --help
-    fi
-done
-
-count_gpus() { # as torch will see them, without the seconds that importing it takes
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        tr ',' '\n' <<<"${CUDA_VISIBLE_DEVICES%%-1*}" | grep -c '[^ ]' || true # -1 ends the list
-    else
-        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true
-    fi
-}
-
-gpus=$(count_gpus)
-ranks=${NGPU:-$((gpus > 0 ? gpus : 2))}
-nodes=${NNODES:-1}
-config=${CONFIG_FILE:-$here/train_configs/debug_model.toml}
-arguments=(--job.config_file "$config" "$@")
-
-if [[ ! $ranks =~ ^[1-9][0-9]*$ || ! $nodes =~ ^[1-9][0-9]*$ ]]; then
-    echo "meshwright: NGPU = $ranks, NNODES = $nodes: must be positive numbers" >&2
-    exit 2
-fi
-if [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ]; then
-    echo "meshwright: NGPU = $ranks: there are $gpus GPUs" >&2
-    echo "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU" >&2
-    exit 2
-fi
-export MESHWRIGHT_GPUS=$gpus # ranks compare it with the number that torch can use
-if [ "$gpus" -gt 0 ] && [ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]; then
-    export PYTORCH_ALLOC_CONF=expandable_segments:True # less memory lost between blocks
-fi
-log_rank=${LOG_RANK:-0}
-for shown in ${log_rank//,/ }; do
-    if [[ ! $shown =~ ^[0-9]+$ ]] || [ "$shown" -ge "$ranks" ]; then
-        echo "meshwright: LOG_RANK = $log_rank: must be ranks from 0 to $((ranks - 1))" >&2
-        exit 2
-    fi
-done
-
-child=
-end() { # EXIT_CODE
-    [ -z "$child" ] || kill "$child" 2>/dev/null || :
-    exit "$1"
-}
-trap 'end 75' TERM USR1 # nothing is lost: to be started again
-trap 'end 130' INT      # the background is spared it
-meshwright() { # in the background: a trap waits for what is in the foreground
-    "$python" -m meshwright.cli.main "$@" &
-    child=$!
-    wait "$child"
-}
-meshwright check $((ranks * nodes)) "${arguments[@]}"
-export MESHWRIGHT_CHECKED=1 # what it said need not be said again
-meshwright tokenize --quiet "${arguments[@]}" # before ranks wait for it
-
-if [ "$nodes" -eq 1 ]; then
-    rendezvous=(--standalone)
-else
-    if [ -z "${RDZV_ENDPOINT:-}" ]; then
-        echo "meshwright: RDZV_ENDPOINT: not set, but NNODES = $nodes" >&2
-        echo "  fix: set it to host:port of one of the machines, the same on all" >&2
-        exit 2
-    fi
-    rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
-        --rdzv-id "${RDZV_ID:-meshwright}")
-fi
-# torchrun would give each rank a single thread, however many cores there are
-cores=$(getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-exec "$python" -m meshwright.launch.door "${rendezvous[@]}" --nproc-per-node "$ranks" \
-    --local-ranks-filter "$log_rank" --role rank --tee 3 \
-    "$here/train.py" "${arguments[@]}"
+exec "$python" -P -m meshwright.cli.main train "$@" # -P: not the working directory's modules

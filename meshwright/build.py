@@ -242,7 +242,7 @@ def learning_rate(config: JobConfig) -> Callable[[int], float]:
     schedule = config.lr_scheduler
     fraction = partial(
         warmup_stable_decay,
-        steps=config.training.steps,
+        steps=schedule.total_steps or config.training.steps,
         warmup_steps=schedule.warmup_steps,
         decay_ratio=schedule.decay_ratio,
         decay_type=schedule.decay_type,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import Checkpoint, JobConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,15 @@ class Due:
         return self.log or self.save or self.stop
 
 
+def saves(config: Checkpoint) -> bool:
+    """Whether the job writes checkpoints at all."""
+    return config.enable and not config.load_only
+
+
+def _is_save_step(step: int, config: Checkpoint) -> bool:
+    return step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
+
+
 def due_after(
     step: int, config: JobConfig, *, is_first: bool, is_last: bool, is_asked_to_stop: bool
 ) -> Due:
@@ -41,6 +50,6 @@ def due_after(
         stop=stop,
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
-        save=config.checkpoint.enable and not stop and step % config.checkpoint.interval == 0,
+        save=saves(config.checkpoint) and not stop and _is_save_step(step, config.checkpoint),
         collect_garbage=step % config.training.gc_freq == 0,
     )

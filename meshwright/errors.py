@@ -1,8 +1,11 @@
 """Errors that a user can act on, and the exit codes they end a job with."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 EXIT_CONFIG = 2
 EXIT_TRAINING = 3
@@ -33,6 +36,43 @@ class ConfigError(ValueError):
         return ConfigError, (self.key, str(self))
 
 
+class UnknownKeyError(ConfigError):
+    """The key itself is wrong, not its value."""
+
+
+class CombinedConfigError(ConfigError):
+    """Several mistakes, reported together."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("", "\n".join(map(str, errors)))
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CombinedConfigError, (self.errors,)
+
+
+class Mistakes:
+    """Run checks that do not need each other, and raise all that they find at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep a `ConfigError` that is raised inside."""
+        try:
+            yield
+        except CombinedConfigError as several:
+            self.errors += several.errors
+        except ConfigError as error:
+            self.errors.append(error)
+
+    def check(self) -> None:
+        """Raise what has been found, if anything."""
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else CombinedConfigError(self.errors)
+
+
 class TrainingError(RuntimeError):
     """Training went wrong and cannot go on. Raised on every rank."""
 
@@ -49,6 +89,15 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job is not to go on, or is over."""
 
 
+EXIT_CODES: dict[type[Exception], int] = {
+    ConfigError: EXIT_CONFIG,
+    TrainingError: EXIT_TRAINING,
+    SaveError: EXIT_SAVE,
+    DataError: EXIT_DATA,
+}
+"""Exit codes of ranks that have reported why they end."""
+
+
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
     """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
     if not ok:
@@ -58,8 +107,28 @@ def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """What to write instead of the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
-    near = get_close_matches(wrong, valid, n=1)
+    near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+
+
+def divisors_of(number: int) -> str:
+    """Return the divisors of a positive number as a choice: "1, 2, 4 or 8"."""
+    *first, last = (str(n) for n in range(1, number + 1) if number % n == 0)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def where_it_ends(path: str | Path) -> str:
+    """Return advice on a path that does not exist: a name that is near, or how far it exists."""
+    path = Path(path).absolute()
+    parent = next(folder for folder in path.parents if folder.exists())
+    name = path.relative_to(parent).parts[0]
+    try:
+        near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
+    except OSError:  # a file, or a folder that may not be read
+        near = []
+    if near and near[0] != name:
+        return f"did you mean {parent / near[0]}?"
+    return f"check the path: {parent} exists, but holds no {name}"
 
 
 def in_ranges(ranks: Iterable[int]) -> str:

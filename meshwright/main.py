@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright import hardware
+from meshwright.announce import CHECKED
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
+    EXIT_CODES,
     EXIT_CONFIG,
-    EXIT_DATA,
     EXIT_INTERRUPTED,
-    EXIT_SAVE,
     EXIT_STOPPED,
-    EXIT_TRAINING,
     ConfigError,
     DataError,
     SaveError,
@@ -43,15 +42,9 @@ def main() -> None:
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         code = EXIT_CONFIG
-    except TrainingError as error:
+    except (TrainingError, DataError, SaveError) as error:
         logger.error("stopped: %s", error)
-        code = EXIT_TRAINING
-    except DataError as error:
-        logger.error("stopped: %s", error)
-        code = EXIT_DATA
-    except SaveError as error:
-        logger.error("stopped: %s", error)
-        code = EXIT_SAVE
+        code = EXIT_CODES[type(error)]
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except torch.OutOfMemoryError:
@@ -64,10 +57,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
-    if (
-        code in (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
-        and int(os.environ.get("RANK", "0")) > 0
-    ):
+    if code in EXIT_CODES.values() and int(os.environ.get("RANK", "0")) > 0:
         time.sleep(SAID_BY_FIRST_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
@@ -89,6 +79,9 @@ def _to_plan() -> str:
 @record  # an exception reaches the launcher, which shows the first failing rank's
 def _run_command_line() -> bool:
     config, provenance = load_config(sys.argv[1:])
+    if CHECKED not in os.environ and os.environ.get("RANK", "0") == "0":
+        for note in provenance.notes:
+            logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return run(preflight(config, world_size, looks_at_files=False))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.place import Place
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
@@ -24,13 +26,23 @@ from meshwright.config.checks import (
 )
 from meshwright.config.conditions import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
+from meshwright.config.model_folder import is_folder
 from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.errors import ConfigError, check, did_you_mean
+from meshwright.errors import (
+    CombinedConfigError,
+    ConfigError,
+    Mistakes,
+    UnknownKeyError,
+    check,
+    did_you_mean,
+)
+from meshwright.exchange.hf_folder import find_family, read_args
 from meshwright.exchange.initial_load import check_initial
+from meshwright.extension import extend
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group
@@ -70,7 +82,7 @@ class Plan:
         if training.datasets:
             named = {
                 f"training.datasets.{number}": source.model_dump(
-                    exclude={"dataset_path", "dataset_format"}
+                    exclude={"dataset_path", "dataset_format", "dataset_revision"}
                 )
                 for number, source in enumerate(training.datasets)
             }
@@ -113,16 +125,18 @@ def preflight(
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    check_contradictions(config)
+    tokenizer = check_alone(config)
     config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"name": spec.name})}
+    )
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
-    tokenizer = check_data(config)
     _check_budgets(config.training)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
@@ -132,14 +146,6 @@ def preflight(
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
-    check(
-        not config.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None,
-        "metrics.enable_wandb",
-        True,
-        "wandb is not installed",
-        "pip install 'meshwright[wandb]'",
-    )
-    check_writable(config.job.dump_folder)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     resume_step = None
     if config.checkpoint.enable and looks_at_files:
@@ -170,6 +176,41 @@ def preflight(
     return plan
 
 
+def check_alone(config: JobConfig) -> Tokenizer:
+    """Check values that need no others, and rules between keys; report all faults together.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: for all that is wrong.
+    """
+    mistakes = Mistakes()
+    with mistakes.collect():
+        check_contradictions(config)
+    with mistakes.collect():
+        resolve_model(config)
+    with mistakes.collect():
+        tokenizer = check_data(config)
+    with mistakes.collect():
+        check_wandb(config)
+    with mistakes.collect():
+        check_writable(config.job.dump_folder)
+    mistakes.check()
+    return tokenizer
+
+
+def check_wandb(config: JobConfig) -> None:
+    """Check that Weights & Biases is installed if it is asked for."""
+    check(
+        not config.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None,
+        "metrics.enable_wandb",
+        True,
+        "wandb is not installed",
+        "pip install 'meshwright[wandb]'",
+    )
+
+
 def check_first_weights(plan: Plan) -> None:
     """Check `checkpoint.initial_load_path`, if it is given.
 
@@ -185,38 +226,57 @@ def check_data(config: JobConfig) -> Tokenizer:
     """Check all that can be known of the data without reading it; the tokenizer.
 
     Raises:
-        ConfigError: for the first thing that is wrong.
+        ConfigError: for all that is wrong.
     """
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
-    _check_sources(config.training, "training")
-    _check_mixture(config.training.datasets)
-    if config.validation.enable:
-        _check_sources(config.validation, "validation")
-        _check_validation_data(config.validation)
+    extend(config)
+    mistakes = Mistakes()
+    with mistakes.collect():
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+    with mistakes.collect():
+        _check_sources(config.training, "training")
+        _check_mixture(config.training.datasets)
+    with mistakes.collect():
+        if config.validation.enable:
+            _check_sources(config.validation, "validation")
+            _check_validation_data(config.validation)
+    mistakes.check()
     return tokenizer
 
 
 def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     """The family, and the flavor's dimensions with `model.args` over them."""
+    extend(config)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
     spec = MODELS[name]
-    flavors = spec.flavors
-    check(flavor in flavors, "model.flavor", flavor, "no such size", did_you_mean(flavor, flavors))
-    args = flavors[flavor]
+    if is_folder(flavor):
+        place = Place("model.flavor", Path(flavor))
+        if "name" not in config.model.model_fields_set:
+            spec = find_family(place, list(MODELS.values()))
+        args = read_args(place, spec.hf, spec.args)
+    else:
+        sizes = spec.flavors
+        check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
+        args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:  # by way of JSON, whose strict mode takes a table for a dataclass
         return spec, TypeAdapter(type(args)).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        mistake = error.errors()[0]
+        raise CombinedConfigError(
+            [_args_mistake(mistake, args) for mistake in error.errors()]
+        ) from None
+
+
+def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
+    """One thing that is wrong with `model.args`."""
     key = ".".join(["model.args", *map(str, mistake["loc"])])
     if mistake["type"] == "unexpected_keyword_argument":
         valid = [field.name for field in dataclasses.fields(args)]
         fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
-        raise ConfigError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
+        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
     message = mistake["msg"].removeprefix("Value error, ")
     value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
-    raise ConfigError(key, f"{key}{value}: {message}")
+    return ConfigError(key, f"{key}{value}: {message}")
 
 
 def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:

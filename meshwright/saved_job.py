@@ -41,6 +41,7 @@ def manifest_of(
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
+        "data_revisions": {source.entry.name: source.revision for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
@@ -62,12 +63,17 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
+            commit = saved.get("data_revisions", {}).get(source.entry.name, "")
+            pin = ""
+            if commit not in ("", source.revision):
+                pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
             raise source.entry.error(
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                "restore the data (of a streamed source training.stream_shards and "
-                "training.shuffle_window too), or use another job.dump_folder",
+                f"{pin}restore the data (of a streamed source "
+                "training.stream_shards and training.shuffle_window too), or use another "
+                "job.dump_folder",
             )
     cursor = Cursor.from_json(saved["data"])
     allowed = plan.config.training.max_bad_records

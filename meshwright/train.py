@@ -24,19 +24,22 @@ from meshwright.build import (
     set_first_values,
 )
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manager import CheckpointManager, HasState
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
-from meshwright.due import Due, due_after
+from meshwright.due import Due, due_after, saves
 from meshwright.errors import (
     ConfigError,
     DataError,
     TrainingError,
 )
+from meshwright.extension import user_sinks
+from meshwright.final_export import export_last
 from meshwright.launch.stop import StopRequest
 from meshwright.log import log_to_file, logger
 from meshwright.metrics import sinks
@@ -48,7 +51,7 @@ from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preflight import Plan, check_first_weights, drift_of
-from meshwright.profiling import build_profiler
+from meshwright.profiling import Profiler, build_profiler
 from meshwright.saved_job import manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer
@@ -102,7 +105,10 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
     try:
         job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks)
         if job is None:
+            rank = dist.get_rank()
             dist.destroy_process_group()
+            if rank == 0:
+                export_last(plan)
             return True
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
@@ -112,11 +118,26 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             checkpoints,
         ):
             taken, is_done = _loop(job, stop, profiler)
-            if taken is not None and config.checkpoint.enable:
-                _save(job, taken, is_last=True)
-        return _finish(job, stop, taken.step if taken is not None else first, is_done)
+            if taken is not None and saves(config.checkpoint):
+                _save(job, taken, is_last=True, is_done=is_done)
+        step = taken.step if taken is not None else first
+        is_done = _finish(job, stop, step, is_done)
+        if is_done and rank == 0:
+            export_last(job.plan)
+        return is_done
     finally:
         checkpoints.release()
+
+
+def _user_sinks(config: JobConfig) -> list[sinks.Sink]:
+    """Sinks of the user's own module, for the first rank; an `OSError` of theirs is a warning."""
+    if dist.get_rank() > 0:
+        return []
+    folder = Path(config.job.dump_folder)
+    return [
+        sinks.Spared(name, partial(build, config, folder))
+        for name, build in user_sinks(config).items()
+    ]
 
 
 def _start(plan: Plan) -> torch.device:
@@ -171,6 +192,7 @@ def _set_up(
         return None
     log_to_file(dump_folder / "logs", dist.get_rank())
     announce(plan, device)
+    extra_sinks = [*extra_sinks, *_user_sinks(config)]
     if found is not None and dist.get_rank() == 0:
         drift_of(plan, found).log(_is_said(plan))
     torch.manual_seed(config.training.seed)
@@ -224,9 +246,7 @@ def _set_values(
     return cursor
 
 
-def _loop(
-    job: Job, stop: StopRequest, profiler: torch.profiler.profile | None
-) -> tuple[Taken | None, bool]:
+def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -297,8 +317,9 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
     return figures
 
 
-def _save(job: Job, taken: Taken, *, is_last: bool) -> None:
-    """Save the step; `is_last`: the job ends with it."""
+def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
+    """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
+    config = job.plan.config.checkpoint
     job.bad_steps.look()
     with job.reporter.paused():
         manifest = manifest_of(
@@ -310,7 +331,11 @@ def _save(job: Job, taken: Taken, *, is_last: bool) -> None:
             loss=taken.result.loss.item(),
             bad_steps=job.bad_steps.state(),
         )
-        job.checkpoints.save(taken.step, job.trainer.tensors, manifest, is_last)
+        tensors: HasState = job.trainer.tensors
+        if is_done and config.last_save_model_only:
+            tensors = ModelTensors(job.trainer.model, getattr(torch, config.export_dtype))
+            manifest["model_only"] = True
+        job.checkpoints.save(taken.step, tensors, manifest, is_last)
 
 
 def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
@@ -378,6 +403,8 @@ def _check_goes_on(config: Checkpoint, stopped: str) -> None:
     job would loop forever."""
     if not config.enable:
         raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.enable = false")
+    if config.load_only:
+        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.load_only = true")
     if config.load_step != -1:
         raise TrainingError(
             f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "

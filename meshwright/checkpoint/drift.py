@@ -33,6 +33,8 @@ class Drift:
     """The weights are of another model."""
     data: list[Difference]
     """The place in the data is one in other data, or in another order."""
+    lacks_optimizer: bool
+    """It holds the weights alone, and there are steps left to train."""
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
@@ -48,6 +50,15 @@ class Drift:
         Raises:
             ConfigError: naming every key that keeps it from that.
         """
+        if self.lacks_optimizer:
+            key, steps = "training.steps", self.config.training.steps
+            raise ConfigError(
+                key,
+                f"{key} = {steps}: checkpoint {self.checkpoint} holds the weights alone "
+                "(checkpoint.last_save_model_only), and nothing resumes from that"
+                "\n  fix: set checkpoint.load_step to an earlier step; or begin with a fresh "
+                'optimizer: checkpoint.exclude_from_loading = ["optimizer"]',
+            )
         wrong = [
             (
                 key,
@@ -145,6 +156,9 @@ def find_drift(
         config=config,
         model=model,
         data=[difference for difference in identity if difference not in of_data],
+        lacks_optimizer=OPTIMIZER not in excluded
+        and bool(manifest.get("model_only"))
+        and config.training.steps > manifest["step"],
         trained_now=[] if OPTIMIZER in excluded else trained_now,
         is_reweighted=bool(weights),
         on_training=on_training,

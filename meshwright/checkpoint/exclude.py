@@ -16,6 +16,8 @@ def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
     wanted = frozenset(config.exclude_from_loading)
     if config.load_step != -1:
         return wanted
+    if manifest.get("model_only"):  # there is none to load, whatever was saved with
+        return wanted
     section = manifest["config"].get("checkpoint")
     before = section.get("exclude_from_loading") if isinstance(section, dict) else None
     return wanted.difference(before if isinstance(before, list) else ())

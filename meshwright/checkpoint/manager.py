@@ -36,10 +36,15 @@ PATIENCE = timedelta(hours=1)
 T = TypeVar("T")
 
 
-class HasTensors(Protocol):
-    """A state to save and load: a flat dict of tensors, DTensors among them."""
+class HasState(Protocol):
+    """A state to save: a flat dict of tensors, DTensors among them."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
+
+
+class HasTensors(HasState, Protocol):
+    """A state to save and load."""
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
@@ -61,7 +66,7 @@ class CheckpointManager:
         self._claim = Claim(folder, self._nonce)
         self._retention = Retention(folder, config.keep_latest_k, config.keep_every_n_steps)
         self._staging = None
-        if config.enable and config.async_mode != "disabled":
+        if config.enable and config.async_mode != "disabled" and not config.load_only:
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
@@ -90,7 +95,7 @@ class CheckpointManager:
         Raises:
             ConfigError: on every rank, if another job writes to it.
         """
-        if self._config.enable:
+        if self._config.enable and not self._config.load_only:
             self.tell(self._claim_folder)
 
     def _claim_folder(self) -> None:
@@ -227,7 +232,8 @@ class CheckpointManager:
                     )
             dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
-        self._set_aside_later(manifest["step"])
+        if not self._config.load_only:
+            self._set_aside_later(manifest["step"])
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
@@ -267,13 +273,7 @@ class CheckpointManager:
         if staging is not None:
             optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
 
-    def is_due(self, step: int, is_last: bool) -> bool:
-        """Whether `step` is one to save at."""
-        return self._config.enable and (is_last or step % self._config.interval == 0)
-
-    def save(
-        self, step: int, state: HasTensors, manifest: Mapping[str, Any], is_last: bool
-    ) -> None:
+    def save(self, step: int, state: HasState, manifest: Mapping[str, Any], is_last: bool) -> None:
         """Write a checkpoint; it gets its name only when it is complete.
 
         With an `async_mode`, first wait for the previous save, then copy the tensors and return. A

@@ -3,10 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import (
+    Any,
+    NotRequired,  # pydantic takes typing's from Python 3.12 on
+)
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
+from typing_extensions import TypedDict
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError
@@ -57,6 +60,10 @@ class Manifest(TypedDict):
     versions: dict[str, str]
     config: dict[str, Any]
     files: dict[str, FileRecord]
+    data_revisions: NotRequired[dict[str, str]]
+    """Commits of datasets of the hub, by source; "" for others."""
+    model_only: NotRequired[bool]
+    """It holds the weights alone. Absent: all that a resume needs."""
 
 
 _ADAPTER = TypeAdapter(Manifest)

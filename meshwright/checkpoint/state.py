@@ -69,5 +69,17 @@ class TrainingTensors:
         return get_optimizer_state_dict(self._model, self._optimizer, options=FLAT)
 
 
+class ModelTensors:
+    """The weights alone, in `dtype`: to start from, not to resume."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies where the type differs, under the names that `TrainingTensors` gives."""
+        state: dict[str, Any] = get_model_state_dict(self._model)
+        return {MODEL + name: tensor.detach().to(self._dtype) for name, tensor in state.items()}
+
+
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

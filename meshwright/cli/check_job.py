@@ -1,32 +1,49 @@
 """`meshwright check`: find what would keep a job from running, without starting it."""
 
-from collections.abc import Sequence
+from argparse import Namespace
 
-from meshwright.config.loader import config_errors, load_config
-from meshwright.errors import ConfigError
+from meshwright.config.loader import InvalidConfigError, config_errors, load_given
+from meshwright.errors import ConfigError, Mistakes
+from meshwright.launch.machine import count_ranks
 from meshwright.log import log_to_console, logger
-from meshwright.preflight import drift_of, preflight
+from meshwright.preflight import Plan, check_alone, drift_of, preflight
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks.
 
     Say which options have no effect, and how the job differs from the one that saved the checkpoint
     to resume from.
     """
-    ranks, *overrides = arguments or [""]
-    if not (ranks.isdecimal() and int(ranks) > 0):
-        raise ConfigError(
-            "",
-            f"RANKS = {ranks!r}: must be a positive number"
-            "\n  fix: meshwright check RANKS --job.config_file CONFIG",
-        )
-    config, provenance = load_config(overrides)
-    with config_errors(provenance):
-        plan = preflight(config, int(ranks))
+    ranks = count_ranks(given)
+    plan = load_and_check(given, ranks.total)
     if plan.idle_options or plan.resume_step:
         log_to_console()
     for text in plan.idle_options:
         logger.info("%s", text)
     if plan.resume_step:
         drift_of(plan).log()
+
+
+def load_and_check(given: Namespace, world_size: int) -> Plan:
+    """Load a config and check it for a job of `world_size` ranks.
+
+    Raises:
+        ConfigError: for all that is wrong. Beside keys that are wrong, only what was written is
+            checked, and only by itself: a rule could be broken by what is missing alone.
+    """
+    try:
+        config, provenance = load_given(given)
+    except InvalidConfigError as error:
+        faults = Mistakes()
+        if error.rest is not None:
+            with faults.collect():
+                check_alone(error.rest)
+        written = [e for e in faults.errors if error.provenance.has(e.key)]
+        more = map(error.provenance.explain, written)
+        raise ConfigError("", "\n".join([str(error), *more])) from None
+    for note in provenance.notes:
+        log_to_console()
+        logger.info("%s", note)
+    with config_errors(provenance):
+        return preflight(config, world_size)

@@ -1,16 +1,12 @@
-"""`meshwright checkpoint`: what is saved, whether it is whole, and in what two differ.
+"""`meshwright checkpoint ls`, `show` and `verify`. Free of torch."""
 
-Free of torch, but for the last.
-"""
-
-import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from pkgutil import resolve_name
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.find import open_checkpoint
@@ -27,48 +23,35 @@ ROLES = ("model", "optimizer", "rng")
 """First parts of tensors' names."""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run one of the four; exit with 1 if something is damaged or differs.
-
-    Raises:
-        ConfigError: if there is no such checkpoint, or it cannot be read.
-    """
-    parser = argparse.ArgumentParser("meshwright checkpoint", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    listed = commands.add_parser("ls", help="one line a checkpoint")
-    listed.add_argument("folder", type=Path, help="a dump folder, or one of checkpoints")
-    shown = commands.add_parser("show", help="what a checkpoint is")
-    shown.add_argument(
-        "checkpoint", type=Path, help="a step's folder, or a dump folder: its newest"
-    )
-    shown.add_argument("--tensors", action="store_true", help="name every tensor")
-    verified = commands.add_parser("verify", help="read every byte, compare with checksums")
-    verified.add_argument("folder", type=Path, help="a step's folder, or a dump folder: all in it")
-    compared = commands.add_parser("diff", help="in what two checkpoints differ")
-    compared.add_argument("a", type=Path, help="a step's folder, or a dump folder: its newest")
-    compared.add_argument("b", type=Path, help="the same")
-    compared.add_argument("--tensors", action="store_true", help="compare tensors alone")
-    given = parser.parse_args(arguments)
-    try:
-        match given.command:
-            case "ls":
-                _list(Place("FOLDER", given.folder))
-            case "show":
-                _show(Place("CHECKPOINT", given.checkpoint), given.tensors)
-            case "verify":
-                _exit_unless(_verify(Place("CHECKPOINT_OR_FOLDER", given.folder)))
-            case "diff":  # torch is loaded for it alone
-                diff = resolve_name("meshwright.cli.checkpoint_diff:diff")
-                _exit_unless(diff(Place("A", given.a), Place("B", given.b), given.tensors))
-    except BrokenPipeError:  # of head, which has seen enough
-        sys.stderr.close()
-    except OSError as error:  # what may not be read, or is no longer there
-        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
+def run_ls(given: Namespace) -> None:
+    """Print a line per checkpoint."""
+    with readable():
+        _list(Place("FOLDER", given.folder))
 
 
-def _exit_unless(is_good: bool) -> None:
+def run_show(given: Namespace) -> None:
+    """Print the facts of one checkpoint."""
+    with readable():
+        _show(Place("CHECKPOINT", given.checkpoint), given.tensors)
+
+
+def run_verify(given: Namespace) -> None:
+    """Compare every byte with its checksum; exit with 1 if something is damaged."""
+    with readable():
+        is_good = _verify(Place("CHECKPOINT_OR_FOLDER", given.folder))
     if not is_good:
         sys.exit(1)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn a file that may not be read, or is no longer there, into a `ConfigError`."""
+    try:
+        yield
+    except BrokenPipeError:  # of the console
+        raise
+    except OSError as error:
+        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
 
 
 def _list(place: Place) -> None:

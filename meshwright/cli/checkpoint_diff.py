@@ -1,5 +1,7 @@
 """`meshwright checkpoint diff`: in what two checkpoints differ."""
 
+import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.cli.checkpoint import readable
 from meshwright.cli.plain_text import align
 from meshwright.config.changes import ABSENT, differences
 
@@ -16,6 +19,14 @@ APART = ("files", "crc32", "config")
 """Keys of the manifest that say how it is stored, on other meshes in other files; and one that is
 compared by itself."""
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
+
+
+def run(given: Namespace) -> None:
+    """Compare two checkpoints; exit with 1 if they differ."""
+    with readable():
+        are_equal = diff(Place("A", given.a), Place("B", given.b), given.tensors)
+    if not are_equal:
+        sys.exit(1)
 
 
 def diff(a: Place, b: Place, tensors_alone: bool) -> bool:

@@ -1,129 +1,45 @@
 """`meshwright export`: a checkpoint as a model folder of Hugging Face."""
 
-import argparse
-import json
 import re
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.find import open_checkpoint, saved_args
+from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.place import Place
-from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
-from meshwright.config.job_config import BYTES
-from meshwright.datasets.tokenizer_json import samples, special_names, to_tokenizer_json
-from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file
-from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.errors import check
-from meshwright.exchange.export import Job, export
-from meshwright.exchange.hf_folder import GENERATION_CONFIG
+from meshwright.exchange.export import export
+from meshwright.exchange.export_job import export_job, tokenizer_files
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-FILES = (
-    *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", GENERATION_CONFIG),
-)
-"""What a folder of Hugging Face's has beside weights and config.json."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Export, and say what was compared.
 
     Raises:
         ConfigError: if the checkpoint cannot be exported.
     """
-    parser = argparse.ArgumentParser("meshwright export", allow_abbrev=False)
-    parser.add_argument(
-        "checkpoint", type=Path, help="a step's folder, or a dump folder: its newest"
-    )
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--max-shard-size", default="5GB", help="of a file: a number and KB, MB, GB"
-    )
-    parser.add_argument("--tokenizer", help="where it is now, if no longer where the job read it")
-    parser.add_argument(
-        "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
-    )
-    given = parser.parse_args(arguments)
     max_shard_bytes = _bytes(given.max_shard_size)
     with open_checkpoint(Place("CHECKPOINT", given.checkpoint), print) as (place, manifest):
         print(f"checkpoint: {place.path}")
         tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)
-        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         files: dict[str, Path | str] = {}
         if not given.without_tokenizer:
             files = tokenizer_files(tokenizer, path)
             print(f"tokenizer: {path}, as {', '.join(files)}")
-        spec = saved_spec(place, manifest)
-        job = Job(
-            weights=CheckpointWeights(place),
-            form=spec.hf,
-            args=saved_args(place, manifest, spec.args),
-            seq_len=int(manifest["data_identity"]["training.seq_len"]),
+        job = export_job(
+            place,
+            manifest,
+            saved_spec(place, manifest),
+            tokenizer,
+            files,
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,
-            special_tokens={key: token for key, token in special.items() if token is not None},
-            other_files=files,
-            encode=None if given.without_tokenizer else tokenizer.encode,
-            texts=samples(tokenizer),
         )
         export(job, given.out.absolute(), print)
-
-
-def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
-    """Return the files of a tokenizer, or their content, by the names that Hugging Face has.
-
-    A file of another name than those comes alone: the files beside it may be another's.
-
-    Args:
-        path: where it was found, or "bytes".
-
-    Raises:
-        ConfigError: if transformers could not be given the same ids.
-    """
-    files: dict[str, Path | str] = {}
-    if path != BYTES:
-        file = find_file(path)
-        if file.name in FILES:
-            files |= {name: p for name in FILES if (p := file.with_name(name)).is_file()}
-        for name in (JSON, MODEL):
-            files.pop(name, None)
-        match tokenizer:
-            case HuggingFaceTokenizer():
-                files[JSON] = file
-            case SentencePieceTokenizer():
-                files[MODEL] = file  # llama.cpp prefers it
-            case _:  # llama.cpp would take it for a sentencepiece model, so it is out of the way
-                files[f"original/{MODEL}"] = file
-    try:
-        made = to_tokenizer_json(tokenizer)
-    except Exception as error:  # whatever tokenizers makes of it
-        fix = "export without it: --without-tokenizer"
-        check(False, "--tokenizer", path, f"cannot be made a {JSON}: {error}", fix)
-        raise AssertionError from None
-    if made is None and SETTINGS in files:
-        return files
-    settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # which takes tokenizer.json as it stands
-        "add_bos_token": tokenizer.bos_id is not None,
-        "clean_up_tokenization_spaces": False,
-        **special_names(tokenizer),
-    }
-    if made is not None:
-        files[JSON] = made
-        was = files.pop(SETTINGS, None)
-        for name in ("special_tokens_map.json", "added_tokens.json"):
-            files.pop(name, None)  # they are in the new ones
-        if isinstance(was, Path):
-            template = Place("--tokenizer", was.parent).read_json(SETTINGS).get("chat_template")
-            settings |= {} if template is None else {"chat_template": template}
-    files[SETTINGS] = json.dumps(settings, indent=2) + "\n"
-    return files
 
 
 def _bytes(size: str) -> int:

@@ -1,13 +1,12 @@
 """`meshwright generate`: text from a checkpoint, or from a model folder of Hugging Face."""
 
-import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,22 +44,12 @@ class Source:
     """Tokens that end a text."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Print the prompt and what follows.
 
     Raises:
         ConfigError: if there is no model, or an option is out of bounds.
     """
-    parser = argparse.ArgumentParser("meshwright generate", allow_abbrev=False)
-    parser.add_argument("source", type=Path, metavar=KEY)
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from so much probability")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--tokenizer", help="where it is now, if no longer where the job read it")
-    given = parser.parse_args(arguments)
     positive = "must be positive"
     check(given.max_new_tokens > 0, "--max-new-tokens", given.max_new_tokens, positive)
     is_finite = math.isfinite(given.temperature) and given.temperature >= 0

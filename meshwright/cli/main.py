@@ -1,77 +1,168 @@
-"""The command `meshwright`."""
+"""The command `meshwright`.
 
+To add a command: a function in `arguments.py` that declares its options, and a line in `COMMANDS`.
+"""
+
+import os
+import signal
 import sys
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
+from typing import NamedTuple
 
-from meshwright.errors import EXIT_CONFIG, ConfigError, did_you_mean
+from meshwright import __version__
+from meshwright.cli import arguments
+from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
+from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
 
-CONFIG = "--job.config_file CONFIG [--section.key value ...]"
+
+class Command(NamedTuple):
+    """A row of `COMMANDS`."""
+
+    run: str
+    """`module:function` that takes the parsed options (a Namespace). Imported only when it is
+    called: some import torch, which takes a second."""
+    add_arguments: Callable[[Parser], None]
+    purpose: str
+    takes_config: bool = False
+    """It takes CONFIG and --section.key: `load_given(given)` loads them."""
+
+
 COMMANDS = {
-    "check": (
-        "meshwright.cli.check_job:main",
-        f"RANKS {CONFIG}",
-        "silent if the job can run; where it resumes with other settings, it names them",
+    "train": Command(
+        "meshwright.cli.train:run",
+        arguments.train,
+        "check a config, tokenise its data and train on all GPUs, or on 2 CPU ranks",
+        True,
     ),
-    "config": (
-        "meshwright.cli.show_config:main",
-        f"[--help] {CONFIG}",
-        "the whole config, as TOML; with --help what every key means",
+    "check": Command(
+        "meshwright.cli.check_job:run", arguments.ranks, "check that a config can run", True
     ),
-    "tokenize": (
-        "meshwright.cli.tokenize_data:main",
-        f"[--workers N] [--verify] [--quiet] {CONFIG}",
-        "make the token caches that the job reads, ahead of it; or check them to the last byte",
+    "config": Command(
+        "meshwright.cli.show_config:run", arguments.config, "show every value of a config", True
     ),
-    "checkpoint": (
-        "meshwright.cli.checkpoint:main",
-        "ls FOLDER | show CHECKPOINT [--tensors] | verify CHECKPOINT_OR_FOLDER |\n"
-        "      diff A B [--tensors]",
-        "what is saved, whether it is whole, in what two differ; exit code 1 if damaged, different",
+    "config migrate": Command(
+        "meshwright.cli.migrate:run",
+        arguments.nothing,
+        "translate a TOML of torchtitan 0.2.2, with a note for each key",
+        True,
     ),
-    "export": (
-        "meshwright.cli.export:main",
-        "CHECKPOINT OUT [--dtype bfloat16|float32] [--max-shard-size 5GB] "
-        "[--tokenizer PATH]\n      [--without-tokenizer]",
-        "a checkpoint as a model folder of Hugging Face, compared with it before it gets its name",
+    "config diff": Command(
+        "meshwright.cli.show_config:run_diff",
+        arguments.config_diff,
+        "list the keys in which two configs differ",
     ),
-    "generate": (
-        "meshwright.cli.generate:main",
-        "CHECKPOINT_OR_HF_FOLDER --prompt TEXT [--max-new-tokens N] [--temperature T] [--top-p P] "
-        "[--seed N]\n      [--dtype auto|bfloat16|float32] [--tokenizer PATH]",
-        "what a model writes, on one device; without a temperature the likeliest token each time",
+    "schema": Command(
+        "meshwright.cli.show_schema:run",
+        arguments.nothing,
+        "print the JSON Schema of a config, for editors",
     ),
-    "plan": (
-        "meshwright.cli.plan:main",
-        "CONFIG --world-size N --device h100|h200|a100|b200|mi300x|cpu|GiB [--rank R | "
-        "--all-stages]\n      [--json] [--html FILE] [--search] [--calibrate] "
-        "[--section.key value ...]",
-        "its memory, traffic and step time on devices that are not there",
+    "tokenize": Command(
+        "meshwright.cli.tokenize_data:run", arguments.tokenize, "tokenise the data of a job", True
     ),
-    "prove": (
-        "meshwright.cli.prove:main",
-        f"[--every-mesh] [--output FOLDER] {CONFIG}",
-        "train it in small on many meshes, on this machine's CPU, and compare with one process",
+    "plan": Command(
+        "meshwright.cli.plan:run",
+        arguments.plan,
+        "plan memory, traffic and step time on devices that are not there",
+        True,
+    ),
+    "prove": Command(
+        "meshwright.cli.prove:run",
+        arguments.prove,
+        "train a config in small on many meshes, and compare each with one process",
+        True,
+    ),
+    "checkpoint ls": Command(
+        "meshwright.cli.checkpoint:run_ls", arguments.checkpoint_ls, "list checkpoints"
+    ),
+    "checkpoint show": Command(
+        "meshwright.cli.checkpoint:run_show", arguments.checkpoint_show, "describe a checkpoint"
+    ),
+    "checkpoint verify": Command(
+        "meshwright.cli.checkpoint:run_verify",
+        arguments.checkpoint_verify,
+        "compare every byte with its checksum",
+    ),
+    "checkpoint diff": Command(
+        "meshwright.cli.checkpoint_diff:run", arguments.checkpoint_diff, "compare two checkpoints"
+    ),
+    "export": Command(
+        "meshwright.cli.export:run", arguments.export, "write a checkpoint for Hugging Face"
+    ),
+    "generate": Command("meshwright.cli.generate:run", arguments.generate, "generate text"),
+    "completion": Command(
+        "meshwright.cli.completion:run", arguments.completion, "print a script for bash or zsh"
     ),
 }
-"""By name: what runs it, its arguments, and what it is for. Named by string, for only some of them
-need torch, which takes a second to load."""
+"""By name, of one word or two."""
+
+
+def build_parser(name: str, words: Sequence[str] = ()) -> Parser:
+    """Return the parser of a command.
+
+    Args:
+        words: its command line, for the config keys that it names.
+    """
+    command = COMMANDS[name]
+    parser = Parser(f"meshwright {name}", description=_sentence(command.purpose))
+    if command.takes_config:
+        add_config(parser, words)
+        parser.epilog = EVERY_KEY
+    command.add_arguments(parser)
+    return parser
+
+
+def run(words: Sequence[str]) -> None:
+    """Run the command that `words` names.
+
+    Raises:
+        ConfigError: for a mistake of the user's.
+    """
+    name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+    if name not in COMMANDS:
+        within = [command for command in COMMANDS if command.startswith(f"{name} ")]
+        if within and words[1:2] in ([], ["--help"], ["-h"]):
+            _print_commands(within)
+            return
+        wrong = " ".join(words[:2]) if within else name
+        fix = did_you_mean(wrong, within or COMMANDS)
+        raise ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
+    rest = words[len(name.split()) :]
+    given = parse(build_parser(name, rest), rest)  # before the import: --help needs none
+    resolve_name(COMMANDS[name].run)(given)
 
 
 def main() -> None:
-    """Run one command; a `ConfigError` becomes its message and exit code 2."""
-    name, *arguments = sys.argv[1:] or ["--help"]
-    if name in ("--help", "-h"):
-        print("usage: meshwright COMMAND ...\n")
-        for name, (_, usage, purpose) in COMMANDS.items():
-            print(f"  meshwright {name} {usage}\n      {purpose}")
-        return
+    """Run one command; a `ConfigError` becomes its message and exit code 2, Ctrl-C code 130."""
+    words = sys.argv[1:] or ["--help"]
     try:
-        if name not in COMMANDS:
-            raise ConfigError("", f"unknown command {name}\n  fix: {did_you_mean(name, COMMANDS)}")
-        resolve_name(COMMANDS[name][0])(arguments)
+        if words[0] in ("--help", "-h"):
+            _print_commands(list(COMMANDS))
+        elif words[0] == "--version":
+            print(f"meshwright {__version__}")
+        else:
+            run(words)
+        sys.stdout.flush()
     except ConfigError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # `| head` has seen enough; without the traceback of a flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _print_commands(names: Sequence[str]) -> None:
+    print("usage: meshwright COMMAND ...       meshwright COMMAND --help: its options\n")
+    width = max(map(len, names))
+    for name in names:
+        print(f"  {name:{width}}  {_sentence(COMMANDS[name].purpose)}")
+    print("\n  --version  Print the version.")
+
+
+def _sentence(purpose: str) -> str:
+    return f"{purpose[0].upper()}{purpose[1:]}."
 
 
 if __name__ == "__main__":

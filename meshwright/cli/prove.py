@@ -1,13 +1,12 @@
 """`meshwright prove`: show that a config trains the same model on every mesh."""
 
-import argparse
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from meshwright.config.checks import check_divisible
 from meshwright.config.conditions import check_contradictions
-from meshwright.config.loader import config_errors, load_config
+from meshwright.config.loader import config_errors, load_given
 from meshwright.parallelisms.pipeline_split import assign_modules
 from meshwright.preflight import resolve_model
 from meshwright.proof import report
@@ -16,17 +15,13 @@ from meshwright.proof.prove import Row, prove
 from meshwright.proof.shrink import shrink
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Run the proof; exit with 1 unless every case equals one process.
 
     Raises:
         ConfigError: if the config could not run on any number of ranks.
     """
-    parser = argparse.ArgumentParser("meshwright prove", add_help=False, allow_abbrev=False)
-    parser.add_argument("--every-mesh", action="store_true")
-    parser.add_argument("--output", type=Path)
-    options, overrides = parser.parse_known_args(arguments)
-    config, provenance = load_config(overrides)
+    config, provenance = load_given(given)
     with config_errors(provenance):
         check_contradictions(config)
         _, args = resolve_model(config)
@@ -34,9 +29,9 @@ def main(arguments: Sequence[str]) -> None:
         assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
     small = shrink(config, args)
     cases = default_cases(config, small, args)
-    if options.every_mesh:
+    if given.every_mesh:
         cases = distinct([*cases, *every_mesh(small, args)])
-    folder = options.output or Path(config.job.dump_folder) / "proof"
+    folder = given.output or Path(config.job.dump_folder) / "proof"
 
     print(f"{report.EXPLANATION}\n")
     print(report.line(report.COLUMNS))

@@ -1,37 +1,104 @@
-"""`meshwright config`: what a config comes to, and what every key means."""
+"""`meshwright config`: the values of a config and their origin, and the meaning of every key."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
 from textwrap import fill
 
-from meshwright.config.job_config import JobConfig, Section
-from meshwright.config.loader import load_config, to_toml
+from meshwright.cli.plain_text import align
+from meshwright.config.changes import differences
+from meshwright.config.command_line import Parser, add_config, parse
+from meshwright.config.fields import find_section
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_given, to_toml
+from meshwright.config.presets import preset_names
+from meshwright.config.provenance import HEADER, Provenance
+from meshwright.errors import check, did_you_mean
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the config with all defaults, or with --help the documentation of every key."""
-    if "--help" in arguments or "-h" in arguments:
-        print("\n".join(_documentation()))
+def run(given: Namespace) -> None:
+    """Print the config as TOML, each value with its origin; or the presets; or the help."""
+    if given.presets:
+        print("\n".join(preset_names()))
+    elif given.help is not None:
+        print("\n".join(_documentation(given.help)))
     else:
-        config, _ = load_config(arguments)
-        print(to_toml(config), end="")
+        config, provenance = load_given(given)
+        print("\n".join(_with_origins(to_toml(config), provenance)))
 
 
-def _documentation() -> Iterator[str]:
-    yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
-    yield "--section.key value. A flag may stand alone: --compile.enable is --compile.enable true."
-    for section_name, section_field in JobConfig.model_fields.items():
-        section = section_field.annotation
-        assert isinstance(section, type)
-        assert issubclass(section, Section)
-        properties = section.model_json_schema()["properties"]
-        yield f"\n{fill(' '.join((section.__doc__ or '').split()), 100)}"
-        for name, field in section.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            kind = _kind(properties[name])
-            shown = "absent" if default is None else repr(default)
-            yield f"  --{section_name}.{name} {kind} (default: {shown})"
-            text = " ".join((field.description or "").split())
-            yield fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+def run_diff(given: Namespace) -> None:
+    """Print the keys in which two configs differ, with the origin of each; exit with 1 if any."""
+    loaded = []
+    for name in (given.a, given.b):
+        words = [name]
+        parser = Parser("meshwright config diff")
+        add_config(parser, words)
+        loaded.append(load_given(parse(parser, words)))
+    (a, of_a), (b, of_b) = loaded
+    tables = [config.model_dump(exclude={"job": {"config_file"}}) for config in (a, b)]
+    rows = [
+        (d.key, repr(d.old), repr(d.new), of_a.origin(d.key), of_b.origin(d.key))
+        for d in differences(tables[0], tables[1])
+    ]
+    if not rows:
+        print("equal")
+        return
+    print(align([("KEY", "A", "B", "A FROM", "B FROM"), *rows]))
+    sys.exit(1)
+
+
+def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
+    """Lines of TOML, each value with a comment that says where it was written."""
+    table = ""
+    counts = Counter[str]()
+    lines = toml.rstrip().splitlines()
+    width = max(len(line) for line in lines if len(line) < 60)
+    for line in lines:
+        if header := HEADER.match(line):
+            table = header["key"]
+            if header["brackets"] == "[[":
+                counts[table] += 1
+                table = f"{table}.{counts[table] - 1}"
+            yield line
+            continue
+        key, is_value, _ = line.partition(" = ")
+        if not (is_value and table) or key != key.strip():  # inside a list of several lines
+            yield line
+            continue
+        yield f"{line:{width}}  # {provenance.origin(f'{table}.{key}')}"
+
+
+def _documentation(section_name: str) -> Iterator[str]:
+    """Usage and every key, or the keys of one section."""
+    sections = list(JobConfig.model_fields)
+    if section_name:
+        fix = did_you_mean(section_name, sections)
+        check(section_name in sections, "--help", section_name, "no such section", fix)
+        sections = [section_name]
+    else:
+        yield "usage: meshwright config [CONFIG] [--section.key VALUE ...] [--presets]"
+        yield "       meshwright config diff A B        meshwright config --help [SECTION]\n"
+        yield "Show every value of a config, with its origin.\n"
+        yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
+        yield "--section.key value. A flag may stand alone: --compile.enable is the same with true."
+    for name in sections:
+        yield from _documentation_of(name)
+
+
+def _documentation_of(section_name: str) -> Iterator[str]:
+    section = find_section((section_name,))
+    assert section is not None
+    properties = section.model_json_schema()["properties"]
+    yield f"\n{fill(' '.join((section.__doc__ or '').split()), 100)}"
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        kind = _kind(properties[name])
+        shown = "absent" if default is None else repr(default)
+        yield f"  --{section_name}.{name} {kind} (default: {shown})"
+        text = " ".join((field.description or "").split())
+        yield fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _kind(schema: dict[str, object]) -> str:

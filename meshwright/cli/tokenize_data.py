@@ -1,29 +1,23 @@
 """`meshwright tokenize`: make the token caches of a job ahead of it."""
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 
-from meshwright.config.loader import config_errors, load_config
+from meshwright.config.loader import config_errors, load_given
 from meshwright.datasets.opening import StreamedSource, open_training_data, open_validation_data
 from meshwright.errors import check
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import check_data
 
 
-def main(arguments: Sequence[str]) -> None:
+def run(given: Namespace) -> None:
     """Tokenise what the job reads and is not tokenised yet.
 
     Raises:
         ConfigError: if the config is wrong or its data cannot be read.
     """
-    parser = argparse.ArgumentParser("meshwright tokenize", allow_abbrev=False)
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    parser.add_argument("--verify", action="store_true", help="read every byte, mend what is wrong")
-    parser.add_argument("--quiet", action="store_true", help="say nothing of what is there")
-    given, overrides = parser.parse_known_args(arguments)
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()
-    config, provenance = load_config(overrides)
+    config, provenance = load_given(given)
     with config_errors(provenance):
         check_data(config)
         options = {"num_workers": given.workers, "check_all": given.verify}

@@ -46,7 +46,7 @@ EFFECTS: dict[str, Effect] = {
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
         "enable_cpu_offload gc_freq deterministic",
         validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
-        "dataset_split dataset_column dataset_format dataset_mode",
+        "dataset_revision dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
         "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
@@ -57,11 +57,13 @@ EFFECTS: dict[str, Effect] = {
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
         compile="enable backend",
         checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
-        "on_save_failure initial_load_path initial_load_in_hf",
+        "on_save_failure initial_load_path initial_load_in_hf load_only "
+        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
         metrics="log_freq enable_tensorboard save_tb_folder enable_wandb",
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
-        "profiler_active",
+        "profiler_active enable_memory_snapshot save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",
+        experimental="custom_import",
     ),
     # the run goes on, but not as it would have; the learning rate is a function of training.steps,
     # too
@@ -72,7 +74,7 @@ EFFECTS: dict[str, Effect] = {
         training="mask_documents global_batch_size max_norm steps dtype mixed_precision_param "
         "fp32_modules mixed_precision_reduce",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
-        lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
+        lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         checkpoint="exclude_from_loading",
     ),
     f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is
@@ -83,8 +85,8 @@ EFFECTS: dict[str, Effect] = {
     **_keys(
         "data",
         model="tokenizer_path chat_template_path",
-        training="datasets dataset dataset_path dataset_subset dataset_split dataset_column "
-        "dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
+        training="datasets dataset dataset_path dataset_subset dataset_revision dataset_split "
+        "dataset_column dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
     ),
 }
 """What a change of each key does to a run that resumes."""

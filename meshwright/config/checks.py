@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check, did_you_mean
+from meshwright.errors import check, did_you_mean, divisors_of
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
@@ -29,18 +29,22 @@ def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
     parallelism = config.parallelism
     key = "parallelism.data_parallel_shard_degree"
     shard = parallelism.data_parallel_shard_degree
-    others = (
-        parallelism.data_parallel_replicate_degree
-        * parallelism.context_parallel_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-    )
+    degrees = {
+        f"parallelism.{axis}_degree": getattr(parallelism, f"{axis}_degree")
+        for axis in (
+            *("data_parallel_replicate", "context_parallel"),
+            *("tensor_parallel", "pipeline_parallel"),
+        )
+    }
+    others = math.prod(degrees.values())
     if shard == -1:
+        # the one that is too many by itself, or else the largest
+        at_fault = max(degrees, key=lambda name: (world_size % degrees[name] > 0, degrees[name]))
         check(
             world_size % others == 0,
-            key,
-            shard,
-            f"cannot be filled in: the other degrees make {others}, which does not divide "
+            at_fault,
+            degrees[at_fault],
+            f"the degrees but {key.partition('.')[2]} make {others}, which does not divide "
             f"{world_size} ranks",
             f"launch a multiple of {others} ranks, or lower a degree",
         )
@@ -198,7 +202,7 @@ def check_divisible(config: JobConfig, model: HasParts) -> None:
             "parallelism.tensor_parallel_degree",
             degree,
             f"does not divide {name} = {size}",
-            f"use a divisor of {common}",
+            f"use {divisors_of(common)}",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Source
-from meshwright.errors import check
+from meshwright.errors import Mistakes, check
 
 
 class Contradiction(NamedTuple):
@@ -23,12 +23,22 @@ class Contradiction(NamedTuple):
     fix: str
 
 
+def schedule_steps(c: JobConfig) -> int:
+    """Return the steps that the learning rate's schedule is laid out for."""
+    return c.lr_scheduler.total_steps or c.training.steps
+
+
 def num_decay_steps(c: JobConfig) -> int:
     """Return the optimizer steps on which the learning rate falls."""
-    schedule, steps = c.lr_scheduler, c.training.steps
+    schedule, steps = c.lr_scheduler, schedule_steps(c)
     if schedule.decay_ratio is None:
         return max(steps - schedule.warmup_steps, 0)
     return round(steps * schedule.decay_ratio)
+
+
+def _decays_too_long(c: JobConfig) -> bool:
+    needed = c.lr_scheduler.warmup_steps + num_decay_steps(c)
+    return c.lr_scheduler.decay_ratio is not None and needed > schedule_steps(c)
 
 
 def _is_compiled(c: JobConfig) -> bool:
@@ -68,13 +78,23 @@ TOO_EARLY = (
 CONTRADICTIONS = (
     Contradiction(
         "lr_scheduler.decay_ratio",
-        lambda c: (
-            c.lr_scheduler.decay_ratio is not None
-            and c.lr_scheduler.warmup_steps + num_decay_steps(c) > c.training.steps
-        ),
+        lambda c: not c.lr_scheduler.total_steps and _decays_too_long(c),
         "so many steps of decay do not fit in {training.steps} after {lr_scheduler.warmup_steps} "
         "of warm-up",
         "lower it, or lr_scheduler.warmup_steps",
+    ),
+    Contradiction(
+        "lr_scheduler.decay_ratio",
+        lambda c: bool(c.lr_scheduler.total_steps) and _decays_too_long(c),
+        "so many steps of decay do not fit in lr_scheduler.total_steps = "
+        "{lr_scheduler.total_steps} after {lr_scheduler.warmup_steps} of warm-up",
+        "lower it, or lr_scheduler.warmup_steps",
+    ),
+    Contradiction(
+        "lr_scheduler.total_steps",
+        lambda c: schedule_steps(c) < c.training.steps,
+        "the schedule ends before training.steps = {training.steps}",
+        "raise it, or leave it out",
     ),
     Contradiction(
         "checkpoint.load_step",
@@ -95,10 +115,16 @@ CONTRADICTIONS = (
         ENABLE_CHECKPOINTS,
     ),
     Contradiction(
+        "job.max_run_seconds",
+        lambda c: c.job.max_run_seconds > 0 and c.checkpoint.load_only,
+        "what was trained by then would be lost: checkpoint.load_only is true",
+        "set checkpoint.load_only = false",
+    ),
+    Contradiction(
         "checkpoint.initial_load_in_hf",
         lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_path,
         "nothing is loaded: checkpoint.initial_load_path is not given",
-        "name the folder there",
+        "name the folder there; or in model.flavor, which then gives dimensions and tokenizer too",
     ),
     Contradiction(
         "activation_checkpoint.mode",
@@ -230,15 +256,23 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "checkpoint.enable",
         _is_off,
-        "folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
+        "folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure load_only "
+        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+    ),
+    (
+        "checkpoint.load_only",
+        bool,
+        "interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
+        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
     ),
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     (
         "profiling.enable_profiling",
         _is_off,
-        "save_traces_folder profile_freq profiler_warmup profiler_active",
+        "save_traces_folder profiler_warmup profiler_active",
     ),
+    ("profiling.enable_memory_snapshot", _is_off, "save_memory_snapshot_folder"),
 )
 """A key, the values of it beside which others of its section have no effect, and these others."""
 
@@ -251,6 +285,16 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (
+        "profiling.profile_freq",
+        lambda c: not (c.profiling.enable_profiling or c.profiling.enable_memory_snapshot),
+        "profiling.enable_profiling = False",
+    ),
+    (
+        "checkpoint.export_dtype",
+        lambda c: not (c.checkpoint.last_save_model_only or c.checkpoint.last_save_in_hf),
+        "the last save is a whole checkpoint",
+    ),
+    (
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
         lambda c: num_decay_steps(c) == 0,
         "no step is left for a decay",
@@ -262,11 +306,14 @@ def check_contradictions(config: JobConfig) -> None:
     """Check the rules between keys that need nothing but the config.
 
     Raises:
-        ConfigError: naming the first that is broken.
+        ConfigError: naming those that are broken.
     """
+    mistakes = Mistakes()
     for row in CONTRADICTIONS:
         rule = row.rule.format_map(dict(config))
-        check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
+        with mistakes.collect():
+            check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
+    mistakes.check()
 
 
 def idle_options(config: JobConfig) -> Iterator[str]:

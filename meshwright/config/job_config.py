@@ -50,6 +50,9 @@ BYTES = "bytes"
 MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 """`package.module:function` stands where a path to a Python file and its function would."""
 
+PATH_OR_NAME = "path or name"
+"""Marks an `InputPath` that may be a name instead: without a slash, and without .py at its end."""
+
 OUTPUT_PATH = "output path"
 
 OrFilledIn = Annotated[int, Field(ge=-1)]
@@ -100,8 +103,10 @@ class Model(Section):
     name: str = "llama"
     """Model family."""
 
-    flavor: str = "debugmodel"
-    """Size, from the family's table."""
+    flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"
+    """Size, from the family's table. Or a model folder of Hugging Face, as a path with a slash in
+    it: its config.json gives the dimensions and, if `name` is absent, the family; its tokenizer is
+    taken unless `tokenizer_path` is given, and its weights if `checkpoint.initial_load_in_hf`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
@@ -123,13 +128,19 @@ class Source(Section):
 
     dataset: str = "python_stdlib"
     """python_stdlib, c4, fineweb, fineweb-edu, slimpajama; json, parquet, text, arrow: local files;
-    or any dataset of the Hugging Face hub, as "owner/name"."""
+    megatron, tokens: local files of token ids, read where they lie (.bin with .idx of Megatron's;
+    .npy or .bin as OLMo, nanoGPT and llm.c have them); or any dataset of the Hugging Face hub, as
+    "owner/name"."""
 
     dataset_path: InputPath = ""
     """File, folder or glob for local data; for a named dataset a local copy of it."""
 
     dataset_subset: str = ""
     """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
+
+    dataset_revision: str = ""
+    """Commit, tag or branch of a dataset of the hub. Absent: the newest when the job starts; the
+    log and its checkpoints name the commit."""
 
     dataset_split: str = "train"
     """Part of a dataset of the hub; of python_stdlib "train", or "validation": every 20th file."""
@@ -138,9 +149,10 @@ class Source(Section):
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the
     assistant's tokens count in the loss."""
 
-    dataset_format: InputPath = ""
-    """Function from a row (a dict) to its text or conversation, instead of a column:
-    "package.module:function", or "path/to/file.py:function"."""
+    dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
+    """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
+    "messages"; or a function of yours from a row (a dict), "package.module:function" or
+    "path/to/file.py:function"."""
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenised once, into files that every later job maps into memory; any sample can be
@@ -334,6 +346,10 @@ class LRScheduler(Section):
     warmup_steps: NonNegativeInt = 200
     """Optimizer steps from 0 to the peak."""
 
+    total_steps: PositiveInt | None = None
+    """Steps of the schedule, if it is that of a longer job: `training.steps` then ends it early.
+    Absent: `training.steps`."""
+
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     """Part of all steps spent decaying; absent: decay begins when the warm-up ends."""
 
@@ -499,8 +515,27 @@ class Checkpoint(Section):
     which only the weights are taken; one of Meta's, params.json and consolidated.*.pth; or one of
     Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
 
+    load_only: bool = False
+    """Resume from what the dump folder holds, and save nothing."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too: whether the storage can be written shows at once."""
+
+    last_save_model_only: bool = False
+    """Save the weights alone after the last step, in `export_dtype`: a third of the size. Nothing
+    resumes from that checkpoint; a job starts from it by `initial_load_path`."""
+
+    last_save_in_hf: bool = False
+    """After the last step, write the weights in `export_dtype` to {dump_folder}/hf/step-N too, as a
+    model folder of Hugging Face, as `meshwright export` does and with its comparisons. The first
+    rank does it, with the whole model in its memory while logits are compared."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights that `last_save_model_only` and `last_save_in_hf` write."""
+
     initial_load_in_hf: bool = False
-    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors."""
+    """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
+    it is the folder that `model.flavor` names."""
 
 
 class Metrics(Section):
@@ -520,7 +555,7 @@ class Metrics(Section):
 
 
 class Profiling(Section):
-    """[profiling] Chrome traces of single steps by torch.profiler."""
+    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory."""
 
     enable_profiling: bool = False
     """Write traces."""
@@ -537,6 +572,13 @@ class Profiling(Section):
     profiler_active: PositiveInt = 1
     """Steps that each trace holds."""
 
+    enable_memory_snapshot: bool = False
+    """On GPUs, record allocations, and write a snapshot every `profile_freq` steps and when memory
+    runs out: for https://pytorch.org/memory_viz. It takes host memory, and some speed."""
+
+    save_memory_snapshot_folder: Annotated[LocalPath, Field(min_length=1)] = "memory_snapshot"
+    """Folder for them inside `job.dump_folder`."""
+
 
 class Comm(Section):
     """[comm] Limits on collectives."""
@@ -546,6 +588,13 @@ class Comm(Section):
 
     train_timeout_seconds: PositiveInt = 100
     """For a collective after that: a rank that is lost ends the job within this time."""
+
+
+class Experimental(Section):
+    """[experimental] Code of your own."""
+
+    custom_import: Annotated[InputPath, PATH_OR_NAME] = ""
+    """Module that adds models, datasets or sinks: "package.module", or "path/to/file.py"."""
 
 
 class JobConfig(Section):
@@ -565,3 +614,4 @@ class JobConfig(Section):
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
+    experimental: Experimental = Experimental()

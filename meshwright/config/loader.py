@@ -4,115 +4,117 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 """
 
 import os
-import re
-from collections import Counter
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 import tomli
 import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
+from meshwright.config.command_line import Key, Parser, add_config, parse
+from meshwright.config.explain import explain_mistake, explain_syntax
+from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
     INPUT_PATH,
     MODULE_OBJECT,
     OUTPUT_PATH,
+    PATH_OR_NAME,
     JobConfig,
-    Section,
 )
-from meshwright.errors import ConfigError, did_you_mean
-
-Key = tuple[str, ...]
-
-HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
-ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=")
-
-
-class Provenance:
-    """Where each key was given: `path/to.toml:12` or `--section.key`."""
-
-    def __init__(self) -> None:
-        self._origins: dict[Key, str] = {}
-
-    def add_toml(self, path: Path, text: str) -> None:
-        """Note the line of every table and key in `text`; inline tables count as one key.
-
-        tomli gives no positions. It has accepted `text`, so a line-wise look is enough; all that
-        it could misread is a line within a multi-line string that looks like a key.
-        """
-        table: Key = ()
-        counts = Counter[Key]()
-        for number, line in enumerate(text.splitlines(), 1):
-            if header := HEADER.match(line):
-                table = _split(header["key"])
-                if header["brackets"] == "[[":  # one more table of a list
-                    if not counts[table]:  # which replaces that of a TOML below
-                        self._forget_below(table)
-                    counts[table] += 1
-                    table = (*table, str(counts[table] - 1))
-                self._origins[table] = f"{_shown(path)}:{number}"
-            elif assignment := ASSIGNMENT.match(line):
-                self._origins[table + _split(assignment["key"])] = f"{_shown(path)}:{number}"
-
-    def add_override(self, key: Key) -> None:
-        """Note that the command line gave `key`."""
-        self._forget_below(key)
-        self._origins[key] = f"--{'.'.join(key)}"
-
-    def _forget_below(self, key: Key) -> None:
-        """What was written of the inside of `key` counts no longer."""
-        for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
-            del self._origins[inner]
-
-    def of(self, key: str | Sequence[str | int]) -> str:
-        """Where `key`, or else the nearest table around it, was given; "" if nowhere."""
-        parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
-        while parts and not {parts, (*parts, "0")} & self._origins.keys():
-            parts = parts[:-1]
-        return self._origins.get(parts) or self._origins.get((*parts, "0"), "")
-
-    def explain(self, error: ConfigError) -> str:
-        """The error's message, headed by where its key was given."""
-        where = self.of(error.key)
-        return f"{where}: {error}" if where else str(error)
+from meshwright.config.model_folder import follow_folder, is_path
+from meshwright.config.presets import find_config
+from meshwright.config.provenance import Provenance, shown_path
+from meshwright.config.torchtitan.translate import is_torchtitan, translate
+from meshwright.errors import CombinedConfigError, ConfigError
 
 
-def _split(dotted: str) -> Key:
-    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+class InvalidConfigError(ConfigError):
+    """Keys or values that no check across sections can be made with.
+
+    Args:
+        message: every mistake, with its place.
+        rest: the config without the wrong keys; None if there is none.
+        provenance: of its values.
+    """
+
+    def __init__(self, message: str, rest: JobConfig | None, provenance: Provenance) -> None:
+        super().__init__("", message)
+        self.rest, self.provenance = rest, provenance
 
 
-def _shown(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
-
-
-def load_config(argv: Sequence[str]) -> tuple[JobConfig, Provenance]:
-    """Read `--job.config_file`, lay the other `--section.key value` over it, check every value.
+def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
+    """Load what a command line of `[CONFIG] [--section.key value ...]` describes.
 
     Raises:
-        ConfigError: with one line per mistake, each saying where it was made.
+        ConfigError: with one entry per mistake, each saying where it was made.
+    """
+    parser = Parser("train.py")
+    add_config(parser, words)
+    return load_given(parse(parser, words))
+
+
+def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
+    """Read the TOML `given.config` ("": none), lay `given.overrides` over it, check every value.
+
+    Raises:
+        ConfigError: with one entry per mistake, each saying where it was made.
     """
     provenance = Provenance()
-    overrides = _parse_overrides(argv)
-    config_file = overrides.get(("job", "config_file"))
-    raw = _read_toml(Path(config_file), provenance, ()) if config_file else {}
-    for key, text in overrides.items():
+    raw: dict[str, Any] = {}
+    if given.config:
+        path = find_config(given.config)
+        raw = _read_toml(path, provenance, ())
+        _set(raw, ("job", "config_file"), os.path.abspath(path))
+    for key, text in given.overrides.items():
         provenance.add_override(key)
-        given: dict[str, Any] = {}
-        _set(given, key, _from_text(text, _field(key)))
-        _resolve_paths(given, Path.cwd())
-        _merge(raw, given)
+        table: dict[str, Any] = {}
+        _set(table, key, _from_text(text, find_field(key)))
+        _resolve_paths(table, Path.cwd())
+        _merge(raw, table)
+    raw = _from_torchtitan(raw, provenance)
+    follow_folder(raw)
     try:
         return JobConfig.model_validate(raw), provenance
     except ValidationError as error:
-        lines = [_describe(mistake, provenance) for mistake in error.errors()]
-        raise ConfigError("", "\n".join(lines)) from None
+        mistakes = error.errors()
+        explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
+        rest = _without(raw, [mistake["loc"] for mistake in mistakes])
+        raise InvalidConfigError(provenance.explain(explained), rest, provenance) from None
+
+
+def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:
+    """`raw` as a config of ours, if it is one of torchtitan's."""
+    if not is_torchtitan(raw):
+        return raw
+    with config_errors(provenance):
+        table, notes, origins = translate(raw, Path.cwd())
+    provenance.rename(origins)
+    provenance.notes += [f"{provenance.of(key)} {key}: {text}".strip() for key, text in notes]
+    return table
+
+
+def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
+    """The config that `raw` is without what stands in `places`, if that is one."""
+    for place in places:
+        table: Any = raw
+        for part in place[:-1]:
+            inner = table.get(part)
+            if not isinstance(inner, dict):  # a list, or what should have been a table
+                break
+            table = inner
+        else:
+            part = place[-1]
+        table.pop(part, None)
+    try:
+        return JobConfig.model_validate(raw)
+    except ValidationError:
+        return None
 
 
 @contextmanager
@@ -128,19 +130,23 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     """The TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.expanduser().absolute()
     if path in seen:
-        raise ConfigError("", f"{_shown(path)}: extends itself, by way of {_shown(seen[-1])}")
+        raise ConfigError(
+            "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         raw = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError("", f"{_shown(path)}:{error.lineno}: not TOML: {error}") from None
+        raise explain_syntax(error, shown_path(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("", f"{_shown(path)}: cannot be read: {reason}") from None
+        raise ConfigError("", f"{shown_path(path)}: cannot be read: {reason}") from None
     base: dict[str, Any] = {}
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
-        base = _read_toml(path.parent / extends, provenance, (*seen, path))
+        beside = path.parent / Path(extends).expanduser()
+        below = beside if beside.exists() else _preset(extends, path, text)
+        base = _read_toml(below, provenance, (*seen, path))
     provenance.add_toml(path, text)
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
@@ -152,56 +158,19 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if "config_file" in raw.get("job", {}):
         where = provenance.of("job.config_file")
         raise ConfigError("", f"{where}: job.config_file: belongs on the command line")
-    _resolve_paths(raw, path.parent)
+    _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
     _merge(base, raw)
     return base
 
 
-def _parse_overrides(argv: Sequence[str]) -> dict[Key, str]:
-    """`--a.b value`, `--a.b=value`, and `--a.b` alone for true."""
-    overrides: dict[Key, str] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("--help", "-h"):
-            raise ConfigError("", f"{word}: every key is documented by `meshwright config --help`")
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not name:
-            raise ConfigError("", f"{word!r}: expected --section.key value")
-        key = tuple(name.split("."))
-        if not equals:
-            field = _field(key)
-            if words and not words[0].startswith("--"):
-                value = words.pop(0)
-            elif field is None or field.annotation is bool:
-                value = "true"
-            else:
-                raise ConfigError("", f"--{name}: needs a value")
-        if key in overrides:
-            raise ConfigError("", f"--{name}: given twice\n  fix: leave out one of the two")
-        overrides[key] = value
-    return overrides
-
-
-def _field(key: Key) -> FieldInfo | None:
-    """The declaration of `key`, if it is one of `JobConfig`'s."""
-    section = _section(key[:-1])
-    return section.model_fields.get(key[-1]) if section else None
-
-
-def _section(key: Key) -> type[Section] | None:
-    """The table at `key`, if it is one of `JobConfig`'s; a number stands for a table in a list."""
-    section: type[Section] = JobConfig
-    for part in key:
-        if part.isdecimal():
-            continue
-        annotation: Any = getattr(section.model_fields.get(part), "annotation", None)
-        if get_origin(annotation) is list:
-            (annotation,) = get_args(annotation)
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return None
-        section = annotation
-    return section
+def _preset(extends: str, path: Path, text: str) -> Path:
+    """The preset that the TOML at `path` extends."""
+    try:
+        return find_config(extends)
+    except ConfigError as error:
+        provenance = Provenance()
+        provenance.add_toml(path, text)
+        raise ConfigError("", provenance.explain(ConfigError("extends", str(error)))) from None
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:
@@ -241,32 +210,17 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
             for inner in value:
                 if isinstance(inner, dict):
                     _resolve_paths(inner, folder, key)
-        field = _field(key)
+        field = find_field(key)
         if field is None or not (isinstance(value, str) and value):
             continue
         if ADDRESS.match(value):  # refused as it was written
+            continue
+        if PATH_OR_NAME in field.metadata and not is_path(value):
             continue
         if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
             raw[name] = os.path.normpath(folder / Path(value).expanduser())
         elif OUTPUT_PATH in field.metadata:
             raw[name] = str(Path(value).expanduser())
-
-
-def _describe(mistake: ErrorDetails, provenance: Provenance) -> str:
-    """One mistake as `file:line: key = value: what is wrong` and, for a name, the way out."""
-    key = ".".join(map(str, mistake["loc"]))
-    where = provenance.of(mistake["loc"])
-    prefix = f"{where}: " if where else ""
-    if mistake["type"] == "extra_forbidden":
-        *tables, _ = map(str, mistake["loc"])
-        section = _section(tuple(tables))
-        assert section is not None
-        kind = "key" if tables else "section"
-        valid = [".".join([*tables, field]) for field in section.model_fields]
-        return f"{prefix}unknown {kind} {key}\n  fix: {did_you_mean(key, valid)}"
-    message = mistake["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    return f"{prefix}{key} = {mistake['input']!r}: {message}"
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:

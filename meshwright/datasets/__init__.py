@@ -9,7 +9,9 @@ from meshwright.datasets.sources import (
     open_hub,
     open_local,
     open_stdlib,
+    open_tokens,
     stdlib_files,
+    token_files,
 )
 
 
@@ -26,6 +28,12 @@ def _local(builder: str) -> DatasetSpec:
     return DatasetSpec(partial(open_local, builder), partial(local_files, builder), path="required")
 
 
+def _tokens(kind: str) -> DatasetSpec:
+    return DatasetSpec(
+        partial(open_tokens, kind), partial(token_files, kind), path="required", has_tokens=True
+    )
+
+
 DATASETS: dict[str, DatasetSpec] = {
     "python_stdlib": DatasetSpec(open_stdlib, stdlib_files),
     "c4": _on_hub("allenai/c4", "en"),
@@ -36,6 +44,8 @@ DATASETS: dict[str, DatasetSpec] = {
     "parquet": _local("parquet"),
     "text": _local("text"),
     "arrow": _local("arrow"),
+    "megatron": _tokens("megatron"),
+    "tokens": _tokens("tokens"),
 }
 
 

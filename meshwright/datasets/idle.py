@@ -20,10 +20,12 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
     for entry in (*training, *held_out):
         spec = find_dataset(entry.source.dataset)
         assert spec is not None
-        have_rows.add(spec.path != "none")
+        have_rows.add(spec.path != "none" and not spec.has_tokens)
         why, keys = "is read by dataset_format", ["dataset_column"]
         if spec.path == "none":
             why, keys = "has no rows", ["dataset_column", "dataset_format"]
+        elif spec.has_tokens:
+            why, keys = "holds tokens", ["dataset_column", "dataset_format"]
         elif not entry.source.dataset_format:
             continue
         for key in keys:

@@ -11,6 +11,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizing import default_folder, open_cache
 
 
@@ -20,6 +21,8 @@ class CachedSource:
 
     entry: Entry
     cache: TokenCache
+    revision: str = ""
+    """Commit of a dataset of the hub."""
 
     @property
     def content(self) -> str:
@@ -41,6 +44,8 @@ class StreamedSource:
     """Hash of its settings and of the names and sizes of its files."""
     sampled: str = ""
     """Hash of a little of their content."""
+    revision: str = ""
+    """Commit of a dataset of the hub."""
 
     @property
     def content(self) -> str:
@@ -119,7 +124,12 @@ def _open(
     entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
 ) -> OpenSource:
     model, training = config.model, config.training
-    recipe = Recipe(entry, model.tokenizer_path, model.chat_template_path)
+    recipe = Recipe(
+        entry,
+        model.tokenizer_path,
+        model.chat_template_path,
+        config.experimental.custom_import,
+    )
     if not is_streamed(entry):
         folder = Path(training.token_cache_folder or default_folder())
         cache = open_cache(recipe, folder, num_workers=num_workers, check_all=check_all)
@@ -132,8 +142,9 @@ def _open(
                 "add data, or lower training.seq_len"
                 + (" or validation.num_samples" if needed > 1 else ""),
             )
-        return CachedSource(entry, cache)
+        return CachedSource(entry, cache, recipe.revision())
     documents = recipe.open(streamed=True)
+    assert not isinstance(documents, TokenFiles)  # preflight has refused it
     return StreamedSource(
         entry,
         documents,
@@ -142,4 +153,5 @@ def _open(
         window=training.shuffle_window,
         outline=recipe.outline(),
         sampled=recipe.sampled(),
+        revision=recipe.revision(),
     )

@@ -9,9 +9,11 @@ from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.chat import ChatTemplate, find_template
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.sources import Documents, fingerprint, sampled
+from meshwright.datasets.sources import DatasetSpec, Documents, fingerprint, revision, sampled
+from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
+from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
@@ -27,12 +29,24 @@ class Recipe:
     entry: Entry
     tokenizer_path: str
     chat_template_path: str = ""
+    custom_import: str = ""
+    """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
 
-    def open(self, streamed: bool) -> Documents:
+    @property
+    def _spec(self) -> DatasetSpec:
+        name = self.entry.source.dataset
+        found = find_dataset(name)
+        if self.custom_import:
+            own: dict[str, DatasetSpec] = getattr(
+                import_user_module(self.custom_import), "DATASETS", {}
+            )
+            found = own.get(name, found)
+        assert found is not None  # preflight has looked
+        return found
+
+    def open(self, streamed: bool) -> Documents | TokenFiles:
         """The documents."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None  # preflight has looked
-        return spec.open(self.entry, streamed)
+        return self._spec.open(self.entry, streamed)
 
     def encoder(self) -> Encoder:
         """The encoder of its documents."""
@@ -46,20 +60,19 @@ class Recipe:
 
     def outline(self) -> str:
         """Hash of the facts known about the documents without reading them, on any machine."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None
-        return fingerprint(self.entry, spec.files(self.entry), is_portable=True)
+        return fingerprint(self.entry, self._spec.files(self.entry), is_portable=True)
+
+    def revision(self) -> str:
+        """The commit of a dataset of the hub; "" for others."""
+        is_hub = self._spec.path == "optional" and not self.entry.source.dataset_path
+        return revision(self._spec.files(self.entry)) if is_hub else ""
 
     def sampled(self) -> str:
         """Hash of a little of the documents' content, for files that differ in nothing else."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None
-        return sampled(spec.files(self.entry))
+        return sampled(self._spec.files(self.entry))
 
     def identity(self) -> str:
         """Hash of the documents, the tokenizer and the chat template."""
-        spec = find_dataset(self.entry.source.dataset)
-        assert spec is not None
         tokenizer = build_tokenizer(self.tokenizer_path)
         try:
             template = find_template(self.tokenizer_path, self.chat_template_path)
@@ -67,7 +80,7 @@ class Recipe:
             template = ""
         parts = [
             FORMAT,
-            fingerprint(self.entry, spec.files(self.entry)),
+            fingerprint(self.entry, self._spec.files(self.entry)),
             tokenizer.fingerprint,
             tokenizer.bos_id,
             tokenizer.eos_id,

@@ -1,16 +1,16 @@
 """From rows of a table to documents."""
 
-import hashlib
-import importlib.util
 import json
-import sys
+import os
 from collections.abc import Callable
-from pkgutil import resolve_name
 from typing import Any, TypeGuard
 
-from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
+from meshwright.datasets.row_formats import FORMATS
+from meshwright.errors import where_it_ends
+from meshwright.user_module import import_user_module
 
+FORMAT_NAMES = ", ".join(f'"{name}"' for name in FORMATS)
 ToDocument = Callable[[dict[str, Any], str], Document]
 """From a row, and how to call it in an error."""
 
@@ -84,25 +84,17 @@ def shortened(value: object) -> str:
 
 def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     name = entry.source.dataset_format
+    if name in FORMATS:
+        return FORMATS[name]
     place, _, attribute = name.rpartition(":")
     try:
-        if MODULE_OBJECT.fullmatch(name):
-            function = resolve_name(name)
-        else:
-            own_name = "meshwright_format_" + hashlib.sha256(place.encode()).hexdigest()[:8]
-            spec = importlib.util.spec_from_file_location(own_name, place)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{place} is not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses look for it there
-            spec.loader.exec_module(module)
-            function = getattr(module, attribute)
+        function = getattr(import_user_module(place), attribute)
     except Exception as error:  # importing runs the user's code
-        raise entry.error(
-            "dataset_format",
-            f"cannot be imported: {type(error).__name__}: {error}",
-            'write "package.module:function" or "path/to/file.py:function"',
-        ) from error
+        fix = f'write "package.module:function" or "path/to/file.py:function", or {FORMAT_NAMES}'
+        if place.endswith(".py") and not os.path.exists(place):
+            fix = where_it_ends(place)
+        message = f"cannot be imported: {type(error).__name__}: {error}"
+        raise entry.error("dataset_format", message, fix) from error
     if not callable(function):
         raise entry.error("dataset_format", f"is a {type(function).__name__}, not a function")
     return function

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,16 @@ from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, line_reader, row_reader
-from meshwright.errors import ConfigError, RecordError, check
+from meshwright.datasets.token_files import TokenFiles, token_paths
+from meshwright.errors import ConfigError, RecordError, check, where_it_ends
 
 SUFFIXES = {
     "json": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
     "parquet": (".parquet",),
     "text": (".txt", ".md"),
     "arrow": (".arrow",),
+    "megatron": (".bin",),
+    "tokens": (".npy", ".bin"),
 }
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 """Files with a record a line."""
@@ -74,7 +78,7 @@ class Documents(Protocol):
 class DatasetSpec:
     """An entry of the dataset table."""
 
-    open: Callable[[Entry, bool], Documents]
+    open: Callable[[Entry, bool], Documents | TokenFiles]
     """Of a source; whether it is to be streamed."""
     files: Callable[[Entry], list[str]]
     """Its files, as paths or addresses: another list means other documents."""
@@ -82,6 +86,8 @@ class DatasetSpec:
     """The role of `dataset_path`."""
     is_large: bool = False
     """Whether it is streamed unless the config says otherwise."""
+    has_tokens: bool = False
+    """It holds tokens, which are read where they lie, instead of documents."""
 
 
 class IndexedDocuments:
@@ -212,6 +218,15 @@ def fingerprint(entry: Entry, files: list[str], *, is_portable: bool = False) ->
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+
+def revision(files: list[str]) -> str:
+    """The commit that addresses of the hub name; "" if they are local."""
+    found = {match[1] for file in files if (match := COMMIT.search(file))}
+    return " ".join(sorted(found))
+
+
 SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
 
 
@@ -272,7 +287,13 @@ def local_files(builder: str, entry: Entry) -> list[str]:
         found = glob.glob(glob.escape(literal) + path[len(literal) :], recursive=True)
         wanted = "such a file or folder"
     if not found:
-        raise entry.error("dataset_path", f"there is not {wanted}")
+        fixed = path  # as much of it as is no pattern
+        while glob.has_magic(fixed):
+            fixed = os.path.dirname(fixed)
+        fix = f"check the path: {fixed or '.'} holds none"
+        if not os.path.exists(fixed):
+            fix = where_it_ends(fixed)
+        raise entry.error("dataset_path", f"there is not {wanted}", fix)
     return sorted(found)
 
 
@@ -289,6 +310,28 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     return _load(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
 
 
+def token_files(kind: str, entry: Entry) -> list[str]:
+    """The files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
+    found = token_paths(kind, _token_paths(kind, entry))
+    indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
+    for index in indices:
+        if not Path(index).is_file():
+            raise entry.error("dataset_path", f"there is no {index}")
+    return [*found, *indices]
+
+
+def _token_paths(kind: str, entry: Entry) -> list[str]:
+    path = entry.source.dataset_path
+    if kind == "megatron" and Path(f"{path}.bin").is_file():
+        return [f"{path}.bin"]  # Megatron names both files without their endings
+    return [file for file in local_files(kind, entry) if not file.endswith(".idx")]
+
+
+def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:
+    """Files of tokens that others have made."""
+    return TokenFiles(entry, token_paths(kind, _token_paths(kind, entry)))
+
+
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
     """Addresses, with the revision, of the files of one split; or paths of a local copy."""
     path = entry.source.dataset_path
@@ -297,7 +340,10 @@ def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:
     import datasets  # here, because it takes a second that other sources need not wait for
 
     with _openable(entry):
-        builder = datasets.load_dataset_builder(repository, _subset(entry, subset))
+        revision = entry.source.dataset_revision or None
+        builder = datasets.load_dataset_builder(
+            repository, _subset(entry, subset), revision=revision
+        )
         return [str(file) for file in builder.config.data_files[entry.source.dataset_split]]
 
 
@@ -308,7 +354,8 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
         name = entry.source.dataset_subset or None
         kept_in = _arrow_folder(entry, hub_files(repository, subset, entry))
         return _load(entry, streamed, path, name=name, split=split, cache_dir=kept_in)
-    return _load(entry, streamed, repository, name=_subset(entry, subset), split=split)
+    name, revision = _subset(entry, subset), entry.source.dataset_revision or None
+    return _load(entry, streamed, repository, name=name, split=split, revision=revision)
 
 
 def _arrow_folder(entry: Entry, files: list[str]) -> str:
@@ -428,10 +475,15 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
     )
     if spec.path == "required":
         spec.files(entry)
-    elif path:
-        check(Path(path).exists(), key, path, "no such file or folder")
+    elif path and not Path(path).exists():
+        check(False, key, path, "no such file or folder", where_it_ends(path))
+    if spec.has_tokens and source.dataset_mode == "streamed":
+        raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
     if source.dataset_subset and not is_hub:
         raise entry.error("dataset_subset", f"dataset {name!r} has no subsets", "leave it out")
+    if source.dataset_revision and (not is_hub or path):
+        what = "a local copy has" if is_hub else f"dataset {name!r} has"
+        raise entry.error("dataset_revision", f"{what} no revisions", "leave it out")
     splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
     if splits and source.dataset_split not in splits:
         raise entry.error("dataset_split", f"dataset {name!r} has only {' and '.join(splits)}")

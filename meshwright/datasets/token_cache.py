@@ -2,12 +2,14 @@
 
 A cache is a folder. Of each part, which one process wrote: `00000.tokens`, the ids of its documents
 one after the other, uint16 or uint32; and `00000.npz`, the lengths of the documents and checksums.
-Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is.
+Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is. Where the
+tokens are files of others, `sources.json` has the path of each part's, and the byte it begins at.
 """
 
 import functools
+import json
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,7 @@ OF_CACHE = (
 """and of the whole."""
 
 KEY = "training.token_cache_folder"
+SOURCES = "sources.json"
 
 Lengths = npt.NDArray[np.uint32]
 Starts = npt.NDArray[np.int64]
@@ -46,10 +49,14 @@ class Part:
 
     folder: Path
     number: int
+    source: Path | None = None
+    """File of others that holds its tokens,"""
+    offset: int = 0
+    """from this byte on."""
 
     @property
     def tokens(self) -> Path:
-        return self.folder / f"{self.number:05}.tokens"
+        return self.source or self.folder / f"{self.number:05}.tokens"
 
     @property
     def index(self) -> Path:
@@ -57,11 +64,38 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def checksums(path: Path, block_bytes: int = BLOCK_BYTES) -> npt.NDArray[np.uint32]:
-    """CRC-32 of each block of the file."""
+def checksums(
+    path: Path, block_bytes: int = BLOCK_BYTES, *, offset: int = 0
+) -> npt.NDArray[np.uint32]:
+    """CRC-32 of each block of the file from `offset` on."""
     with open(path, "rb") as file:
+        file.seek(offset)
         blocks = iter(lambda: file.read(block_bytes), b"")
         return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
+def save_sources(folder: Path, parts: Sequence[Part]) -> None:
+    """Note where the tokens of `parts` are."""
+    sources = [{"path": str(part.source), "offset": part.offset} for part in parts]
+    (folder / SOURCES).write_text(json.dumps(sources), "utf-8")
+
+
+def _parts(folder: Path, count: int) -> list[Part]:
+    """The parts of a cache.
+
+    Raises:
+        DamagedError: if it is not known where their tokens are.
+    """
+    if not (folder / SOURCES).exists():
+        return [Part(folder, number) for number in range(count)]
+    try:
+        sources = json.loads((folder / SOURCES).read_text("utf-8"))
+        found = [(Path(source["path"]), int(source["offset"])) for source in sources]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{SOURCES}: {error}") from error
+    if len(found) != count:
+        raise DamagedError(f"{SOURCES} has {len(found)} of {count} parts")
+    return [Part(folder, number, *place) for number, place in enumerate(found)]
 
 
 def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
@@ -105,10 +139,10 @@ class TokenCache:
         self.num_tokens = int(self.block_starts[-1])
         self.num_documents = int(arrays["num_documents"])
         self._dtype = np.dtype(str(arrays["dtype"]))
-        self._parts = [Part(folder, number) for number in range(len(self._part_starts) - 1)]
+        self._parts = _parts(folder, len(self._part_starts) - 1)
         sizes = np.diff(self._part_starts) * self._dtype.itemsize
         for part, size in zip(self._parts, sizes.tolist(), strict=True):
-            _check_size(part.tokens, size)
+            _check_size(part.tokens, part.offset + size)
         _check_size(folder / "lengths", 4 * self.num_documents)
         self._tokens = functools.cache(self._map_tokens)
         self._lengths: Lengths = map_file(folder / "lengths", np.uint32)
@@ -147,7 +181,7 @@ class TokenCache:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]
         except DamagedError as error:
             raise self._forget(part, f"{part.index}: damaged: {error}") from error
-        tokens = map_file(part.tokens, self._dtype)
+        tokens = map_file(part.tokens, np.uint8)[part.offset :].view(self._dtype)
         return tokens, np.zeros(len(expected), np.bool_), expected
 
     def _forget(self, part: Part | None, what: str) -> ConfigError:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.entry import Entry
+from meshwright.datasets.indexing import index_tokens
 from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import (
@@ -33,7 +34,9 @@ from meshwright.datasets.token_cache import (
     TokenCache,
     checksums,
     load_arrays,
+    save_sources,
 )
+from meshwright.datasets.token_files import FormatError, TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
@@ -110,9 +113,15 @@ def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> To
         left_over.unlink()
     entry = recipe.entry
     documents = recipe.open(streamed=False)
-    first = next(iter(documents.read(0, documents.parts)), "")
-    dtype = _dtype(recipe, is_chat=not isinstance(first, str))
-    parts = [Part(folder, number) for number in range(documents.parts)]
+    if isinstance(documents, TokenFiles):
+        files = documents.open(build_tokenizer(recipe.tokenizer_path).vocab_size)
+        dtype = files[0].dtype
+        parts = [Part(folder, n, file.path, file.offset) for n, file in enumerate(files)]
+        save_sources(folder, parts)
+    else:
+        first = next(iter(documents.read(0, documents.parts)), "")
+        dtype = _dtype(recipe, is_chat=not isinstance(first, str))
+        parts = [Part(folder, number) for number in range(documents.parts)]
     missing = [part for part in parts if not _is_complete(part, dtype, check_all)]
     if missing:
         (folder / "cache.npz").unlink(missing_ok=True)
@@ -151,9 +160,10 @@ def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
         return False
     size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
-    is_same = part.tokens.stat().st_size == size
+    is_same = part.tokens.stat().st_size == part.offset + size
     if is_same and check_all:
-        is_same = np.array_equal(checksums(part.tokens), index["token_checksums"])
+        found = checksums(part.tokens, offset=part.offset)
+        is_same = np.array_equal(found, index["token_checksums"])
     if not is_same:
         logger.warning("%s is damaged: made again", part.tokens)
     return is_same
@@ -199,7 +209,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
 
 
 @functools.lru_cache(1)
-def _opened(recipe: Recipe) -> tuple[Documents, Encoder]:
+def _opened(recipe: Recipe) -> tuple[Documents | TokenFiles, Encoder]:
     """A worker opens its source once."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     return recipe.open(streamed=False), recipe.encoder()
@@ -208,6 +218,8 @@ def _opened(recipe: Recipe) -> tuple[Documents, Encoder]:
 def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
     """Tokenise the documents of one part; the number of its tokens."""
     documents, encoder = _opened(recipe)
+    if isinstance(documents, TokenFiles):
+        return _index_part(recipe, documents, part)
     lengths, num_bytes = [], 0
     unfinished = part.tokens.with_suffix(f".{os.getpid()}.unfinished")
     has_flags = np.dtype(dtype).itemsize == 4
@@ -237,6 +249,18 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
         num_bytes=np.int64(num_bytes),
     )
     return sum(lengths)
+
+
+def _index_part(recipe: Recipe, files: TokenFiles, part: Part) -> int:
+    """Write the index of one file of tokens; return the number of its tokens."""
+    tokenizer = build_tokenizer(recipe.tokenizer_path)
+    file = files.open(tokenizer.vocab_size)[part.number]
+    try:
+        index = index_tokens(file, tokenizer)
+    except (FormatError, OSError) as error:
+        raise files.error(file.path, str(error)) from error
+    _save(part.index, **index)
+    return file.num_tokens
 
 
 class _Checksummed:
@@ -287,7 +311,10 @@ def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None
     if not len(lengths):
         raise entry.error("dataset", "holds no text")
     unfinished = folder / "lengths.unfinished"
-    lengths.tofile(unfinished)
+    with open(unfinished, "wb") as file:
+        file.write(lengths.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, folder / "lengths")
     firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
     per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)

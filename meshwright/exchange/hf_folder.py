@@ -4,7 +4,7 @@ Free of torch, so that a job that cannot start says so before any rank does.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
 from meshwright.exchange.safetensors_file import ITEM_BYTES, StoredTensor, read_header
 from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
 from meshwright.models.foreign import Dimension, ForeignTensor
 from meshwright.models.hugging_face import HuggingFaceForm
 
@@ -84,21 +85,38 @@ def _check_single(place: Place) -> None:
     place.check(False, f"holds neither {SINGLE} nor {INDEX}")
 
 
+def find_family(place: Place, families: Sequence[Family]) -> Family:
+    """Return the family that the folder's config.json names.
+
+    Raises:
+        ConfigError: if it is none of `families`.
+    """
+    kind = _read_config(place).get("model_type")
+    found = [family for family in families if family.hf.model_type == kind]
+    known = ", ".join(family.hf.model_type for family in families)
+    place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}")
+    return found[0]
+
+
 def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
     """The folder's config.json as our dimensions.
 
     Raises:
         ConfigError: if it is of a model that ours cannot be.
     """
-    place.check(place.path.is_dir(), "no such folder")
-    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
-    config = place.read_json(CONFIG)
+    config = _read_config(place)
     try:
         return form.read_config(config)
     except ValueError as error:
         raise ConfigError(
             place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
         ) from None
+
+
+def _read_config(place: Place) -> dict[str, Any]:
+    place.check(place.path.is_dir(), "no such folder")
+    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
+    return place.read_json(CONFIG)
 
 
 def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:

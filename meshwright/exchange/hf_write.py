@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from meshwright.exchange.hf_folder import INDEX, SINGLE
 from meshwright.exchange.hf_read import halves
 from meshwright.models.foreign import ForeignTensor
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_weights(
@@ -89,5 +88,3 @@ def _write_file(
                 tensor = halves(tensor, foreign.head_dim)
             stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
             del tensor  # before the next is read
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -10,7 +10,7 @@ from meshwright.checkpoint.find import find_candidates, find_checkpoint, saved_a
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import check
+from meshwright.errors import check, where_it_ends
 from meshwright.exchange.hf_folder import check_args, check_hf_folder, is_hf_folder
 from meshwright.exchange.meta_folder import check_meta_folder, is_meta_folder
 from meshwright.exchange.torchtitan_folder import find_names, is_torchtitan_folder
@@ -41,7 +41,8 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
         ConfigError: if it is not there, not of the kind that is said, or damaged.
     """
     place = Place(KEY, Path(config.initial_load_path))
-    place.check(place.path.exists(), "no such folder")
+    if not place.path.exists():
+        place.check(False, "no such folder", where_it_ends(place.path))
     place.check(place.path.is_dir(), "is not a folder")
     if config.initial_load_in_hf:
         place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))

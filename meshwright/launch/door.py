@@ -3,27 +3,19 @@
 python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
 """
 
-import os
 import signal
-from types import FrameType
 
-from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from meshwright.launch.process import stop_signals
+from meshwright.launch.process import exit_when_asked
 
 
 def main() -> None:
     """Run the job. What asks it to stop before there is a rank ends it here."""
-    for number in stop_signals():
-        signal.signal(number, _end)
+    exit_when_asked()
     # asks ranks for their stacks; who sends it to all that runs train.py means no harm
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     from meshwright.launch.torchrun import launch  # takes seconds, for torch
 
     launch()
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
 
 
 if __name__ == "__main__":

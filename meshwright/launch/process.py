@@ -4,6 +4,9 @@ import ctypes
 import os
 import signal
 import sys
+from types import FrameType
+
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """Signals that Slurm and others send some time before they kill; and Ctrl-C."""
@@ -21,6 +24,16 @@ def stop_signals() -> list[signal.Signals]:
     """Return those to heed: a shell without job control has its background ignore Ctrl-C."""
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return [n for n in STOP_SIGNALS if n != signal.SIGINT or not is_ignored]
+
+
+def exit_when_asked() -> None:
+    """End this process at once when it is asked to stop: there is nothing to save yet."""
+    for number in stop_signals():
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
 
 
 def die_with_parent(parent: int) -> None:

@@ -17,18 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import (
-    EXIT_CONFIG,
-    EXIT_DATA,
-    EXIT_INTERRUPTED,
-    EXIT_SAVE,
-    EXIT_STOPPED,
-    EXIT_TRAINING,
-    ConfigError,
-)
+from meshwright.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
 
-OWN_CODES = (EXIT_CONFIG, EXIT_TRAINING, EXIT_SAVE, EXIT_DATA)
+OWN_CODES = tuple(EXIT_CODES.values())
 """What the ranks have said themselves."""
 INTERRUPTED = signal.SIGINT.name
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
+from meshwright.errors import divisors_of
 from meshwright.models.table import (
     AttentionSpec,
     BlockSpec,
@@ -87,7 +88,8 @@ class DecoderArgs(ABC):
             raise ValueError(f"n_layers = {self.n_layers}: must be at most {MOST_LAYERS}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}"
+                f"n_kv_heads = {self.n_kv_heads}: must divide n_heads = {self.n_heads}: "
+                f"use {divisors_of(self.n_heads)}"
             )
         if self.head_dim is None:
             if self.dim % (2 * self.n_heads):

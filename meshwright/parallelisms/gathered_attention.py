@@ -83,8 +83,8 @@ class _GatheredAttention(torch.autograd.Function):
         q, k, v, output, *sums = ctx.saved_tensors
         chunks, is_flash, scale = ctx.options
         _, backward = kernels(q) if is_flash else efficient_kernels()
-        # sums of up to four parts; in fp32, so that 16-bit types are rounded once
-        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        # of no element are there more than two parts, so that 16-bit sums, too, are rounded once
+        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
         by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
         for into, grad_out, queries, out, logsumexp, seen in zip(
             *by_chunk, sums, _keys(q, chunks), strict=True
@@ -103,7 +103,7 @@ class _GatheredAttention(torch.autograd.Function):
                 into += of_q
                 grad_k[:, :, keys] += of_k
                 grad_v[:, :, keys] += of_v
-        return (*(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), None, None, None)
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def _keys(q: Tensor, chunks: tuple[int, int]) -> list[list[tuple[slice, bool]]]:

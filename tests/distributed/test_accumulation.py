@@ -1,12 +1,15 @@
 """In which type the microbatches of a step are added up."""
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
 from meshwright.health import Health
+from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.distributed.test_step import adamw, global_batch
+from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import parallel_model
 
 
@@ -58,3 +61,28 @@ def test_bf16_reduction_adds_up_microbatches_in_fp32_if_each_is_reduced(on_ranks
         assert on_shards == 0
         # why preflight refuses it; if torch adds up whole gradients in fp32 one day, allow it
         assert whole > 100
+
+
+def _sums_of_weights_alone() -> set[float]:
+    """As a schedule leaves them that computes gradients of weights one after the other, without
+    those of inputs between, in which FSDP2 would add them up itself."""
+    model, _ = parallel_model(ParallelDims(dp_replicate=1, dp_shard=1), param_dtype=torch.bfloat16)
+    stage, sums = model.stages[0], set[float]()
+    modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    for value in (256.0, 1.0, 1.0):
+        for parameter in stage.parameters():
+            grad = torch.full_like(parameter, value)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        accumulate_in_reduce_dtype(stage)
+    for module in modules:
+        for group in parameter_groups(module):
+            for parameter in group.fsdp_params:
+                sums |= {*parameter.unsharded_accumulated_grad.flatten().tolist()}
+    return sums
+
+
+def test_gradients_of_weights_alone_are_added_up_in_fp32(on_ranks) -> None:
+    """In bf16, 256 + 1 is 256."""
+    assert on_ranks(1, _sums_of_weights_alone) == [{258.0}]

@@ -18,6 +18,7 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
+from meshwright.exchange import initial_on_ranks
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
@@ -100,6 +101,30 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in(on_ranks, tmp_path
         assert f"; rank 0 (on {host}): " in line
         assert fix.startswith("  fix: ")
     assert f"rank 1 (on {host}): 0.0001; rank 0 (on {host}): 0.004" in first["a key"]
+
+
+def test_the_few_differ_from_the_many(monkeypatch) -> None:
+    """Whichever ranks come first: one machine with old code is named, not all others."""
+    there = [(host, {"code": code}) for host, code in zip("abcd", "1222", strict=True)]
+
+    def gather(gathered: list, mine: object) -> None:
+        gathered[:] = there
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(there))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(ConfigError) as error:
+        agreement.check_same({})
+    assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
+
+
+def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch) -> None:
+    def gather(gathered: list, mine: str, group: object) -> None:
+        gathered[:] = ["", "it was deleted"]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    for mine in ("", "it was deleted"):
+        assert initial_on_ranks._first_problem(mine, None) == "rank 1: it was deleted"
 
 
 def test_ranks_in_words() -> None:

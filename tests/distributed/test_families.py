@@ -9,12 +9,13 @@ from meshwright.health import Health
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import fill_normal, local_box
 from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS
 from meshwright.step import train_step
 from tests.helpers.families import small
 from tests.helpers.packed import packed
-from tests.helpers.tiny import SEQ_LEN, parallel_model, plain_model, whole
+from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole
 
 ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
 MESHES = {
@@ -112,3 +113,20 @@ def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(
     on_ranks, family, ranks
 ) -> None:
     on_ranks(ranks, _compare_all, family, ranks)
+
+
+def _other_elements() -> float:
+    """Share of a 16-bit norm's elements that are not those of a norm in fp32, rounded."""
+    mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, tp=2), "cpu").tp
+    generator, norm = torch.Generator().manual_seed(0), torch.nn.RMSNorm(64, eps=1e-6)
+    x = torch.randn(2, 50, 64, generator=generator).bfloat16()
+    got, want = (
+        NormOverRanks(norm, mesh)(x.chunk(2, -1)[mesh.get_local_rank()]),
+        norm(x.float()).bfloat16().chunk(2, -1)[mesh.get_local_rank()],
+    )
+    assert got.dtype == torch.bfloat16
+    return (got != want).float().mean().item()
+
+
+def test_a_norm_over_ranks_is_computed_in_fp32(on_ranks) -> None:
+    assert max(on_ranks(2, _other_elements)) < 0.01  # sums in another order

@@ -7,12 +7,12 @@ import torch
 
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.cli.checkpoint import main as checkpoint_tool
-from meshwright.cli.export import main as export
 from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.helpers.cli import checkpoint as checkpoint_tool
+from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
 from tests.helpers.tiny import parallel_model, whole

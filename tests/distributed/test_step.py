@@ -71,6 +71,7 @@ def steps_on_mesh(
     num_microbatches: int,
     options: dict,
     args: LlamaArgs = TINY,
+    *,
     reduce_every_microbatch: bool = False,
     is_early: bool = False,
 ) -> None:
@@ -171,7 +172,8 @@ def test_reducing_every_microbatch_does_not_change_the_numbers(
     on_ranks, replicate, shard, tp
 ) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    on_ranks(replicate * shard * tp, steps_on_mesh, dims, 2, {}, TINY, True)
+    steps = functools.partial(steps_on_mesh, reduce_every_microbatch=True)
+    on_ranks(replicate * shard * tp, steps, dims, 2, {})
 
 
 @pytest.mark.parametrize("attention", ["gather", "ring"])
@@ -305,9 +307,8 @@ EARLY = {
 @pytest.mark.parametrize(("dims", "options", "args"), EARLY.values(), ids=EARLY)
 def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
     num_microbatches = 4 if dims.pp > 1 else 2
-    on_ranks(
-        dims.dp * dims.tp * dims.pp, steps_on_mesh, dims, num_microbatches, options, args, True
-    )
+    steps = functools.partial(steps_on_mesh, is_early=True)
+    on_ranks(dims.dp * dims.tp * dims.pp, steps, dims, num_microbatches, options, args)
 
 
 def _most_gradients() -> int:

@@ -33,6 +33,8 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
         while not stop.is_over(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
             time.sleep(0.001 + 0.002 * rank)
+            if rank == 0 and step == 5 and way == "data":
+                stop.fail(OSError("gone later"), last_step=9)
             if rank == 1 and step == 5:
                 if way == "file":
                     (folder / STOP_FILE).touch()
@@ -82,7 +84,7 @@ def _without_delay(folder: Path, way: str) -> tuple[int, str]:
 
 
 def test_all_ranks_stop_where_the_data_of_one_ends(on_ranks, tmp_path) -> None:
-    """Said at step 5, of step 7; no rank waits for another."""
+    """Said at step 5, of step 7; no rank waits for another, nor tells of what comes after it."""
     want = (7, "{1: RuntimeError('OSError: gone')}")
     assert on_ranks(2, _without_delay, tmp_path, "data") == [want, want]
 

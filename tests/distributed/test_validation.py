@@ -3,16 +3,23 @@
 import dataclasses
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from meshwright import build
 from meshwright.batch import Batch
-from meshwright.loss import IGNORE
+from meshwright.config.job_config import Source
+from meshwright.config.loader import load_config
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.opening import CachedSource
+from meshwright.loss import IGNORE, summed_loss
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.preflight import preflight
 from meshwright.validation import Evaluation, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_state_dict import Job, assert_equal
@@ -28,7 +35,7 @@ TP = dataclasses.replace(ALONE, tp=2)
 CP = dataclasses.replace(ALONE, cp=2)
 PP = dataclasses.replace(ALONE, pp=2)
 PACKED = [packed(1), packed(2)]
-TOKEN_BYTES = torch.arange(TINY.vocab_size) % 5
+TOKEN_BYTES = (torch.arange(TINY.vocab_size) + 1) % 5  # token 0 has some, too
 
 
 def num_ranks(dims: ParallelDims) -> int:
@@ -121,6 +128,23 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
     assert math.isnan(nothing.perplexity)
     assert math.isnan(nothing.bits_per_byte)
     assert (nothing.num_labels, nothing.num_bytes) == (0, 0)
+
+
+def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> None:
+    plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"])[0], 1)
+    monkeypatch.setattr(build, "evaluate", lambda *_: Evaluation(1.0, num_labels=1, num_bytes=1))
+    sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
+    validate = build.build_validation(plan, sources, Mock(), torch.device("cpu"))
+    is_stopped = Mock(side_effect=[False, True])
+    figures = validate(Mock(), is_stopped, Mock())
+    assert {name.split("/")[1] for name in figures} == {"a"}
+
+
+def test_losses_are_added_up_in_fp64() -> None:
+    """Beside 2^24 an fp32 sum has no place for halves."""
+    logits = torch.tensor([[[0.0, -(2.0**24)], [0.0, 0.0], [0.0, 0.0]]])
+    total = summed_loss(logits, torch.tensor([[1, 0, 0]])).item()
+    assert total == pytest.approx(2**24 + 2 * math.log(2), rel=1e-12)
 
 
 def test_a_perplexity_beyond_a_float_is_infinite() -> None:

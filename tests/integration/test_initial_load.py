@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.cli.check_job import main as check_job
-from meshwright.cli.checkpoint import main as checkpoint_tool
-from meshwright.cli.export import main as export
-from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
+from tests.helpers.cli import check_job, export, generate_text
+from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
 from tests.integration.test_launcher import CONFIG, launch, losses, train_alone
@@ -219,7 +217,7 @@ def sound(tmp_path_factory) -> Path:
     """A folder that is right."""
     folder = save_transformers(tmp_path_factory.mktemp("sound") / "hf")
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    check_job(["2", "--job.config_file", str(CONFIG), *options])
+    check_job(["--ngpu", "2", "--job.config_file", str(CONFIG), *options])
     return folder
 
 
@@ -279,7 +277,8 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
     folder = tmp_path / "hf"
     shutil.copytree(sound, folder)
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    job = ["2", "--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path / "out")]
+    words_of_job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out"
+    job = words_of_job.split()
     damage(folder)
     with pytest.raises(ConfigError) as caught:
         check_job([*job, *options])
@@ -293,7 +292,14 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
 def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
     folder = save_transformers(tmp_path / "hf")
     checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
-    job = ["2", "--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path / "out")]
+    job = [
+        "--ngpu",
+        "2",
+        "--job.config_file",
+        str(CONFIG),
+        "--job.dump_folder",
+        str(tmp_path / "out"),
+    ]
 
     def message(path: Path | str, in_hf: bool, **changed: object) -> str:
         options = {"checkpoint__initial_load_path": path, "checkpoint__initial_load_in_hf": in_hf}

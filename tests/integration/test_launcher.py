@@ -507,26 +507,6 @@ def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("own", "want"),
-    [
-        ({}, "expandable_segments:True/unset"),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync/unset"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "unset/max_split_size_mb:64"),
-    ],
-)
-def test_segments_expand_unless_the_user_says_otherwise(tmp_path: Path, own, want) -> None:
-    python = tmp_path / "bin" / "python"  # says what the launcher runs it with
-    variables = _with_nvidia_smi(tmp_path, **own) | {"VIRTUAL_ENV": str(tmp_path)}
-    shown = "${PYTORCH_ALLOC_CONF-unset}/${PYTORCH_CUDA_ALLOC_CONF-unset}"
-    python.write_text(f'#!/bin/sh\necho "{shown}"\n')
-    python.chmod(0o755)
-    result = subprocess.run(
-        command(tmp_path / "out"), env=variables, capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout.splitlines()[-1] == want, result.stderr
-
-
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
     """A file system of its own."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import plan
+from meshwright.cli.main import run
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
 
@@ -65,4 +65,4 @@ def test_mistakes_are_named(words, what) -> None:
     if "3" in words:
         words = [*words, "--training.global_batch_size=16"]
     with pytest.raises(ConfigError, match=what):
-        plan.main([str(DEBUG), *words])
+        run(["plan", str(DEBUG), *words])

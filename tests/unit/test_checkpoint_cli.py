@@ -12,10 +12,10 @@ import torch
 
 from meshwright.checkpoint import commit, survey
 from meshwright.checkpoint.retention import retire
-from meshwright.cli.checkpoint import main
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import set_manifest
+from tests.helpers.cli import checkpoint as main
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, save_checkpoint
 from tests.helpers.tiny import plain_model

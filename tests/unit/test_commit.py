@@ -192,6 +192,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
 
 
+def test_a_damaged_one_is_deleted_in_its_turn(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    no_json(tmp_path / "step-5")
+    retire(tmp_path, 2)
+    assert commit.saved_steps(tmp_path) == [10, 15]
+
+
 def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60, 70):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
@@ -217,11 +225,16 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
         being_read(tmp_path / "step-10").__enter__()
 
 
-def test_what_is_deleted_while_it_is_opened_is_not_read(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_what_is_deleted_while_it_is_opened_is_not_read(
+    tmp_path: Path, monkeypatch, is_saved_again: bool
+) -> None:
     checkpoint = save(tmp_path, 5)
 
     def delete_first(*of_flock: object) -> bool:
         shutil.rmtree(checkpoint)
+        if is_saved_again:  # the lock is on the manifest of before
+            save(tmp_path, 5)
         return True
 
     monkeypatch.setattr(locks, "lock", delete_first)

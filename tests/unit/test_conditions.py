@@ -9,7 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import meshwright
-from meshwright.cli.check_job import main as check_job
 from meshwright.config.checks import check_device
 from meshwright.config.conditions import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
 from meshwright.config.job_config import JobConfig
@@ -18,6 +17,7 @@ from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
 from meshwright.log import logger
 from meshwright.preflight import preflight
+from tests.helpers.cli import check_job
 
 PACKAGE = Path(meshwright.__file__).parent
 DEFAULTS = JobConfig()
@@ -28,6 +28,7 @@ KEYS = [
 ]
 JSON_SOURCE = {"dataset": "json", "dataset_path": __file__, "weight": 1.0}
 VALUES: dict[str, Any] = {
+    "lr_scheduler.total_steps": 20_000,
     "model.flavor": "llama3_8b",
     "model.args": {"n_layers": 2, "vocab_size": 258},
     "model.frozen": ["norm.weight"],
@@ -97,17 +98,22 @@ def keys_of(**sections: str) -> set[str]:
     return {f"{name}.{key}" for name, keys in sections.items() for key in keys.split()}
 
 
-SOURCE = "dataset dataset_path dataset_subset dataset_split dataset_column dataset_format"
+SOURCE = (
+    "dataset dataset_path dataset_subset dataset_revision dataset_split dataset_column "
+    "dataset_format"
+)
 OUTCOMES = {
     "refused": keys_of(
         job="max_run_seconds",
         model="name tokenizer_path",
-        training="dataset dataset_path dataset_subset dataset_split global_batch_size",
+        training="dataset dataset_path dataset_subset dataset_revision dataset_split "
+        "global_batch_size",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
         "pipeline_parallel_degree",
         checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf",
         metrics="enable_wandb",
+        experimental="custom_import",
     ),
     "idle": keys_of(
         model="chat_template_path",
@@ -119,8 +125,10 @@ OUTCOMES = {
         "fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
-        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure",
-        profiling="save_traces_folder profile_freq profiler_warmup profiler_active",
+        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
+        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
+        "save_memory_snapshot_folder",
     ),
     "acts": keys_of(
         job="config_file dump_folder description device_memory_gib",
@@ -131,13 +139,13 @@ OUTCOMES = {
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
-        lr_scheduler="warmup_steps decay_ratio decay_type min_lr_factor",
+        lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         parallelism="data_parallel_shard_degree fsdp_reshard_after_forward fsdp_prefetch_layers",
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
         metrics="log_freq enable_tensorboard save_tb_folder",
-        profiling="enable_profiling",
+        profiling="enable_profiling enable_memory_snapshot",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
 }
@@ -162,7 +170,7 @@ def test_every_key_is_read_by_what_it_is_for(key: str) -> None:
 
 
 def _is_rule(file: Path) -> bool:
-    return file.parent.name == "config" or file.name == "idle.py"
+    return "config" in file.relative_to(PACKAGE).parts or file.name == "idle.py"
 
 
 JSON = {"training__dataset": "json", "training__dataset_path": "x"}
@@ -194,6 +202,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     "training.dataset_path": JSON,
     "model.chat_template_path": JSON,
     "training.dataset_subset": {"training__dataset": "c4"},
+    "training.dataset_revision": {"training__dataset": "c4"},
     "training.dataset_split": {},
     "training.dataset_mode": {},
     "training.shuffle_window": STREAMED,
@@ -218,9 +227,15 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
             *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            "on_save_failure",
+            *("on_save_failure", "load_only", "enable_first_step_checkpoint"),
+            *("last_save_model_only", "last_save_in_hf"),
         )
     },
+    "checkpoint.export_dtype": {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_model_only": True,
+    },
+    "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
     **{
         f"profiling.{key}": {"profiling__enable_profiling": True}
@@ -288,7 +303,7 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]
 def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
-    check_job(["1", *words])
+    check_job(["--ngpu", "1", *words])
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
     tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
     pp = "parallelism.pipeline_parallel_degree = 1"
@@ -310,12 +325,12 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
         "tensor": "nothing is compiled by inductor",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            check_job(["2", *words, f"--parallelism.{key}_parallel_degree", "2"])
+            check_job(["--ngpu", "2", *words, f"--parallelism.{key}_parallel_degree", "2"])
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
     words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
-    check_job(["2", *words, "--job.dump_folder", str(tmp_path)])
+    check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == ""
 
 

@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.preflight import preflight
 from meshwright.specs import MODELS
 from tests.helpers.checkpoints import BARE
+from tests.helpers.cli import command
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs" / "debug_model.toml"
@@ -36,7 +37,8 @@ def error_of(arguments: list[str], ranks: int = 1) -> str:
         with config_errors(provenance):
             preflight(config, ranks)
     except ConfigError as error:
-        return str(error)
+        # without the source lines and carets, which tests/unit/test_help.py looks at
+        return "\n".join(x for x in str(error).splitlines() if not x.startswith("    "))
     pytest.fail("no error")
 
 
@@ -108,8 +110,8 @@ def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
             2,
             "unknown key training.step\n  fix: did you mean training.steps?",
         ),
-        ('[training]\n\nsteps = "3"\n', 3, "training.steps = '3': input should be a valid integer"),
-        ("[training]\nsteps = 0\n", 2, "training.steps = 0: input should be greater than 0"),
+        ('[training]\n\nsteps = "3"\n', 3, "training.steps = '3': must be a whole number"),
+        ("[training]\nsteps = 0\n", 2, "training.steps = 0: should be greater than 0"),
         ("[training]\nsteps = -3\n", 2, "training.steps = -3"),
         ("[training]\nlocal_batch_size = 0\n", 2, "training.local_batch_size = 0"),
         ("[training]\nseq_len = 0\n", 2, "training.seq_len = 0"),
@@ -136,6 +138,7 @@ PATH_KEYS = (
     *("validation.dataset_path", "validation.dataset_format"),
     *("checkpoint.folder", "checkpoint.initial_load_path"),
     *("metrics.save_tb_folder", "profiling.save_traces_folder"),
+    "profiling.save_memory_snapshot_folder",
 )
 
 
@@ -178,12 +181,12 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
     ("words", "says"),
     [
         (["--training.stepz", "3"], "--training.stepz: unknown key training.stepz"),
-        (["--training.steps"], "--training.steps: needs a value"),
+        (["--training.steps"], "argument --training.steps: expected one argument"),
         (["--training.steps", "3", "--training.steps=3"], "--training.steps: given twice"),
         (["--compile.enable", "--compile.enable=false"], "--compile.enable: given twice"),
         (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),
-        (["training.steps", "3"], "'training.steps': expected --section.key value"),
-        (["--training.steps.x", "3"], "training.steps = {'x': 3}: input should be a valid integer"),
+        (["training.steps=3"], "expected --section.key value\n  fix: write --training.steps=3"),
+        (["--training.steps.x", "3"], "training.steps = {'x': 3}: must be a whole number"),
         (["--model.name", "lama"], "did you mean llama?"),
         (["--model.flavor", "llama3_9b"], "did you mean llama3_8b?"),
         (["--model.args.n_layer", "2"], "did you mean n_layers?"),
@@ -196,16 +199,22 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.tokenizer_path", "/proc/self"], "holds no tokenizer.json or tokenizer.model"),
         (["--model.frozen", '["layer.*"]'], "model.frozen = 'layer.*': matches no parameter"),
         (["--model.frozen", '["tok*", "*.weight"]'], "leaves no parameter to train"),
-        (["--optimizer.groups", "[{lr_scale=2.0}]"], "groups.0.parameters = {'lr_scale': 2.0}: "),
+        (
+            ["--optimizer.groups", "[{lr_scale=2.0}]"],
+            "optimizer.groups.0.parameters: must be given",
+        ),
         (
             ["--optimizer.groups", "[{parameters=['*.bias']}]"],
             "--optimizer.groups: optimizer.groups.0.parameters = '*.bias': matches no parameter",
         ),
         (
             ["--optimizer.groups", "[{parameters=['norm.*'], lr_scale=0}]"],
-            "optimizer.groups.0.lr_scale = 0: input should be greater than 0",
+            "optimizer.groups.0.lr_scale = 0: should be greater than 0",
         ),
-        (["--model.frozen", "norm.weight"], "model.frozen = 'norm.weight': input should be a"),
+        (
+            ["--model.frozen", "norm.weight"],
+            "model.frozen = 'norm.weight': must be a list\n  fix: write [\"norm.weight\"]",
+        ),
         (["--training.dataset", "c5"], "choose from arrow, c4, fineweb, "),
         (["--training.dataset", "s3://bucket/a"], 'is written "owner/name"'),
         (["--training.dataset", "json"], "dataset 'json' needs it"),
@@ -222,7 +231,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--parallelism.tensor_parallel_degree", "3"], "which does not divide 2 ranks"),
         (
             ["--parallelism.tensor_parallel_degree", "2", "--model.args.n_kv_heads", "1"],
-            "does not divide n_kv_heads = 1\n  fix: use a divisor of 1",
+            "does not divide n_kv_heads = 1\n  fix: use 1",
         ),
         (
             ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "255"],
@@ -236,10 +245,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--model.args.norm_eps", "nan"], "norm_eps = nan: must be positive"),
         (["--model.args.rope_scaling.factor", "0"], "factor = 0.0: must be positive"),
         (["--training.seed", "99999999999999999999"], "training.seed = 99999999999999999999"),
-        (["--help"], "meshwright config --help"),
         (
             ["--checkpoint.enable", "--checkpoint.exclude_from_loading", '["lr_scheduler"]'],
-            "exclude_from_loading.0 = 'lr_scheduler': input should be 'optimizer' or 'dataloader'",
+            "exclude_from_loading.0 = 'lr_scheduler': should be 'optimizer' or 'dataloader'",
         ),
         (
             ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
@@ -285,6 +293,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ),
         (["--checkpoint.enable=false", "--checkpoint.load_step", "5"], "nothing is loaded while"),
         (["--checkpoint.enable=false", "--job.max_run_seconds", "60"], "would be lost"),
+        (
+            ["--lr_scheduler.total_steps=119"],
+            "the schedule ends before training.steps = 120",
+        ),
+        (
+            ["--lr_scheduler.total_steps=200", "--lr_scheduler.decay_ratio=0.95"],
+            "do not fit in lr_scheduler.total_steps = 200 after 20",
+        ),
         (["--lr_scheduler.decay_ratio", "0.95"], "do not fit in 120 after 20"),
         (
             ["--profiling.profile_freq", "2"],
@@ -297,7 +313,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ),
         ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
         ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
-        (["--bad_steps.budget", "0"], "bad_steps.budget = 0: input should be greater than or"),
+        (["--bad_steps.budget", "0"], "bad_steps.budget = 0: should be greater than or"),
         (["--activation_checkpoint.mode", "memory_budget"], "set compile.enable = true"),
         (
             [
@@ -413,9 +429,7 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
 
 
 def test_a_missing_toml_is_named() -> None:
-    assert "no/such.toml: cannot be read: No such file" in error_of(
-        ["--job.config_file", "no/such.toml"]
-    )
+    assert "no/such.toml: no such file" in error_of(["--job.config_file", "no/such.toml"])
 
 
 @pytest.mark.parametrize(
@@ -436,9 +450,7 @@ def test_every_flavor_has_a_preset() -> None:
 
 
 def test_help_documents_every_key(capsys) -> None:
-    from meshwright.cli.show_config import main
-
-    main(["--help"])
+    command("config")(["--help"])
     text = capsys.readouterr().out
     for section, field in JobConfig.model_fields.items():
         for key, declared in field.annotation.model_fields.items():

@@ -46,6 +46,9 @@ def of(decided: Due) -> set[str]:
         (due(4, is_asked=True), {"stop", "log", "look"}),
         (due(4, keys={"checkpoint.enable": "false"}), set()),
         (due(6, keys={"validation.enable": "false"}), set()),
+        (due(4, keys={"checkpoint.load_only": "true"}), set()),
+        (due(1, keys={"checkpoint.enable_first_step_checkpoint": "true"}), {"save", "look"}),
+        (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],
 )
 def test_due(decided: Due, wanted: set[str]) -> None:

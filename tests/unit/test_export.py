@@ -15,10 +15,10 @@ import meshwright.cli.export
 import meshwright.exchange.export
 import meshwright.exchange.hf_write
 from meshwright.checkpoint.retention import retire
-from meshwright.cli.export import main as export
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
+from tests.helpers.cli import export
 from tests.helpers.files import flip_bit, tree
 from tests.helpers.hf import (
     CASES,

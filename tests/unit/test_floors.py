@@ -10,13 +10,14 @@ import meshwright
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware",
+    "log hardware user_module",
     "config models batch",
     "parallelisms loss launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
+    "extension",
     "preflight",
-    "agreement build saved_job announce",
+    "agreement build saved_job announce final_export",
     "trainer",
     "train",
     "main",
@@ -26,7 +27,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 NEEDS_NO_TORCH = (
     *("preflight.py", "cli/check_job.py", "cli/checkpoint.py", "cli/show_config.py"),
-    "cli/tokenize_data.py",
+    *("cli/tokenize_data.py", "cli/train.py"),
 )
 
 

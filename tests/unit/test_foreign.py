@@ -14,6 +14,7 @@ from meshwright.checkpoint.place import Place
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
 from meshwright.exchange.initial_load import check_initial, find_initial
+from meshwright.exchange.meta_folder import _weight_files
 from meshwright.exchange.meta_read import MetaWeights
 from meshwright.models.args import RopeScaling
 from meshwright.models.decoder import Decoder
@@ -205,6 +206,13 @@ def load_meta(folder: Path, args: LlamaArgs) -> Decoder:
     model = Decoder(args, seq_len=64)
     MetaWeights(Place("folder", folder), meta, args).load(dict(model.named_parameters()))
     return model
+
+
+def test_files_of_metas_are_in_the_order_of_their_numbers(tmp_path) -> None:
+    for number in range(12):
+        (tmp_path / f"consolidated.{number}.pth").touch()
+    names = [file.name for file in _weight_files(tmp_path)]
+    assert names == [f"consolidated.{number}.pth" for number in range(12)]
 
 
 def test_tied_embeddings_must_be_equal_where_they_are_written_twice(tmp_path) -> None:

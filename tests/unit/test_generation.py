@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshwright.cli.export import main as export
-from meshwright.cli.generate import main as generate_text
 from meshwright.errors import ConfigError
 from meshwright.generation import generate, greedy, sampler
 from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import set_manifest
+from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import CASES, SMALL, load_hf, save_checkpoint, save_transformers
 

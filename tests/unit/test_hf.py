@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from meshwright.cli.export import main as export
+from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
+from meshwright.exchange.hf_folder import find_tensors
+from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import (
     CASES,
@@ -90,3 +92,16 @@ def test_half_precision_is_read_exactly(tmp_path) -> None:
         want = theirs(torch.arange(50).view(1, 50)).logits
         got = ours(torch.arange(50).view(1, 50))
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path) -> None:
+    """Two files may hold one of that name: which one is meant is for the index to say."""
+    for number in (1, 2):
+        save_file(
+            {"a": torch.full((2,), number), f"b{number}": torch.zeros(1)},
+            tmp_path / f"{number}.safetensors",
+        )
+    weight_map = {"a": "1.safetensors", "b2": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match="says that a is in 1.safetensors, but it is not"):
+        find_tensors(Place("path", tmp_path))

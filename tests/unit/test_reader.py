@@ -97,6 +97,12 @@ def forge_chunk(metadata) -> None:
     metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([2**31])
 
 
+def forge_bytes(metadata) -> None:
+    """As many elements as there are bytes."""
+    tensor, (place,) = metadata.state_dict_metadata["a"], metadata.storage_data.values()
+    tensor.size = tensor.chunks[0].sizes = torch.Size([place.length])
+
+
 def forge_length(metadata) -> None:
     forge_chunk(metadata)
     for place in metadata.storage_data.values():
@@ -117,6 +123,7 @@ def lose_part(metadata) -> None:
     [
         (forge_size, "the parts of a are not all of it"),
         (forge_chunk, "a is larger than its .* bytes"),
+        (forge_bytes, "a is larger than its .* bytes"),
         (forge_length, "a is said to be outside of __0_0.distcp"),
         (forge_offset, "a is said to be outside of __0_0.distcp"),
         (lose_part, "a part of a is in no file"),

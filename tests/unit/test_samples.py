@@ -17,13 +17,14 @@ from meshwright.datasets.loader import (
     BatchShape,
     Loader,
     StepData,
+    num_bad_records,
     padded_samples,
     to_batches,
 )
 from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.streamed_samples import EndOfData
+from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
 from meshwright.errors import ConfigError, RecordError
 from meshwright.loss import IGNORE
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
@@ -342,6 +343,13 @@ def test_an_epoch_limit_ends_all_ranks_at_the_same_step(kind, tmp_path) -> None:
     assert read_steps(sources, weights, (2, 2, 1), 1, cursor=want[-1][1], max_epochs=2) == []
 
 
+def test_an_epoch_limit_is_met_by_ranks_that_read_other_shards() -> None:
+    source = streamed(("a" * 20, "b" * 100), num_shards=2, window=1)
+    want = read_steps([source], [1], (1, 2, 1), n=50, max_epochs=1)
+    assert 0 < len(want) < 50
+    assert read_steps([source], [1], (2, 1, 1), n=50, max_epochs=1) == want
+
+
 def test_an_epoch_limit_is_the_whole_epoch(tmp_path) -> None:
     source = cached(tmp_path)
     per_epoch = source.cache.num_tokens // LENGTH
@@ -503,6 +511,18 @@ def test_no_more_records_are_passed_over_than_may_be() -> None:
         with pytest.raises(RecordError if error else EndOfData, match=error):
             list(samples)
         assert sum(bad_records(order.cursor).values()) == min(allowed, 4)
+
+
+def test_bad_records_of_a_shard_that_two_ranks_read_count_once(monkeypatch) -> None:
+    places = {0: ShardPlace(bad_records=2), 1: ShardPlace(bad_records=3)}
+    cursors = [Cursor(places={"stream": {0: places[0]}}), Cursor(places={"stream": places})]
+
+    def gather(gathered: list, mine: object) -> None:
+        gathered[:] = map(bad_records, cursors)
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    assert num_bad_records(cursors[0]) == 5
 
 
 def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:

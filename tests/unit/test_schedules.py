@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as theirs
 
+from meshwright.build import learning_rate
+from meshwright.config.loader import load_config
 from meshwright.optim.schedules import warmup_stable_decay
 
 STEPS, WARMUP = 100, 10
@@ -97,3 +99,14 @@ def test_edges() -> None:
         0.2 + 0.8 / 9
     )
     assert rate(3, steps=4, warmup_steps=30, decay_ratio=None, **common) == pytest.approx(0.1)
+
+
+def test_the_beginning_of_a_longer_schedule() -> None:
+    """`training.steps` cuts it off; without `total_steps` it would be squeezed in."""
+    words = ["--lr_scheduler.warmup_steps=3", "--lr_scheduler.decay_type=cosine"]
+    long = learning_rate(load_config([*words, "--training.steps=50"])[0])
+    short = ["--training.steps=10", "--lr_scheduler.total_steps=50"]
+    begun = learning_rate(load_config([*words, *short])[0])
+    squeezed = learning_rate(load_config([*words, "--training.steps=10"])[0])
+    assert [begun(step) for step in range(1, 11)] == [long(step) for step in range(1, 11)]
+    assert squeezed(10) < begun(10)

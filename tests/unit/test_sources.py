@@ -440,3 +440,54 @@ def test_whatever_can_be_called_makes_documents(folder: Path) -> None:
         (folder / "formats.py").write_text(OTHER_CALLABLES + "# changed\n")
         assert fingerprint(entry(**keys), []) != before
         (folder / "formats.py").write_text(OTHER_CALLABLES)
+
+
+COMMITS = ("1" * 40, "2" * 40)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> dict[str, object]:
+    """In place of the hub: its newest commit is the second; what was asked of it."""
+    asked: dict[str, object] = {}
+
+    class Builder:
+        def __init__(self, commit: str) -> None:
+            self.config = self
+            self.data_files = {"train": [f"hf://datasets/owner/name@{commit}/a.jsonl"]}
+
+    def load_builder(name: str, subset: str | None, revision: str | None = None) -> Builder:
+        return Builder(revision or COMMITS[1])
+
+    def load(path: str, **options: object) -> datasets.Dataset:
+        asked.update(options)
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_builder)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
+    def recipe(**keys: object) -> Recipe:
+        return Recipe(entry(dataset="owner/name", **keys), BYTES)
+
+    pinned, newest = recipe(dataset_revision=COMMITS[0]), recipe()
+    assert (pinned.revision(), newest.revision()) == COMMITS
+    assert pinned.identity() != newest.identity()
+    assert newest.identity() == recipe(dataset_revision=COMMITS[1]).identity()
+    pinned.open(streamed=False)
+    assert hub["revision"] == COMMITS[0]
+    newest.open(streamed=False)
+    assert hub["revision"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dataset": "json", "dataset_path": __file__}, "dataset 'json' has no revisions"),
+        ({"dataset": "c4", "dataset_path": __file__}, "a local copy has no revisions"),
+    ],
+)
+def test_local_files_have_no_revision(keys, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_path(entry(**keys, dataset_revision="main"), find_dataset(keys["dataset"]))

@@ -139,6 +139,18 @@ def test_other_documents_or_another_tokenizer_are_another_cache(tmp_path) -> Non
     assert first.content != second.content
 
 
+def test_another_chat_template_is_another_cache(tmp_path) -> None:
+    text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
+    text.write_text("text")
+    source = Source(dataset="text", dataset_path=str(text))
+    recipe = Recipe(Entry("training", "text", source), BYTES, str(template))
+    identities = set()
+    for content in ("{{ messages }}", "{{ messages[0] }}"):
+        template.write_text(content)
+        identities.add(recipe.identity())
+    assert len(identities) == 2
+
+
 def read_all(cache: TokenCache) -> np.ndarray:
     samples = CachedSamples(cache, 64, seed=0)
     return np.stack([samples.read(n).tokens for n in range(samples.samples_per_epoch)])
@@ -293,3 +305,23 @@ def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
         caches = first.result(), second.result()
     assert len(made) == 1
     assert documents_of(caches[0]) == documents_of(caches[1])
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
+    """Else a power cut may leave the name, and not the content."""
+    flushed, named = dict[int, int](), set[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def note_flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def note_name(source: Path, target: Path) -> None:
+        assert flushed.get(source.stat().st_ino) == source.stat().st_size, target
+        named.add(target.name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_name)
+    open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    assert named >= {"00000.tokens", "00000.npz", "lengths", "cache.npz"}

@@ -1,4 +1,4 @@
-"""What a save makes the training stream wait for."""
+"""What a save copies, and what it makes the training stream wait for."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.staging import StagedPlanner
+from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.writer import CommittingWriter
 from tests.helpers.checkpoints import BARE
 
@@ -37,3 +37,14 @@ def test_copies_in_host_memory_are_written_without_the_device(
     )
     assert commit.saved_steps(tmp_path) == [1]
     assert used == ([] if is_staged else ["that waits"])
+
+
+def test_copies_have_the_layout_of_what_is_saved_now() -> None:
+    """A state of as many bytes as the one before may be of other tensors."""
+    staging, numbers = Staging(), torch.arange(32)
+    for state in ({"a": numbers}, {"b": numbers.double()}, {"b": numbers.double().view(4, 8).T}):
+        staging.take(state)
+        staging.wait()
+        ((name, copy),) = staging.tensors.items()
+        assert copy.dtype == state[name].dtype
+        assert torch.equal(copy, state[name])

@@ -1,5 +1,6 @@
 """Text to token ids and back, whatever the tokenizer file."""
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +13,18 @@ from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_tiktoken
 from meshwright.datasets.tokenizers.well_formed import well_formed
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, where_it_ends
 
 KEY = "model.tokenizer_path"
+OF_PRESETS = {
+    "llama2": "meta-llama/Llama-2-7b-hf",
+    "llama3": "meta-llama/Meta-Llama-3-8B",
+    "llama3.1": "meta-llama/Llama-3.1-8B",
+    "llama3.2": "meta-llama/Llama-3.2-1B",
+    "olmo2": "allenai/OLMo-2-1124-7B",
+    "qwen3": "Qwen/Qwen3-8B",
+}
+"""Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
@@ -104,11 +114,24 @@ def find_file(path: str) -> Path:
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]
         if not inside:
-            raise ConfigError(KEY, f"{KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}")
+            fix = "name the file itself"
+            raise ConfigError(
+                KEY, f"{KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}\n  fix: {fix}"
+            )
         return inside[0]
     if not file.is_file():
-        raise ConfigError(KEY, f"{KEY} = {path!r}: no such file or folder")
+        fix = _download(file) or where_it_ends(file)
+        raise ConfigError(KEY, f"{KEY} = {path!r}: no such file or folder\n  fix: {fix}")
     return file
+
+
+def _download(file: Path) -> str:
+    """The command that fetches the tokenizer of a preset; "" for any other."""
+    folder = file.parent
+    repository = OF_PRESETS.get(folder.name, "")
+    if not repository or folder.parent.name != "tokenizers":
+        return ""
+    return f"hf download {repository} {file.name} --local-dir {os.path.relpath(folder)}"
 
 
 def kind_of(

@@ -1,0 +1,154 @@
+"""The options of every command. Free of torch, so that `--help` and completion take no time."""
+
+import re
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+from meshwright.config.command_line import Parser
+
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+CHECKPOINT = "a step's folder, or a dump folder: its newest"
+
+
+def output_folder(text: str) -> Path:
+    """Return the path.
+
+    Raises:
+        ArgumentTypeError: for an address: as a path, "s3://bucket" is a folder called "s3:".
+    """
+    if ADDRESS.match(text):
+        raise ArgumentTypeError(f"{text!r} is an address; write to a folder, and copy that")
+    return Path(text)
+
+
+def ranks(parser: Parser) -> None:
+    """Options for the number of ranks, shared by commands that start or count them."""
+    parser.add_argument(
+        "--ngpu", metavar="N", help="ranks per machine (default: $NGPU, or its GPUs, or 2)"
+    )
+    parser.add_argument("--nnodes", metavar="N", help="machines (default: $NNODES, or 1)")
+
+
+def train(parser: Parser) -> None:
+    """Options of `meshwright train`."""
+    ranks(parser)
+    parser.add_argument(
+        "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where machines meet, one of them (default: $RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id", metavar="NAME", help="of the job there (default: $RDZV_ID, or meshwright)"
+    )
+
+
+def config(parser: Parser) -> None:
+    """Options of `meshwright config`."""
+    parser.add_argument(
+        *("--help", "-h"),
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="document every key, or the keys of one section",
+    )
+    parser.add_argument("--presets", action="store_true", help="list the presets")
+
+
+def config_diff(parser: Parser) -> None:
+    """Options of `meshwright config diff`."""
+    parser.add_argument("a", help="a TOML file, or a preset by name")
+    parser.add_argument("b", help="the same")
+
+
+def nothing(parser: Parser) -> None:
+    """No options."""
+
+
+def completion(parser: Parser) -> None:
+    """Options of `meshwright completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh"))
+
+
+def tokenize(parser: Parser) -> None:
+    """Options of `meshwright tokenize`."""
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
+    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
+
+
+def plan(parser: Parser) -> None:
+    """Options of `meshwright plan`."""
+    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--device", default="", help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU"
+    )
+    parser.add_argument("--rank", type=int, metavar="R", default=0, help="the rank to simulate")
+    parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's device")
+    parser.add_argument(
+        "--no-remedies", action="store_true", help="try no switches if it does not fit"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes; 0: one per core"
+    )
+
+
+def prove(parser: Parser) -> None:
+    """Options of `meshwright prove`."""
+    parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
+    parser.add_argument(
+        "--output", type=output_folder, metavar="FOLDER", help="default: {dump_folder}/proof"
+    )
+
+
+def checkpoint_ls(parser: Parser) -> None:
+    """Options of `meshwright checkpoint ls`."""
+    parser.add_argument("folder", type=Path, help="a dump folder, or one of checkpoints")
+
+
+def checkpoint_show(parser: Parser) -> None:
+    """Options of `meshwright checkpoint show`."""
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
+    parser.add_argument("--tensors", action="store_true", help="name every tensor")
+
+
+def checkpoint_verify(parser: Parser) -> None:
+    """Options of `meshwright checkpoint verify`."""
+    parser.add_argument("folder", type=Path, help="a step's folder, or a dump folder: all in it")
+
+
+def checkpoint_diff(parser: Parser) -> None:
+    """Options of `meshwright checkpoint diff`."""
+    parser.add_argument("a", type=Path, help=CHECKPOINT)
+    parser.add_argument("b", type=Path, help="the same")
+    parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
+
+
+def export(parser: Parser) -> None:
+    """Options of `meshwright export`."""
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
+    parser.add_argument("out", type=output_folder, help="the folder to make")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--max-shard-size", default="5GB", help="per file: a number and KB, MB, GB")
+    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")
+    parser.add_argument(
+        "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
+    )
+
+
+def generate(parser: Parser) -> None:
+    """Options of `meshwright generate`."""
+    parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_HF_FOLDER")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")

@@ -1,0 +1,7 @@
+"""One rank of a job that `meshwright train` starts: train.py [CONFIG] [--section.key value ...]"""
+
+if __name__ == "__main__":
+    # not above: processes that tokenise read this file too, and need no torch
+    from meshwright.main import main
+
+    main()

@@ -1,0 +1,106 @@
+"""`meshwright train`: check a config, tokenise its data, start the ranks."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.cli import check_job, tokenize_data
+from meshwright.cli.ranks import __file__ as ranks_package
+from meshwright.config.presets import find_config
+from meshwright.errors import ConfigError
+from meshwright.launch.machine import Ranks, count_ranks
+from meshwright.launch.process import exit_when_asked
+
+DEFAULT_PRESET = "debug_model"
+SCRIPT = Path(ranks_package).with_name("train.py")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def run(given: Namespace) -> None:
+    """Become torchrun once everything is known to be right; return only by an exception.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    exit_when_asked()
+    given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
+    ranks = count_ranks(given)
+    _check_gpus(ranks)
+    rendezvous = _rendezvous(given, ranks)
+    log_ranks = _log_ranks(given, ranks)
+    check_job.run(given)
+    given.workers, given.verify, given.quiet = 0, False, True
+    tokenize_data.run(given)  # before ranks wait for it
+    os.environ.update(environment(ranks, os.environ))
+    sys.stdout.flush()
+    torchrun = [
+        *rendezvous,
+        *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
+        *("--role", "rank", "--tee", "3"),
+    ]
+    words = [str(SCRIPT), "--job.config_file", str(find_config(given.config)), *_overrides(given)]
+    os.execv(
+        sys.executable, [sys.executable, "-P", "-m", "meshwright.launch.door", *torchrun, *words]
+    )
+
+
+def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks need beside those that they inherit."""
+    new = {
+        "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
+        "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
+    }
+    if ranks.gpus and not any(name in inherited for name in ALLOCATOR):
+        new["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost between blocks
+    if "OMP_NUM_THREADS" not in inherited:
+        # torchrun would give each rank a single thread, however many cores there are
+        cores = len(os.sched_getaffinity(0))
+        new["OMP_NUM_THREADS"] = str(max(cores // ranks.per_machine, 1))
+    return new
+
+
+def _check_gpus(ranks: Ranks) -> None:
+    if 0 < ranks.gpus < ranks.per_machine:
+        raise ConfigError(
+            "",
+            f"NGPU = {ranks.per_machine}: there are {ranks.gpus} GPUs\n"
+            "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+
+
+def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
+    """torchrun's options for how the machines of a job meet."""
+    if ranks.machines == 1:
+        return ["--standalone"]
+    endpoint = given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT")
+    if not endpoint:
+        raise ConfigError(
+            "",
+            f"RDZV_ENDPOINT: not set, but there are {ranks.machines} machines\n"
+            "  fix: set it to host:port of one of the machines, the same on all",
+        )
+    name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
+    return [
+        *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", endpoint, "--rdzv-id", name),
+    ]
+
+
+def _log_ranks(given: Namespace, ranks: Ranks) -> str:
+    """The ranks of this machine whose log the console shows."""
+    shown: str = given.log_rank or os.environ.get("LOG_RANK") or "0"
+    for rank in shown.replace(",", " ").split():
+        if not (rank.isdecimal() and int(rank) < ranks.per_machine):
+            last = ranks.per_machine - 1
+            raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
+    return shown
+
+
+def _overrides(given: Namespace) -> list[str]:
+    words = []
+    for key, value in given.overrides.items():
+        name = f"--{'.'.join(key)}"
+        words += [f"{name}={value}"] if value.startswith("-") else [name, value]
+    return words

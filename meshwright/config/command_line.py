@@ -1,0 +1,126 @@
+"""Command lines: options of a command, and a config with values laid over it."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from meshwright.errors import ConfigError
+
+Key = tuple[str, ...]
+OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
+CONFIG_FILE = "job.config_file"
+EVERY_KEY = (
+    "--section.key VALUE sets any key of the config; a true/false key may stand alone. "
+    "`meshwright config --help` documents every key."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with options in full and errors like any other of a user's mistakes."""
+
+    def __init__(self, prog: str, description: str = "") -> None:
+        # "resolve": `config` has a --help of its own
+        super().__init__(
+            prog, description=description, allow_abbrev=False, conflict_handler="resolve"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
+
+
+def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Add CONFIG, and an option for each `--section.key` among `words`.
+
+    Any name is accepted, because the check of the config reports wrong ones, and better.
+    """
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a TOML file, or a preset by name (meshwright config --presets lists them)",
+    )
+    parser.set_defaults(overrides={})
+    for name in dict.fromkeys(
+        match["key"] for word in words if (match := OVERRIDE.fullmatch(word))
+    ):
+        key: Key = tuple(name.split("."))
+        parser.add_argument(
+            f"--{name}",
+            action=_Override,
+            dest="overrides",
+            nargs=None if _needs_value(key) else "?",
+            const="true",
+            key=key,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+def _needs_value(key: Key) -> bool:
+    """Whether `key` is known, and is not a flag."""
+    # pydantic takes 0.1 s, more than `--help` needs for all else
+    from meshwright.config.fields import find_field
+
+    field = find_field(key)
+    return field is not None and field.annotation is not bool
+
+
+class _Override(argparse.Action):
+    """Collect `--section.key value` under its key."""
+
+    def __init__(self, key: Key, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._key = key
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self._key in namespace.overrides:
+            raise ConfigError("", f"{option_string}: given twice\n  fix: leave out one of the two")
+        namespace.overrides = namespace.overrides | {self._key: values}
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse `words`; with a config, its file is `.config` ("": none) and the rest `.overrides`.
+
+    Raises:
+        ConfigError: if a word is not understood.
+    """
+    # "intermixed": CONFIG may stand before, between and after options
+    given, rest = parser.parse_known_intermixed_args(list(words))
+    if rest:
+        _refuse(rest[0])
+    if not hasattr(given, "overrides"):
+        return given
+    if re.fullmatch(r"[\w.]+=.*", given.config or ""):
+        _refuse(given.config)
+    named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
+    if named is not None and given.config is not None:
+        raise ConfigError(
+            "", f"CONFIG = {given.config!r}: given beside --{CONFIG_FILE} {named}\n  fix: name one"
+        )
+    given.config = given.config or named or ""
+    return given
+
+
+def _refuse(word: str) -> NoReturn:
+    name, equals, _ = word.partition("=")
+    if equals and "." in name and not name.startswith("-"):
+        raise ConfigError("", f"{word!r}: expected --section.key value\n  fix: write --{word}")
+    fix = ""
+    if name.startswith("--"):
+        from meshwright.config.suggest import suggest_key  # as above: pydantic takes 0.1 s
+
+        advice = suggest_key([name.removeprefix("--")])
+        fix = "\n  fix: " + advice.replace("did you mean ", "did you mean --")
+    raise ConfigError("", f"{word!r}: expected CONFIG or --section.key value{fix}")

@@ -1,0 +1,157 @@
+"""Where each value of a config was written, to name file and line, and to point at it."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli
+
+from meshwright.config.command_line import Key
+from meshwright.errors import CombinedConfigError, ConfigError, UnknownKeyError
+
+HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
+ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
+MOST_COLUMNS = 96
+
+
+class Origin(NamedTuple):
+    """One place where a key was written."""
+
+    where: str
+    """`path/to.toml:12` or `--section.key`."""
+    line: str = ""
+    """The text there; "" on the command line."""
+
+
+class Provenance:
+    """Where each key was given."""
+
+    def __init__(self) -> None:
+        self._origins: dict[Key, Origin] = {}
+        self.notes: list[str] = []
+        """Notes on keys of a TOML of torchtitan's, each with its place."""
+
+    def add_toml(self, path: Path, text: str) -> None:
+        """Note the line of every table and key in `text`; inline tables count as one key.
+
+        tomli gives no positions. It has accepted `text`, so a line-wise look is enough; all that
+        it could misread is a line within a multi-line string that looks like a key.
+        """
+        table: Key = ()
+        counts = Counter[Key]()
+        for number, line in enumerate(text.splitlines(), 1):
+            origin = Origin(f"{shown_path(path)}:{number}", line)
+            if header := HEADER.match(line):
+                table = _split(header["key"])
+                if header["brackets"] == "[[":  # one more table of a list
+                    if not counts[table]:  # which replaces that of a TOML below
+                        self._forget_below(table)
+                    counts[table] += 1
+                    table = (*table, str(counts[table] - 1))
+                self._origins[table] = origin
+            elif assignment := ASSIGNMENT.match(line):
+                self._origins[table + _split(assignment["key"])] = origin
+
+    def add_override(self, key: Key) -> None:
+        """Note that the command line gave `key`."""
+        self._forget_below(key)
+        self._origins[key] = Origin(f"--{'.'.join(key)}")
+
+    def rename(self, origins: Mapping[str, str]) -> None:
+        """Note that keys, by name, come from others of the TOML."""
+        for key, other in origins.items():
+            self._origins[_split(key)] = self._nearest(other)[1]
+
+    def _forget_below(self, key: Key) -> None:
+        """What was written of the inside of `key` counts no longer."""
+        for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
+            del self._origins[inner]
+
+    def of(self, key: str | Sequence[str | int]) -> str:
+        """Where `key`, or else the nearest table around it, was given; "" if nowhere."""
+        return self._nearest(key)[1].where
+
+    def has(self, key: str) -> bool:
+        """Whether `key` itself was given."""
+        return tuple(key.split(".")) in self._origins
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key`, or a part of it, was given; "default" if nowhere."""
+        parts = tuple(key.split("."))
+        inside = any(given[: len(parts)] == parts for given in self._origins)
+        found, origin = self._nearest(key)
+        # an inline table gives all that is in it; the header of a table gives nothing
+        is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
+        return origin.where if inside or is_inline else "default"
+
+    def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
+        parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
+        while parts and not {parts, (*parts, "0")} & self._origins.keys():
+            parts = parts[:-1]
+        origin = self._origins.get(parts) or self._origins.get((*parts, "0"))
+        return parts, origin or Origin("")
+
+    def _place(self, error: ConfigError) -> tuple[str, int]:
+        """Sort key: file and line; keys that were not written come first."""
+        path, _, line = self.of(error.key).rpartition(":")
+        return path, int(line) if path else 0
+
+    def explain(self, error: ConfigError) -> str:
+        """The error's message, headed by where its key was given, with the line and a caret."""
+        if isinstance(error, CombinedConfigError):
+            return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
+        parts, (where, line) = self._nearest(error.key)
+        if not where:
+            return str(error)
+        head, *fixes = str(error).split("\n")
+        pointer = _pointer(line, isinstance(error, UnknownKeyError)) if parts else []
+        return "\n".join([f"{where}: {head}", *pointer, *fixes])
+
+
+def _pointer(line: str, at_key: bool) -> list[str]:
+    """The line, and carets under its key or its value; nothing if it is no assignment."""
+    assignment, header = ASSIGNMENT.match(line), HEADER.match(line)
+    if assignment is not None and not header:
+        value = _without_comment(line[assignment.end() :])
+        start, end = assignment.end(), assignment.end() + len(value)
+        if at_key:
+            start, end = assignment.span("key")
+    elif header and at_key:
+        start, end = header.span("key")
+    else:
+        return []
+    return underline(line, start, end)
+
+
+def underline(line: str, start: int, end: int) -> list[str]:
+    """Return `line`, and below it carets from column `start` to `end`."""
+    indent = len(line) - len(line.lstrip())
+    shown = line.strip().replace("\t", " ")[:MOST_COLUMNS]
+    start = min(start - indent, MOST_COLUMNS - 1)
+    width = max(1, min(end - indent, MOST_COLUMNS) - start)
+    return [f"    {shown}", f"    {' ' * start}{'^' * width}"]
+
+
+def _without_comment(text: str) -> str:
+    """The value at the start of `text`; all of it, if it goes on in the next line."""
+    ends = [number for number, character in enumerate(text) if character == "#"]
+    for end in ends:
+        try:
+            tomli.loads(f"value = {text[:end]}")
+        except tomli.TOMLDecodeError:  # this # is inside a string
+            continue
+        return text[:end].rstrip()
+    return text.rstrip()
+
+
+def _split(dotted: str) -> Key:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+def shown_path(path: Path) -> str:
+    """Return the path as a person would write it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

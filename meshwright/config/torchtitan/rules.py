@@ -1,0 +1,168 @@
+"""Every key of torchtitan 0.2.2 that is not one of ours, and every default that differs.
+
+A key that no table names has the same name and meaning here. Source: torchtitan 0.2.2,
+`torchtitan/config/job_config.py` (149 keys) and `torchtitan/models/*/__init__.py` (flavors).
+"""
+
+from typing import Any, NamedTuple
+
+FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
+    ("llama3", "debugmodel"): (
+        "llama",
+        "debugmodel",
+        {"n_heads": 16, "n_kv_heads": 16, "rope_scaling": {"factor": 8.0}},
+    ),
+    ("llama3", "8B"): ("llama", "llama3.1_8b", {}),
+    ("llama3", "70B"): ("llama", "llama3.1_70b", {}),
+    ("llama3", "405B"): ("llama", "llama3.1_405b", {}),
+    ("qwen3", "debugmodel"): (
+        "qwen3",
+        "debugmodel",
+        {
+            "n_layers": 8,
+            "n_heads": 16,
+            "n_kv_heads": 8,
+            "head_dim": 128,
+            "hidden_dim": 3072,
+            "rope_theta": 1000000.0,
+            "tie_embeddings": True,
+        },
+    ),
+    ("qwen3", "0.6B"): ("qwen3", "qwen3_0.6b", {}),
+    ("qwen3", "1.7B"): ("qwen3", "qwen3_1.7b", {}),
+    ("qwen3", "4B"): ("qwen3", "qwen3_4b", {}),
+    ("qwen3", "8B"): ("qwen3", "qwen3_8b", {}),
+    ("qwen3", "14B"): ("qwen3", "qwen3_14b", {}),
+    ("qwen3", "32B"): ("qwen3", "qwen3_32b", {}),
+}
+"""Their name and flavor; our name, flavor and `model.args`. Every Llama there has Llama 3.1's
+stretched rotation, the debug model too."""
+
+DOCUMENT_MASKS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+"""Endings of flavors whose attention stays inside documents: `training.mask_documents` here."""
+
+OTHER_MODELS = ("llama3_ft", "llama4", "deepseek_v3", "gpt_oss", "flux")
+"""Models of torchtitan that are not here."""
+
+RENAMED = {
+    "model.hf_assets_path": "model.tokenizer_path",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
+}
+"""Their key and ours; the value is the same."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "checkpoint.async_mode": {"async": "thread", "async_with_pinned_mem": "thread"},
+}
+"""Values with another name here, by key."""
+
+
+class Default(NamedTuple):
+    """A value that torchtitan has where a TOML says nothing, and we have not."""
+
+    value: object
+    beside: tuple[str, object] | None = None
+    """It has an effect only where this key of ours has this value."""
+
+
+DEFAULTS: dict[str, Default] = {
+    "activation_checkpoint.mode": Default("selective"),
+    "activation_checkpoint.selective_ac_option": Default(
+        "2", ("activation_checkpoint.mode", "selective")
+    ),
+    "checkpoint.last_save_model_only": Default(True, ("checkpoint.enable", True)),
+    "metrics.enable_tensorboard": Default(False),
+    # no key there: weight decay applies to every parameter
+    "optimizer.decay_norm_and_bias": Default(True),
+    "validation.freq": Default(10, ("validation.enable", True)),
+}
+"""By our key, in the order in which they are stated."""
+
+FLOAT8_ONLY = "it matters only to model.converters, which asks for nothing"
+NO_EXPERTS = "it matters only to mixtures of experts"
+NO_TORCHFT = "it matters only to fault_tolerance.enable"
+OWN_LOADER = "data is read by a thread of each rank, which reads ahead"
+OWN_CUT = "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says"
+RECOMPUTATION = "it changes what recomputation costs or checks, not its result"
+NO_RECORDER = "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE"
+
+IDLE: dict[str, str] = {
+    "job.print_config": "the log shows the config, where it differs from the defaults",
+    "job.save_config_file": "the whole config is always in {dump_folder}/config.toml",
+    "metrics.disable_color_printing": "NO_COLOR=1 in the environment turns colour off",
+    "metrics.save_for_all_ranks": "figures are of all ranks, and the first writes them",
+    "model.print_after_conversion": FLOAT8_ONLY,
+    "optimizer.implementation": "the optimizer is always fused",
+    "training.gc_debug": "no tensor is kept by a circle of references",
+    "training.dataloader.*": OWN_LOADER,
+    "validation.dataloader.*": OWN_LOADER,
+    "parallelism.pipeline_parallel_first_stage_less_layers": OWN_CUT,
+    "parallelism.pipeline_parallel_last_stage_less_layers": OWN_CUT,
+    "parallelism.pipeline_parallel_layers_per_stage": OWN_CUT,
+    "parallelism.pipeline_parallel_expert_parallel_overlap": NO_EXPERTS,
+    "parallelism.context_parallel_load_balancer": "each rank has an early and a late chunk",
+    "parallelism.expert_*": NO_EXPERTS,
+    "checkpoint.enable_ft_dataloader_checkpoints": NO_TORCHFT,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "saved_ops decides",
+    "activation_checkpoint.early_stop": RECOMPUTATION,
+    "activation_checkpoint.visualize_memory_budget_pareto": RECOMPUTATION,
+    "activation_checkpoint.preserve_rng_state": "no block is random",
+    "activation_checkpoint.determinism_check": RECOMPUTATION,
+    "activation_checkpoint.debug": RECOMPUTATION,
+    "quantize.*": FLOAT8_ONLY,
+    "comm.trace_buf_size": NO_RECORDER,
+    "comm.save_traces_*": NO_RECORDER,
+    "memory_estimation.disable_fake_mode": "it matters only to memory_estimation.enable",
+    "fault_tolerance.*": NO_TORCHFT,
+    "debug.moe_force_load_balance": NO_EXPERTS,
+}
+"""Their key, as a glob pattern, and why it has no effect here. A row of `REFUSED` goes first."""
+
+
+class Refusal(NamedTuple):
+    """A key of theirs that is not supported."""
+
+    harmless: tuple[object, ...]
+    """Values that ask for nothing."""
+    rule: str
+    fix: str
+
+
+LEAVE_OUT = "leave it out"
+
+REFUSED: dict[str, Refusal] = {
+    "job.custom_config_module": Refusal(
+        ("",), "keys of your own are not supported", "see experimental.custom_import in the docs"
+    ),
+    "model.converters": Refusal(
+        ([],),
+        "the model is trained in training.mixed_precision_param; float8 and MX are not supported",
+        "set model.converters = [] (on the command line: --model.converters '[]')",
+    ),
+    "parallelism.pipeline_parallel_schedule_csv": Refusal(
+        ("",), "schedules from a file are not supported", "use pipeline_parallel_schedule"
+    ),
+    "checkpoint.initial_load_model_only": Refusal(
+        (True,),
+        "a job starts from the weights of another, not from its optimizer and data",
+        "to go on with that job, use its job.dump_folder",
+    ),
+    "checkpoint.initial_load_in_hf_quantized": Refusal(
+        (False,), "quantized weights are not read", "convert them to bfloat16 safetensors"
+    ),
+    "checkpoint.create_seed_checkpoint": Refusal(
+        (False,), "training.seed gives the same first weights on every mesh", LEAVE_OUT
+    ),
+    "comm.mode": Refusal(("default",), "only real communication is supported", LEAVE_OUT),
+    "memory_estimation.enable": Refusal(
+        (False,), "a job that surely does not fit job.device_memory_gib is refused", LEAVE_OUT
+    ),
+    "fault_tolerance.enable": Refusal((False,), "torchft is not supported", LEAVE_OUT),
+    "experimental.custom_args_module": Refusal(
+        ("",), "keys of your own are not supported", LEAVE_OUT
+    ),
+    "debug.deterministic_warn_only": Refusal(
+        (False,), "training.deterministic raises where an operation is not", LEAVE_OUT
+    ),
+}
+"""Keys that ask for a feature that Meshwright lacks."""

@@ -1,0 +1,314 @@
+"""From the table of a torchtitan TOML to the table of one of ours, with a note for each key.
+
+The translated table states torchtitan's defaults where ours differ, so it means what it meant.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.config.torchtitan import rules
+from meshwright.errors import CombinedConfigError, ConfigError
+
+Table = dict[str, Any]
+
+NAMES = {name for name, _ in rules.FLAVORS}
+ROTATE = "parallelism.context_parallel_rotate_method"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+
+
+class Note(NamedTuple):
+    """A note on a key of theirs: its name or meaning here."""
+
+    key: str
+    text: str
+
+
+class Translation(NamedTuple):
+    """A torchtitan TOML as ours."""
+
+    table: Table
+    notes: list[Note]
+    origins: dict[str, str]
+    """Our key, and the key of theirs that it comes from, where they differ."""
+
+
+def is_torchtitan(raw: Mapping[str, Any]) -> bool:
+    """Return whether a table names its model, or its tokenizer's folder, as torchtitan does."""
+    model = raw.get("model")
+    if not isinstance(model, Mapping):
+        return False
+    name, flavor = model.get("name", "llama3"), model.get("flavor", "debugmodel")
+    if not (isinstance(name, str) and isinstance(flavor, str)):
+        return False
+    if name in rules.OTHER_MODELS:
+        return True
+    if name not in NAMES:
+        return False
+    is_theirs = name == "llama3" or flavor != "debugmodel"  # qwen3's debugmodel is of both
+    return "hf_assets_path" in model or (
+        "name" in model and is_theirs and _find_flavor(name, flavor) is not None
+    )
+
+
+def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
+    """Turn the table of a torchtitan TOML into one of ours; keys of ours in it count as they are.
+
+    Args:
+        folder: where relative paths start: torchtitan's are those of the working directory.
+
+    Raises:
+        ConfigError: for every key that asks for a feature that Meshwright lacks.
+    """
+    job = _Job(dict(_flat(raw)))
+    _refuse(job)
+    _model(job)
+    _tokenizer(job, folder)
+    for section, default in (("training", "c4_test"), ("validation", "c4_validation")):
+        _dataset(job, section, default, folder)
+    _validation(job)
+    _context(job)
+    _pipeline(job)
+    _schedule(job)
+    _compile(job)
+    _tables(job)
+    table = job.ours | job.given
+    noted = {note.key for note in job.notes}
+    for key, _ in _flat(raw):
+        if key not in table and key not in noted:
+            job.note(key, "without effect: its feature is off, or its value is the usual one")
+    return Translation(_nested(table), job.notes, job.origins)
+
+
+class _Job:
+    """Keys of theirs, dotted, which move one by one to ours.
+
+    Attributes:
+        given: keys not looked at so far; those left at the end have the same meaning here.
+    """
+
+    def __init__(self, given: Table) -> None:
+        self.given = given
+        self.ours: Table = {}
+        self.notes: list[Note] = []
+        self.origins: dict[str, str] = {}
+
+    def is_on(self, key: str) -> bool:
+        return self.given.get(key) is True
+
+    def number(self, key: str, default: int) -> int:
+        """A whole number that others follow from."""
+        value = self.given.get(key, default)
+        if type(value) is not int:
+            raise ConfigError(key, f"{key} = {value!r}: must be a whole number")
+        return value
+
+    def note(self, key: str, text: str) -> None:
+        self.notes.append(Note(key, text))
+
+    def put(self, key: str, value: Any, origin: str, text: str) -> None:
+        """Give our `key` a value that comes from `origin`, unless it is given beside that."""
+        if key != origin:
+            if key in self.given:
+                self.note(origin, f"without effect: {key} is given too")
+                return
+            self.origins[key] = origin
+        self.ours[key] = value
+        self.note(origin, text)
+
+
+def _error(key: str, value: object, rule: str, fix: str) -> ConfigError:
+    return ConfigError(key, f"{key} = {value!r} (torchtitan's): {rule}\n  fix: {fix}")
+
+
+def _refuse(job: _Job) -> None:
+    errors = []
+    for key, refusal in rules.REFUSED.items():
+        if key not in job.given:
+            continue
+        value = job.given.pop(key)
+        if value in refusal.harmless:
+            job.note(key, "without effect: it asks for nothing")
+        else:
+            errors.append(_error(key, value, refusal.rule, refusal.fix))
+    if errors:
+        raise CombinedConfigError(errors)
+
+
+def _find_flavor(name: str, flavor: str) -> tuple[tuple[str, str, Table], bool] | None:
+    """Return our name, flavor and args, and whether documents are kept apart."""
+    for ending in ("", *rules.DOCUMENT_MASKS):
+        found = rules.FLAVORS.get((name, flavor.removesuffix(ending)))
+        if found and flavor.endswith(ending):
+            return found, bool(ending)
+    return None
+
+
+def _model(job: _Job) -> None:
+    name = job.given.pop("model.name", "llama3")
+    flavor = job.given.pop("model.flavor", "debugmodel")
+    found = _find_flavor(name, flavor)
+    if found is None:
+        sizes = [size for theirs, size in rules.FLAVORS if theirs == name]
+        key, value = ("model.flavor", flavor) if sizes else ("model.name", name)
+        fix = f"choose from {', '.join(sizes or sorted(NAMES))}"
+        raise _error(key, value, "no such model here", fix)
+    (ours, size, args), keeps_apart = found
+    job.put("model.name", ours, "model.name", f"{name!r} is {ours!r}")
+    stated = ", ".join(f"{key} = {value}" for key, value in args.items())
+    text = f"{flavor!r} is {size!r}" + (f" with {stated}" if stated else "")
+    job.put("model.flavor", size, "model.flavor", text)
+    for key, value in args.items():
+        given = any(other.startswith(f"model.args.{key}") for other in job.given)
+        if not given:
+            job.ours[f"model.args.{key}"] = value
+    if keeps_apart:
+        text = f"{flavor!r} keeps documents apart: training.mask_documents"
+        job.put("training.mask_documents", True, "model.flavor", text)
+
+
+def _tokenizer(job: _Job, folder: Path) -> None:
+    theirs, ours = "model.hf_assets_path", "model.tokenizer_path"
+    path = str(folder / str(job.given.pop(theirs, "tests/assets/tokenizer")))
+    job.put(ours, path, theirs, f"renamed: {ours}, from the working directory")
+    key = "checkpoint.initial_load_path"
+    if job.is_on("checkpoint.initial_load_in_hf") and not job.given.get(key):
+        job.given.pop(key, None)
+        job.put(key, path, "checkpoint.initial_load_in_hf", f"reads {theirs}: {key}")
+
+
+def _dataset(job: _Job, section: str, default: str, folder: Path) -> None:
+    key = f"{section}.dataset"
+    is_used = section == "training" or job.is_on("validation.enable")
+    if job.given.get(f"{key}s") or not (is_used or key in job.given):
+        return
+    name = job.given.setdefault(key, default)
+    if name == "c4_test":
+        del job.given[key]
+        job.put(key, "json", key, f"'c4_test' is 'json', with {key}_path")
+        job.given.setdefault(f"{key}_path", str(folder / "tests/assets/c4_test"))
+    elif name == "c4_validation":
+        del job.given[key]
+        job.put(key, "c4", key, f"'c4_validation' is 'c4', with {key}_split")
+        job.given.setdefault(f"{key}_split", "validation")
+
+
+def _validation(job: _Job) -> None:
+    steps = job.number("validation.steps", -1)
+    batch = job.number("validation.local_batch_size", 8)
+    length = job.number("validation.seq_len", 2048)
+    trained = job.number("training.seq_len", 2048)
+    for name in ("steps", "local_batch_size", "seq_len"):
+        job.given.pop(f"validation.{name}", None)
+    if length != trained and job.is_on("validation.enable"):
+        text = f"sequences have training.seq_len = {trained}, not {length}"
+        job.note("validation.seq_len", text)
+    if steps == -1:  # all of the data, as here
+        return
+    key, ours = "validation.steps", "validation.num_samples"
+    shards = job.number("parallelism.data_parallel_shard_degree", -1)
+    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * max(shards, 1)
+    count = steps * batch * ranks
+    text = f"x {batch} sequences x {ranks} data-parallel ranks: {ours} = {count}"
+    if shards == -1:
+        text = f"x {batch} sequences of one rank: {ours} = {count}, on any number of ranks"
+    job.put(ours, count, key, text)
+
+
+def _context(job: _Job) -> None:
+    method = job.given.pop(ROTATE, "allgather")
+    if method == "alltoall":
+        key = "parallelism.context_parallel_attention"
+        job.put(key, "ring", ROTATE, f"{method!r} is {key} = 'ring'")
+
+
+def _pipeline(job: _Job) -> None:
+    """A pipeline cuts their `local_batch_size` into microbatches; ours is a microbatch."""
+    size = job.number(MICROBATCH, 1)
+    job.given.pop(MICROBATCH, None)
+    if job.given.get("parallelism.pipeline_parallel_degree", 1) == 1:
+        return
+    key, whole = "training.local_batch_size", "training.global_batch_size"
+    batch = job.number(key, 8)
+    job.given.pop(key, None)
+    job.put(key, size, key, f"a pipeline's microbatch: {size}, by {MICROBATCH}")
+    if job.given.get(whole, -1) != -1:
+        return
+    job.given.pop(whole, None)
+    shards = job.number("parallelism.data_parallel_shard_degree", -1)
+    if shards == -1:
+        rule = f"with a pipeline it is {batch} x data-parallel ranks, and their number is open"
+        raise _error(whole, -1, rule, "give the number of sequences")
+    ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
+    job.put(whole, batch * ranks, whole, f"{batch} x {ranks} data-parallel ranks = {batch * ranks}")
+
+
+def _schedule(job: _Job) -> None:
+    steps = job.number("lr_scheduler.total_steps", job.number("training.steps", 10000))
+    key = "lr_scheduler.warmup_steps"
+    if job.number(key, 200) > steps > 0:
+        job.given.pop(key, None)
+        job.put(key, steps, key, f"lowered to {steps}, the steps of the schedule, as there")
+    warmup = min(job.number(key, 200), steps)
+    key, ratio = "lr_scheduler.decay_ratio", job.given.get("lr_scheduler.decay_ratio")
+    if isinstance(ratio, float) and warmup + round(steps * ratio) > steps > 0:
+        del job.given[key]
+        job.note(key, "leaves no room for the warm-up: decay begins after that, as there")
+
+
+def _compile(job: _Job) -> None:
+    key = "compile.components"
+    components = job.given.pop(key, ["model"])
+    if not job.is_on("compile.enable") or not isinstance(components, list):
+        return
+    if "model" not in components:
+        job.given["compile.enable"] = False
+        job.note(key, "the model alone can be compiled: compile.enable = false")
+    elif components != ["model"]:
+        job.note(key, "blocks of the model are compiled, each by itself; the loss is not")
+
+
+def _tables(job: _Job) -> None:
+    """Apply the tables of keys, values and defaults."""
+    for theirs, ours in rules.RENAMED.items():
+        if theirs in job.given:
+            job.put(ours, job.given.pop(theirs), theirs, f"renamed: {ours}")
+    for key, values in rules.VALUES.items():
+        value = job.given.get(key)
+        if isinstance(value, str) and value in values:
+            del job.given[key]
+            job.put(key, values[value], key, f"{value!r} is {values[value]!r}")
+    for key in list(job.given):
+        for pattern, why in rules.IDLE.items():
+            if fnmatchcase(key, pattern):
+                del job.given[key]
+                job.note(key, f"without effect: {why}")
+                break
+    for key, default in rules.DEFAULTS.items():
+        table = job.ours | job.given
+        is_needed = default.beside is None or table.get(default.beside[0]) == default.beside[1]
+        if key not in table and is_needed:
+            job.ours[key] = default.value
+            job.note(key, f"{default.value!r}, torchtitan's default, is stated")
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys; a table is gone into only where theirs, or `model.args`, has one."""
+    for name, value in table.items():
+        is_table = not prefix or prefix.startswith("quantize.") or name in ("dataloader", "args")
+        if isinstance(value, Mapping) and value and is_table:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _nested(flat: Mapping[str, Any]) -> Table:
+    table: Table = {}
+    for key, value in flat.items():
+        *tables, name = key.split(".")
+        inner = table
+        for part in tables:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    return table

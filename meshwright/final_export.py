@@ -1,0 +1,54 @@
+"""The model folder that a finished job leaves for Hugging Face's libraries."""
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.find import open_checkpoint
+from meshwright.checkpoint.place import Place
+from meshwright.errors import ConfigError, SaveError
+from meshwright.exchange.export import export
+from meshwright.exchange.export_job import export_job, tokenizer_files
+from meshwright.log import logger
+from meshwright.preflight import Plan
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export_last(plan: Plan) -> None:
+    """Export the newest checkpoint to {dump_folder}/hf, as `checkpoint.last_save_in_hf` asks.
+
+    To be called by one rank, when no other needs it any longer. Does nothing if the folder is
+    there already.
+
+    Raises:
+        SaveError: if it cannot be written, or is not what was saved.
+    """
+    config = plan.config
+    if not (config.checkpoint.enable and config.checkpoint.last_save_in_hf):
+        return
+    if config.checkpoint.load_only:  # nothing was saved
+        return
+    try:
+        _export_newest(plan)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
+
+
+def _export_newest(plan: Plan) -> None:
+    config = plan.config
+    place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
+    with open_checkpoint(place, logger.warning) as (found, manifest):
+        out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
+        if out.exists():
+            return
+        job = export_job(
+            found,
+            manifest,
+            plan.spec,
+            plan.tokenizer,
+            tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+            dtype=getattr(torch, config.checkpoint.export_dtype),
+            max_shard_bytes=MAX_SHARD_BYTES,
+        )
+        export(job, out, logger.info)

@@ -1,0 +1,60 @@
+"""How many processes a job has, and what this machine has for them. Free of torch."""
+
+import os
+import subprocess
+from argparse import Namespace
+from dataclasses import dataclass
+
+from meshwright.errors import check
+
+CPU_RANKS = 2
+"""On a machine without GPUs."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job."""
+
+    per_machine: int
+    machines: int
+    gpus: int
+    """GPUs of this machine that may be used."""
+
+    @property
+    def total(self) -> int:
+        """Ranks over all machines."""
+        return self.per_machine * self.machines
+
+
+def count_ranks(given: Namespace) -> Ranks:
+    """Return the ranks that the options --ngpu and --nnodes, or NGPU and NNODES, ask for.
+
+    Raises:
+        ConfigError: if they are no positive numbers, or this machine has fewer GPUs.
+    """
+    gpus = count_gpus()
+    per_machine = _positive(given.ngpu, "--ngpu", "NGPU", gpus or CPU_RANKS)
+    machines = _positive(given.nnodes, "--nnodes", "NNODES", 1)
+    return Ranks(per_machine, machines, gpus)
+
+
+def _positive(option: str | None, name: str, variable: str, default: int) -> int:
+    """The option's value, or else the variable's, or else the default."""
+    key, text = (name, option) if option is not None else (variable, os.environ.get(variable))
+    if not text:
+        return default
+    is_positive = text.isdecimal() and int(text) > 0
+    check(is_positive, key, text, "must be a positive number", f"write {key}={default}")
+    return int(text)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that torch will see, without the time that importing it takes."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        before_end = visible.split("-1")[0]  # -1 ends the list
+        return sum(bool(device.strip()) for device in before_end.split(","))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:  # there is no driver
+        return 0
+    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())

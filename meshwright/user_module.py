@@ -1,0 +1,34 @@
+"""Modules that a user names in the config."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def import_user_module(name: str) -> ModuleType:
+    """Import `package.module`, or the Python file `path/to/file.py`.
+
+    Raises:
+        ImportError: if there is none; besides, anything that its code raises.
+    """
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    content = Path(name).read_bytes() if Path(name).is_file() else b""
+    digest = hashlib.sha256(name.encode() + content).hexdigest()  # a file that changed is another
+    own_name = f"meshwright_user_{digest[:8]}"
+    if own_name in sys.modules:
+        return sys.modules[own_name]
+    spec = importlib.util.spec_from_file_location(own_name, name)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[own_name] = module  # dataclasses look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own_name]
+        raise
+    return module

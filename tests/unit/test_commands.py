@@ -1,0 +1,232 @@
+"""The command line: one table of commands, every one of them with help, in any order of words."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+import meshwright
+from meshwright.cli.main import COMMANDS, build_parser, main, run
+from meshwright.cli.train import environment
+from meshwright.config.loader import load_config
+from meshwright.config.presets import preset_names
+from meshwright.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.launch.machine import Ranks, count_gpus
+from tests.helpers.cli import check_job, command
+
+ROOT = Path(__file__).parents[2]
+DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
+SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.cli.main import main; main()"
+
+
+def shell(words: str, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        f'"{sys.executable}" -c "{SHELL}" {words}',
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command(name, capsys) -> None:
+    words = [*name.split(), "--help"]
+    if name == "config":
+        run(words)
+    else:
+        with pytest.raises(SystemExit) as end:
+            run(words)
+        assert end.value.code == 0
+    assert f"usage: meshwright {name}" in capsys.readouterr().out
+
+
+def test_no_help_needs_torch() -> None:
+    """It takes a second; pydantic takes a tenth."""
+    code = (
+        "import sys\nfrom meshwright.cli.main import COMMANDS, build_parser\n"
+        "for name in COMMANDS: build_parser(name).format_help()\n"
+        "assert not {'torch', 'pydantic', 'numpy'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_printed_survives_head() -> None:
+    for words in ("config --help", "schema", "config debug_model"):
+        result = shell(f"{words} | head -n 1")
+        assert (result.returncode, result.stderr) == (0, ""), words
+        assert len(result.stdout.splitlines()) == 1
+
+
+def test_version_and_unknown_commands() -> None:
+    assert shell("--version").stdout == f"meshwright {meshwright.__version__}\n"
+    result = shell("chek")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "meshwright: unknown command chek\n  fix: did you mean check?\n"
+    with pytest.raises(ConfigError, match="did you mean checkpoint ls?"):
+        run(["checkpoint", "lss"])
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.cli.show_schema.json_schema", interrupt)
+    monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [DEBUG, "--training.steps", "9", "--compile.enable"],
+        ["--training.steps", "9", DEBUG, "--compile.enable"],
+        ["--compile.enable=true", "--training.steps=9", DEBUG],
+        ["--job.config_file", DEBUG, "--training.steps=9", "--compile.enable", "true"],
+        ["debug_model", "--training.steps=9", "--compile.enable", "true"],
+    ],
+)
+def test_the_config_is_a_plain_argument_anywhere(words) -> None:
+    config, _ = load_config(words)
+    assert (config.training.steps, config.compile.enable) == (9, True)
+    assert config.job.config_file == DEBUG
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([DEBUG, "--job.config_file", DEBUG], "given beside --job.config_file"),
+        (["training.steps=3"], "fix: write --training.steps=3"),
+        ([DEBUG, "training.steps=3"], "fix: write --training.steps=3"),
+        ([DEBUG, "--steps", "3"], "did you mean --training.steps?"),
+        ([DEBUG, "--learning-rate=3"], "did you mean --optimizer.lr?"),
+        ([DEBUG, "other.toml"], "'other.toml': expected CONFIG or --section.key value"),
+        (["4", DEBUG], "expected CONFIG"),
+        (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
+    ],
+)
+def test_words_that_are_not_understood(words, says) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_job(words)
+    assert says in str(caught.value)
+
+
+def test_origins_of_values(tmp_path, capsys) -> None:
+    own = tmp_path / "own.toml"
+    parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
+    groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 2 }]\n'
+    own.write_text(f'extends = "{DEBUG}"\n[training]\nseq_len = 128\n{parts}{groups}')
+    command("config")([own, "--training.steps", 9])
+    out = capsys.readouterr().out
+    lines = {line.split(" = ")[0]: line.split("  # ")[-1] for line in out.splitlines()}
+    assert lines["seq_len"].endswith("own.toml:3")
+    assert lines["steps"] == "--training.steps"
+    assert lines["warmup_steps"].endswith("debug_model.toml:32")
+    assert lines["beta1"] == "default"
+    assert lines["lr_scale"].endswith("own.toml:9")
+    first, second = out.split("[[training.datasets]]")[1:]
+    assert 'name = "a"' in first
+    assert "own.toml:5" in first
+    assert "own.toml:7" in second
+    assert "own.toml:7" not in first
+    assert tomli.loads(out)["training"]["steps"] == 9
+
+
+def test_config_diff(capsys) -> None:
+    command("config diff")([DEBUG, DEBUG])
+    assert capsys.readouterr().out == "equal\n"
+    with pytest.raises(SystemExit) as end:
+        command("config diff")(["debug_model", "debug_model_2d"])
+    assert end.value.code == 1
+    rows = capsys.readouterr().out.splitlines()
+    (row,) = [row for row in rows if row.startswith("parallelism.tensor_parallel_degree")]
+    assert row.split()[1:4] == ["1", "2", "default"]
+
+
+def test_help_of_one_section(capsys) -> None:
+    command("config")(["--help", "comm"])
+    out = capsys.readouterr().out
+    assert "--comm.init_timeout_seconds INT (default: 300)" in out
+    assert "--training" not in out
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_completion(name, tmp_path, capsys) -> None:
+    command("completion")([name])
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out.replace("autoload", ": autoload"))
+
+    def complete(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        code = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _meshwright"
+        show = 'printf "%s\\n" "${COMPREPLY[@]}"'
+        result = subprocess.run(
+            [
+                "bash",
+                "-c",
+                f"bashcompinit() {{ :; }}; compinit() {{ :; }}; . {script}; {code}; {show}",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert result.stderr == ""
+        return result.stdout.split()
+
+    assert complete("meshwright", "che") == ["check", "checkpoint"]
+    assert complete("meshwright", "checkpoint", "v") == ["verify"]
+    assert complete("meshwright", "check", "--compile.enab") == ["--compile.enable"]
+    assert complete("meshwright", "train", "llama3_8") == ["llama3_8b"]
+    assert complete("meshwright", "check", "--lr_scheduler.decay_type", "c") == ["cosine"]
+    assert complete("meshwright", "export", "a", "b", "--dt") == ["--dtype"]
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "a", "s3://bucket/a"], ["prove", "--output", "gs://bucket/a"]]
+)
+def test_outputs_are_no_addresses(words) -> None:
+    with pytest.raises(ConfigError, match="is an address"):
+        run(words)
+
+
+def test_environment_of_ranks() -> None:
+    on_cpu = environment(Ranks(2, 1, gpus=0), {})
+    assert "PYTORCH_ALLOC_CONF" not in on_cpu
+    assert int(on_cpu["OMP_NUM_THREADS"]) >= 1
+    assert environment(Ranks(8, 1, gpus=8), {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"):
+        new = environment(Ranks(8, 1, gpus=8), {own: "x"})
+        assert own not in new
+        assert ("PYTORCH_ALLOC_CONF" in new) == (own == "OMP_NUM_THREADS")
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("0,-1,2", 1), ("GPU-a", 1)])
+def test_visible_gpus_are_counted(monkeypatch, visible, count) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+def test_presets_are_those_of_the_repository() -> None:
+    assert set(preset_names()) == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "debugging.md"])
+def test_every_exit_code_is_documented(page) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for code in (*EXIT_CODES.values(), EXIT_STOPPED, EXIT_INTERRUPTED):
+        assert f"| {code} |" in text, code
+
+
+def test_every_command_is_documented() -> None:
+    """docs/commands.md has the usage of each as argparse prints it, 100 columns wide."""
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for name, declared in COMMANDS.items():
+        assert f"\n## {name}\n" in text, name
+        usage = " ".join(build_parser(name).format_usage().split()).removeprefix("usage: ")
+        assert usage in " ".join(text.split()), usage
+        assert declared.purpose[1:] in " ".join(text.split()), name

@@ -1,0 +1,96 @@
+"""The examples of docs/extending.md are modules that work."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.loader import load_config
+from meshwright.datasets import DATASETS
+from meshwright.datasets.opening import open_training_data
+from meshwright.errors import ConfigError
+from meshwright.extension import extend, user_sinks
+from meshwright.metrics.sinks import Spared
+from meshwright.preflight import preflight
+from meshwright.specs import MODELS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def example(name: str) -> str:
+    text = (DOCS / "extending.md").read_text("utf-8")
+    (code,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
+    return code
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch) -> None:
+    """Names that a test adds go with it."""
+    for table in (MODELS, DATASETS):
+        for name in ("mistral", "stanzas"):
+            monkeypatch.setitem(table, name, None)
+            monkeypatch.delitem(table, name)
+
+
+def words(folder: Path, code: str, *others: str) -> list[str]:
+    path = folder / "mine.py"
+    path.write_text(code, "utf-8")
+    dump = ("--job.dump_folder", str(folder / "out"))
+    tokenizer = ("--model.tokenizer_path", "bytes")
+    return ["--experimental.custom_import", str(path), *dump, *tokenizer, *others]
+
+
+def test_a_model(tmp_path) -> None:
+    (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
+    config, _ = load_config(words(tmp_path, family + example("model"), *model))
+    plan = preflight(config, 8)
+    assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
+
+
+def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
+    text = tmp_path / "poem.txt"
+    text.write_text("\n\n".join(f"stanza {i} has a few words" for i in range(40)))
+    data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
+    sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
+    config, _ = load_config(words(tmp_path, example("dataset"), *data, *sizes))
+    preflight(config, 1)
+    (source,) = open_training_data(config, num_workers=2)
+    assert source.cache.num_documents == 40
+    assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
+
+
+def test_a_sink(tmp_path) -> None:
+    config, _ = load_config(words(tmp_path, example("sink")))
+    ((name, build),) = user_sinks(config).items()
+    sink = Spared(name, lambda: build(config, tmp_path))
+    sink.write({"step": 1, "loss": 2.5})
+    sink.write({"step": 2, "loss": 2.25})
+    sink.close()
+    assert (tmp_path / "losses.csv").read_text().split() == ["1,2.5", "2,2.25"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("MODELS = {'llama': 3}", "MODELS must be a dict from names to Family"),
+        ("SINKS = {'a': 3}", "SINKS must be a dict from names to Callable"),
+        (
+            "from meshwright.models.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
+            "MODELS has 'llama', which is there already",
+        ),
+    ],
+)
+def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> None:
+    config, _ = load_config(words(tmp_path, code))
+    with pytest.raises(ConfigError, match=message) as error:
+        extend(config)
+    assert error.value.key == "experimental.custom_import"
+
+
+def test_a_module_by_its_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_sinks.py").write_text("SINKS = {'a': print}")
+    monkeypatch.syspath_prepend(tmp_path)
+    config, _ = load_config(["--experimental.custom_import", "my_sinks"])
+    assert user_sinks(config) == {"a": print}

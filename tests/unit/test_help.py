@@ -1,0 +1,204 @@
+"""The help that a user gets for a config that is wrong."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from benchmarks.config_mutations import RULES, judge, message_of, mutations
+from meshwright.config.fields import all_keys, find_section
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.config.schema import FILE, json_schema
+from meshwright.config.suggest import suggest_key, suggest_section
+from meshwright.config.synonyms import SECTIONS, SYNONYMS
+from meshwright.errors import CombinedConfigError, ConfigError
+from tests.helpers.cli import check_job
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+@pytest.fixture
+def message(tmp_path):
+    """Write a TOML over the debug preset; what `meshwright check` says of it."""
+
+    def get(text: str) -> str:
+        path = tmp_path / "a.toml"
+        path.write_text(f'extends = "debug_model"\n{text}')
+        with pytest.raises(ConfigError) as caught:
+            check_job([path, "--ngpu", 2])
+        return str(caught.value).replace(f"{path}", "a.toml").replace(f"{tmp_path}", "HERE")
+
+    return get
+
+
+def test_mutations_of_valid_configs_get_the_right_help(tmp_path) -> None:
+    """benchmarks/config_mutations.py, in short: at least 95 % right, and no guess misleads."""
+    path = tmp_path / "mutated.toml"
+    verdicts = []
+    for mutation in mutations(74, seed=99):
+        path.write_text(mutation.text)
+        verdicts.append(judge(mutation, message_of(path), path))
+    assert sum(verdict.is_right for verdict in verdicts) >= 0.95 * len(verdicts)
+    assert not any(verdict.is_misleading or verdict.has_traceback for verdict in verdicts)
+    assert all(verdict.has_line for verdict in verdicts)
+    assert {rule[0] for rule in RULES} <= JobConfig.model_fields.keys()
+
+
+def test_a_benchmark_that_is_told_nothing_finds_nothing_right(tmp_path) -> None:
+    (mutation,) = mutations(1, seed=1)
+    verdict = judge(mutation, f"{tmp_path.name}:1: wrong\n  fix: did you mean banana?", tmp_path)
+    assert (verdict.is_right, verdict.is_misleading, verdict.has_line) == (False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("training.lr", "did you mean optimizer.lr?"),
+        ("lr", "did you mean optimizer.lr?"),
+        ("optimizer.learning_rate", "did you mean optimizer.lr?"),
+        ("training.seqLen", "did you mean training.seq_len?"),
+        ("training.seq-len", "did you mean training.seq_len?"),
+        ("optimizer.anme", "did you mean optimizer.name?"),
+        ("model.n_layers", "did you mean model.args.n_layers?"),
+        ("metrics.gc_freq", "did you mean training.gc_freq?"),
+        ("validation.dataset_name", "did you mean validation.dataset?"),
+        ("training.num_workers", "leave it out: every rank reads ahead by itself"),
+        ("training.mascot", "leave it out; `meshwright config --help training` documents "),
+        ("optimizer.beta3", "leave it out; "),
+    ],
+)
+def test_advice_on_a_key(key, advice) -> None:
+    assert suggest_key(key.split(".")).startswith(advice)
+
+
+def test_advice_on_a_section() -> None:
+    assert suggest_section("optim", []) == "did you mean optimizer?"
+    assert suggest_section("trainin", []) == "did you mean training?"
+    assert suggest_section("foo", ["warmup_steps"]) == "did you mean lr_scheduler?"
+    assert suggest_section("foo", ["bar"]).startswith("leave it out; the sections are job, ")
+
+
+def test_every_synonym_names_a_key() -> None:
+    known = {".".join(key) for key, _ in all_keys()}
+    for section, names in SYNONYMS.items():
+        assert section == "" or find_section((section,)), section
+        for name, target in names.items():
+            for word in target.replace(" (", " or (").split(" or "):
+                keys = [] if word.startswith("(") else word.split(" and ")
+                assert all(k in known or k.startswith("model.args.") for k in keys), (name, target)
+    assert set(SECTIONS.values()) <= JobConfig.model_fields.keys()
+
+
+def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
+    """Also across stages: keys, types, and what only the tables of models and datasets know."""
+    text = (
+        '[model]\nflavor = "debugmodl"  # small\ntokenizer_path = "x#y.model"\n'
+        '[training]\nstep = 3\nseq_len = "64"\n'
+        '[validation]\ndataset = "nope"\n'
+    )
+    assert message(text) == (
+        "a.toml:6: unknown key training.step"
+        "\n    step = 3\n    ^^^^\n  fix: did you mean training.steps?\n"
+        "a.toml:7: training.seq_len = '64': must be a whole number\n"
+        '    seq_len = "64"\n              ^^^^\n  fix: write 64, without quotes\n'
+        "a.toml:3: model.flavor = 'debugmodl': no such size\n"
+        '    flavor = "debugmodl"  # small\n             ^^^^^^^^^^^\n'
+        "  fix: did you mean debugmodel?\n"
+        "a.toml:4: model.tokenizer_path = 'HERE/x#y.model': no such file or folder\n"
+        '    tokenizer_path = "x#y.model"\n                     ^^^^^^^^^^^\n'
+        "  fix: check the path: HERE exists, but holds no x#y.model\n"
+        "a.toml:9: validation.dataset = 'nope': no such dataset\n"
+        '    dataset = "nope"\n              ^^^^^^\n'
+        "  fix: choose from arrow, c4, fineweb, fineweb-edu, json, megatron, parquet, "
+        'python_stdlib, slimpajama, text, tokens (one of the hub is written "owner/name")'
+    )
+
+
+def test_what_is_missing_because_a_key_is_wrong_is_not_reported_too(message) -> None:
+    said = message('[model]\nname = "qwen3"\nflavour = "x"\n[checkpoint]\nenabel = true\n')
+    assert said.count("fix: ") == 2
+
+
+def test_rules_between_keys_come_together(message) -> None:
+    said = message(
+        "[checkpoint]\nenable = false\nload_step = 5\n[profiling]\nprofile_freq = 1\n"
+        '[model]\nname = "lama"\n'
+    )
+    for part in ("a.toml:4: checkpoint.load_step", "a.toml:6: profiling", "did you mean llama?"):
+        assert part in said
+
+
+def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-8B tokenizer.json --local-dir"):
+        check_job(["qwen3_8b", "--ngpu", 8])
+
+
+def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="neither a file here nor a preset\n  fix: did you mean"):
+        load_config(["llama3_9b"])
+    (tmp_path / "mine.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"did you mean .*/mine\.toml\?"):
+        load_config([str(tmp_path / "mine.tml")])
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("enable = True", "write true"),
+        ("x = None", "leave the key out"),
+        ("name = llama", 'quote it: "llama"'),
+        ('name = "llama', 'close the quote: "llama"'),
+        ("steps = 10k", "write 10000"),
+        ("steps = 1,000", "write 1_000"),
+        ("lr: 3", "write lr = 3"),
+        ("// words", "a comment begins with #"),
+        ("x = [1, 2", "close the list"),
+    ],
+)
+def test_right_syntax(message, line, fix) -> None:
+    said = message(f"[training]\n{line}\n")
+    assert said.startswith("a.toml:3: not TOML: ")
+    assert f"  fix: {fix}" in said
+    assert "^" in said
+
+
+def test_errors_survive_processes() -> None:
+    error = CombinedConfigError([ConfigError("a", "one"), ConfigError("b", "two")])
+    again = pickle.loads(pickle.dumps(error))
+    assert [(e.key, str(e)) for e in again.errors] == [("a", "one"), ("b", "two")]
+
+
+def test_the_schema_that_is_shipped_is_the_config_s() -> None:
+    """Otherwise: meshwright schema > train_configs/schema.json"""
+    assert json.loads((ROOT / "train_configs" / FILE).read_text()) == json_schema()
+    definitions = json_schema()["$defs"]
+    for key, field in all_keys():
+        if key == ("job", "config_file"):
+            continue
+        section = find_section(key[:1]).__name__
+        declared = definitions[section]["properties"][key[1]]
+        assert declared.get("description"), key
+        assert field.is_required() or "default" in declared or field.default_factory, key
+    assert definitions["Training"]["properties"]["steps"]["exclusiveMinimum"] == 0
+    assert definitions["Training"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_first_line_of_a_preset_names_the_schema(path) -> None:
+    assert path.read_text().startswith(f"#:schema {FILE}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ('dataset = "text"\ndataset_path = "nodir/*.txt"', "HERE exists, but holds no nodir"),
+        ('dataset = "text"\ndataset_path = "*.txt"', "check the path: HERE holds none"),
+        ('dataset = "c4"\ndataset_path = "a.tml"', "did you mean a.toml?"),
+        ('dataset_format = "b.py:f"', "HERE exists, but holds no b.py"),
+    ],
+)
+def test_every_missing_file_has_a_fix(message, line, fix) -> None:
+    assert fix in message(f"[training]\n{line}\n")

@@ -1,0 +1,68 @@
+from typing import Any
+
+import pytest
+
+from meshwright.config.job_config import Source
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.rows import row_reader
+from meshwright.errors import ConfigError, RecordError
+
+HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def read(name: str, row: dict[str, Any]) -> object:
+    entry = Entry("training", "data", Source(dataset="json", dataset_format=name))
+    return row_reader(entry)(row, "row 3")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "wanted"),
+    [
+        ("alpaca", {"instruction": "hello", "input": "", "output": "hi", "text": "x"}, HELLO),
+        ("alpaca", {"instruction": "hello", "output": "hi", "input": None}, HELLO),
+        (
+            "alpaca",
+            {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief"},
+            [
+                SYSTEM,
+                {"role": "user", "content": "add\n\n1 2"},
+                {"role": "assistant", "content": "3"},
+            ],
+        ),
+        (
+            "sharegpt",
+            {
+                "id": 1,
+                "conversations": [
+                    {"from": "system", "value": "be brief"},
+                    {"from": "human", "value": "hello"},
+                    {"from": "gpt", "value": "hi", "weight": 1},
+                ],
+            },
+            [SYSTEM, *HELLO],
+        ),
+        ("messages", {"messages": [turn | {"name": "x"} for turn in HELLO]}, HELLO),
+    ],
+)
+def test_rows_become_conversations(name: str, row: dict[str, Any], wanted: object) -> None:
+    assert read(name, row) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("alpaca", {"instruction": "hello"}, "its 'output' is None, not a text"),
+        ("sharegpt", {"conversations": [{"from": "tool", "value": ""}]}, "from is 'tool', not one"),
+        ("sharegpt", {"messages": []}, "'conversations' is no list of tables; it has messages"),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "its 'content' is None"),
+    ],
+)
+def test_rows_of_another_format_are_named(name: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=rf"dataset_format = '{name}': row 3: .*{message}"):
+        read(name, row)
+
+
+def test_a_format_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match='or "alpaca", "sharegpt", "messages"'):
+        read("alpacca", {})

@@ -1,0 +1,204 @@
+"""Files of tokens that others have made: the same tokens and documents, read where they lie."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.config.job_config import BYTES, Source
+from meshwright.datasets import find_dataset
+from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.recipe import Recipe
+from meshwright.datasets.sources import check_path
+from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.tokenizing import open_cache
+from meshwright.errors import ConfigError
+
+EOS = 257  # of the byte tokenizer
+DOCUMENTS = [[104, 105, EOS], [119, 111, 114, 108, 100, EOS], [97, 98, 99, 100, EOS]]
+MEGATRON = Path(__file__).parents[1] / "assets" / "megatron"
+"""Written by megatron-core 0.16.1's `IndexedDatasetBuilder`, as uint16 and int32: DOCUMENTS, each a
+sequence; then one document of two sequences, [1, 2] and [3, 4, EOS]."""
+
+
+def open_tokens(folder: Path, dataset: str, path: Path, *, check_all: bool = False) -> TokenCache:
+    source = Source(dataset=dataset, dataset_path=str(path))
+    recipe = Recipe(Entry("training", "data", source), BYTES)
+    return open_cache(recipe, folder / "cache", num_workers=1, check_all=check_all)
+
+
+def documents_of(cache: TokenCache) -> list[list[int]]:
+    lengths = cache.lengths(0).tolist()
+    ends = np.cumsum(lengths).tolist()
+    return [cache.tokens(end - n, end).tolist() for n, end in zip(lengths, ends, strict=True)]
+
+
+def flat(documents: list[list[int]], dtype: str = "<u2") -> np.ndarray:
+    return np.array([token for document in documents for token in document], dtype)
+
+
+@pytest.mark.parametrize("name", ["small", "small.bin", "small.idx", "wide"])
+def test_megatron_by_any_of_its_names(name: str, tmp_path: Path) -> None:
+    path = MEGATRON / name
+    if name.endswith(".idx"):
+        path = path.with_suffix(".*")
+    cache = open_tokens(tmp_path, "megatron", path)
+    assert documents_of(cache) == [*DOCUMENTS, [1, 2, 3, 4, EOS]]
+
+
+def write_llm_c(path: Path, documents: list[list[int]]) -> None:
+    """As llm.c's `write_datafile`: documents begin with EOS."""
+    header = np.zeros(256, np.int32)
+    tokens = flat([[EOS, *document[:-1]] for document in documents])
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def write_kind(kind: str, path: Path, documents: list[list[int]]) -> Path:
+    if kind == "numpy":
+        np.save(path.with_suffix(".npy"), flat(documents))
+        return path.with_suffix(".npy")
+    if kind == "numpy 32":
+        np.save(path.with_suffix(".npy"), flat(documents, "<u4"))
+        return path.with_suffix(".npy")
+    if kind == "olmo":  # no header under that name
+        flat(documents).tofile(path.with_suffix(".npy"))
+        return path.with_suffix(".npy")
+    path = path.with_suffix(".bin")
+    if kind == "llm.c":
+        write_llm_c(path, documents)
+    else:
+        flat(documents).tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["numpy", "numpy 32", "olmo", "llm.c", "nanoGPT"])
+def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
+    first = write_kind(kind, tmp_path / "a", DOCUMENTS[:2])
+    write_kind(kind, tmp_path / "b", DOCUMENTS[2:])
+    cache = open_tokens(tmp_path, "tokens", tmp_path / f"*{first.suffix}")
+    wanted = DOCUMENTS
+    if kind == "llm.c":
+        wanted = [[EOS, *document[:-1]] for document in DOCUMENTS]
+    assert documents_of(cache) == wanted
+    assert cache.num_bytes == 2 + 5 + 4
+    assert not list(cache.folder.glob("*.tokens"))  # nothing is copied
+
+
+def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
+    """The same tokens and boundaries give the same order, whatever file they are in."""
+    rng = np.random.default_rng(0)
+    documents = [[*rng.integers(0, 256, n).tolist(), EOS] for n in rng.integers(1, 90, 300)]
+    orders = []
+    for kind in ("numpy", "nanoGPT", "olmo"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = write_kind(kind, folder / "a", documents)
+        cache = open_tokens(folder, "tokens", path)
+        samples = CachedSamples(cache, 33, seed=3)
+        orders.append([samples.read(i).tokens.tolist() for i in range(40)])
+        content = cache.content
+    assert orders[0] == orders[1] == orders[2]
+    changed = write_kind("numpy", tmp_path / "other", [*documents[:-1], [1, EOS]])
+    assert open_tokens(tmp_path, "tokens", changed).content != content
+
+
+def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path) -> None:
+    path = write_kind("numpy", tmp_path / "a", DOCUMENTS)
+    cache = open_tokens(tmp_path, "tokens", path)
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    import os
+
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    cache = open_tokens(tmp_path, "tokens", path)
+    with pytest.raises(ConfigError, match="damaged at byte 0"):
+        documents_of(cache)
+
+
+def test_a_file_that_is_cut_short_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    path = write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
+    cache = open_tokens(tmp_path, "tokens", path)
+    stat = path.stat()
+    with open(path, "r+b") as file:
+        file.truncate(stat.st_size - 2)
+    with pytest.raises(Exception, match=r"a\.bin has \d+ of \d+ B"):
+        TokenCache(cache.folder)
+
+
+def damage(name: str, folder: Path) -> Path:
+    for suffix in (".bin", ".idx"):
+        (folder / f"a{suffix}").write_bytes((MEGATRON / f"small{suffix}").read_bytes())
+    index = bytearray((folder / "a.idx").read_bytes())
+    match name:
+        case "magic":
+            index[0] = 0
+        case "type":
+            index[17] = 7
+        case "cut":
+            index = index[:-8]
+        case "length":
+            index[34] += 1
+        case "bin":
+            (folder / "a.bin").write_bytes(b"12")
+        case "order":
+            index[-8:] = (1).to_bytes(8, "little")
+    (folder / "a.idx").write_bytes(index)
+    return folder / "a.bin"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("magic", "no index of Megatron's"),
+        ("type", "type 7, not 1 and 4 or 8"),
+        ("cut", "cut short"),
+        ("length", "of another file"),
+        ("bin", "of another file"),
+        ("order", "not its sequences"),
+    ],
+)
+def test_a_damaged_index_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    path = damage(name, tmp_path)
+    with pytest.raises(ConfigError, match=message) as error:
+        open_tokens(tmp_path, "megatron", path)
+    assert error.value.key == "training.dataset_path"
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    path = write_kind("numpy", tmp_path / "a", [[1, 2, 258, EOS]])
+    with pytest.raises(ConfigError, match="token 2 has id 258, and the tokenizer has 258"):
+        open_tokens(tmp_path, "tokens", path)
+
+
+def test_files_of_two_types_are_refused(tmp_path: Path) -> None:
+    write_kind("numpy", tmp_path / "a", DOCUMENTS)
+    write_kind("numpy 32", tmp_path / "b", DOCUMENTS)
+    with pytest.raises(ConfigError, match=r"b\.npy: is of type <u4, and .*a\.npy of <u2"):
+        open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [(np.zeros(4), "<f8"), (np.zeros((2, 2), np.uint16), r"shape \(2, 2\)")],
+)
+def test_other_arrays_are_refused(array: np.ndarray, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ConfigError, match=message):
+        open_tokens(tmp_path, "tokens", tmp_path / "a.npy")
+
+
+def test_what_preflight_says(tmp_path: Path) -> None:
+    write_kind("nanoGPT", tmp_path / "a", DOCUMENTS)
+
+    def check(**keys: object) -> None:
+        entry = Entry("training", "data", Source(dataset_path=str(tmp_path), **keys))
+        check_path(entry, find_dataset(entry.source.dataset))
+
+    check(dataset="tokens")
+    with pytest.raises(ConfigError, match="there is no .*a.idx"):
+        check(dataset="megatron")
+    with pytest.raises(ConfigError, match="read where they lie"):
+        check(dataset="tokens", dataset_mode="streamed")

@@ -1,0 +1,283 @@
+import tomllib
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from meshwright.cli.main import run as run_command
+from meshwright.config.changes import to_json
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.config.torchtitan import rules
+from meshwright.config.torchtitan.translate import is_torchtitan, translate
+from meshwright.errors import ConfigError
+from meshwright.preflight import preflight, resolve_model
+from tests.helpers.torchtitan_keys import KEYS
+
+FOLDER = Path(__file__).parents[1] / "torchtitan"
+OURS = {f"{section}.{key}": value for section, table in JobConfig() for key, value in table}
+SPECIAL = {  # by functions of translate.py
+    *("model.name", "model.flavor", "training.dataset", "validation.dataset"),
+    *("validation.steps", "validation.local_batch_size", "validation.seq_len"),
+    "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.context_parallel_rotate_method",
+    "compile.components",
+}
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> tuple[JobConfig, list[str]]:
+    path = tmp_path / "theirs.toml"
+    path.write_text(text)
+    config, provenance = load_config(["--job.config_file", str(path), *overrides])
+    return config, provenance.notes
+
+
+def given(table: dict[str, Any], **model: Any) -> str:
+    return tomli_w.dumps({"model": {"name": "llama3", "flavor": "debugmodel", **model}, **table})
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_of_theirs_is_ours_or_has_a_rule(key: str) -> None:
+    has_rule = key in {*SPECIAL, *rules.RENAMED, *rules.REFUSED} or any(
+        fnmatchcase(key, pattern) for pattern in rules.IDLE
+    )
+    assert (key in OURS) != has_rule or key in SPECIAL
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key in OURS and key not in SPECIAL])
+def test_a_key_with_our_name_has_our_default_or_theirs_is_stated(key: str) -> None:
+    theirs = KEYS[key]
+    if key in rules.DEFAULTS:
+        assert rules.DEFAULTS[key].value == theirs
+    elif key not in ("job.config_file", "job.description"):
+        assert theirs == OURS[key] or (theirs is None and not OURS[key])
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_alone_is_kept_noted_or_refused(key: str, tmp_path: Path) -> None:
+    """With torchtitan's default, so nothing can be asked for that is not here."""
+    if KEYS[key] is None or key == "job.config_file":
+        return
+    raw: dict[str, Any] = {"model": {"name": "llama3", "flavor": "8B"}}
+    *tables, name = key.split(".")
+    table = raw
+    for part in tables:
+        table = table.setdefault(part, {})
+    table.setdefault(name, KEYS[key])
+    found = translate(raw, tmp_path)
+    JobConfig.model_validate(found.table)
+    section, *rest = key.split(".")
+    is_kept = len(rest) == 1 and rest[0] in found.table.get(section, {})
+    assert is_kept or key in {note.key for note in found.notes}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides"),
+    [
+        ("debug_model", 8, ["--training.dataset_path", __file__]),
+        ("llama3_8b", 8, []),
+        ("llama3_70b", 256, []),
+        ("llama3_405b", 512, ["--model.converters", "[]"]),
+    ],
+)
+def test_files_with_every_key_of_theirs_pass_the_check(
+    name: str, ranks: int, overrides: list[str], tmp_path: Path
+) -> None:
+    path = FOLDER / f"{name}.toml"
+    words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
+    config, provenance = load_config(["--job.config_file", str(path), *words])
+    preflight(config, ranks)
+    assert any("model.flavor" in note and f"{name}.toml:" in note for note in provenance.notes)
+
+
+@pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
+def test_a_migrated_file_loads_to_the_same_config(name: str, tmp_path: Path, capsys) -> None:
+    words = [str(FOLDER / f"{name}.toml"), "--model.converters", "[]"]
+    wanted, provenance = load_config(words)
+    run_command(["config", "migrate", *words])
+    migrated = tmp_path / "ours.toml"
+    migrated.write_text(capsys.readouterr().out)
+    config, again = load_config([str(migrated)])
+    assert not again.notes
+    for section in JobConfig.model_fields:
+        if section != "job":
+            assert getattr(config, section) == getattr(wanted, section)
+    comments = " ".join(migrated.read_text().split("\n\n[", 1)[0].replace("\n#", "").split())
+    for note in provenance.notes:
+        assert note in comments
+
+
+def test_only_theirs_are_migrated() -> None:
+    with pytest.raises(ConfigError, match="is not torchtitan's"):
+        run_command(["config", "migrate", "debug_model"])
+
+
+def test_float8_is_refused_in_words() -> None:
+    path = FOLDER / "llama3_405b.toml"
+    line = path.read_text().splitlines().index('converters = ["float8"]') + 1
+    with pytest.raises(ConfigError, match=rf"405b.toml:{line}: model.converters.*float8") as error:
+        load_config(["--job.config_file", str(path)])
+    assert "fix: set model.converters = []" in str(error.value)
+
+
+def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:
+    """Sizes as torchtitan's own table gives them, worked out by its formulas."""
+    expected = {
+        "debugmodel": (256, 6, 16, 16, 768, 2048, 8.0),
+        "8B": (4096, 32, 32, 8, 14336, 128256, 8.0),
+        "70B": (8192, 80, 64, 8, 28672, 128256, 8.0),
+        "405B": (16384, 126, 128, 8, 53248, 128256, 8.0),
+    }
+    for flavor, sizes in expected.items():
+        config, _ = load(tmp_path, given({}, flavor=flavor))
+        _, args = resolve_model(config)
+        names = ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"]
+        found = *(getattr(args, name) for name in names), args.rope_scaling.factor
+        assert found == sizes
+
+
+def test_a_masking_flavor_masks_documents(tmp_path: Path) -> None:
+    config, _ = load(tmp_path, given({}, flavor="8B_flex"))
+    assert (config.model.flavor, config.training.mask_documents) == ("llama3.1_8b", True)
+
+
+def test_defaults_of_theirs_are_stated(tmp_path: Path) -> None:
+    table = {"checkpoint": {"enable": True}, "validation": {"enable": True, "steps": 10}}
+    config, notes = load(tmp_path, given(table))
+    assert config.activation_checkpoint.mode == "selective"
+    assert config.activation_checkpoint.selective_ac_option == "2"
+    assert config.validation.freq == 10
+    assert config.checkpoint.last_save_model_only
+    assert config.optimizer.decay_norm_and_bias
+    assert not config.metrics.enable_tensorboard
+    assert any("validation.freq: 10" in note for note in notes)
+
+
+def test_values_are_renamed(tmp_path: Path) -> None:
+    table: dict[str, Any] = {
+        "checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"},
+        "debug": {"seed": 7, "deterministic": True},
+        "validation": {"enable": True, "steps": 5, "local_batch_size": 4},
+        "parallelism": {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
+    }
+    config, _ = load(tmp_path, given(table, hf_assets_path="there"))
+    assert config.checkpoint.async_mode == "thread"
+    assert (config.training.seed, config.training.deterministic) == (7, True)
+    assert config.validation.num_samples == 5 * 4 * 2 * 3
+    assert (config.validation.dataset, config.validation.dataset_split) == ("c4", "validation")
+    assert config.training.dataset == "json"
+    assert config.training.dataset_path == str(Path.cwd() / "tests/assets/c4_test")
+    assert config.model.tokenizer_path == str(Path.cwd() / "there")  # not beside the TOML
+
+
+def test_paths_start_at_the_working_directory(tmp_path: Path) -> None:
+    table = {
+        "training": {"dataset": "c4", "dataset_path": "data/c4"},
+        "checkpoint": {"initial_load_path": "weights"},
+    }
+    config, _ = load(tmp_path, given(table))
+    assert config.training.dataset_path == str(Path.cwd() / "data/c4")
+    assert config.checkpoint.initial_load_path == str(Path.cwd() / "weights")
+
+
+def test_a_schedule_that_does_not_fit_is_shortened_as_there(tmp_path: Path) -> None:
+    table = {"training": {"steps": 10}, "lr_scheduler": {"warmup_steps": 2, "decay_ratio": 0.8}}
+    config, _ = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, 0.8)
+    table["training"]["steps"] = 3  # torchtitan decays on one step, not two
+    config, notes = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (2, None)
+    assert any("leaves no room for the warm-up" in note for note in notes)
+    table["training"]["steps"] = 1
+    config, _ = load(tmp_path, given(table))
+    assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio) == (1, None)
+
+
+def test_a_pipeline_cuts_the_local_batch(tmp_path: Path) -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4}
+    table = {"parallelism": parallelism, "training": {"local_batch_size": 8}}
+    config, _ = load(tmp_path, given(table))
+    assert (config.training.local_batch_size, config.training.global_batch_size) == (1, 32)
+    parallelism["pipeline_parallel_microbatch_size"] = 2
+    config, _ = load(tmp_path, given(table))
+    assert (config.training.local_batch_size, config.training.global_batch_size) == (2, 32)
+    del parallelism["data_parallel_shard_degree"]
+    with pytest.raises(ConfigError, match="their number is open"):
+        load(tmp_path, given(table))
+
+
+def test_the_command_line_may_have_keys_of_both(tmp_path: Path) -> None:
+    text = given({}, hf_assets_path="there")
+    config, _ = load(tmp_path, text, "--model.tokenizer_path", "bytes", "--debug.seed", "3")
+    assert (config.model.tokenizer_path, config.training.seed) == ("bytes", 3)
+
+
+def test_what_is_not_here_is_refused_all_at_once(tmp_path: Path) -> None:
+    table = {"comm": {"mode": "fake_backend"}, "fault_tolerance": {"enable": True}}
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, given(table))
+    lines = str(error.value).splitlines()
+    named = [line.split(": ")[1].split(" = ")[0] for line in lines if "(torchtitan's)" in line]
+    assert named == ["comm.mode", "fault_tolerance.enable"]
+    assert sum(line.startswith("  fix: ") for line in lines) == 2
+
+
+def test_a_mistake_is_reported_at_the_line_of_their_key(tmp_path: Path) -> None:
+    text = given({"training": {"steps": 0}, "debug": {"seed": -1}})
+    line = text.splitlines().index("seed = -1") + 1
+    with pytest.raises(ConfigError, match=rf"theirs.toml:{line}: training.seed = -1"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_theirs"),
+    [
+        ({"name": "llama3"}, True),
+        ({"name": "llama3", "flavor": "8B"}, True),
+        ({"name": "deepseek_v3", "flavor": "16B"}, True),
+        ({"name": "qwen3", "flavor": "0.6B"}, True),
+        ({"hf_assets_path": "x"}, True),
+        ({"name": "qwen3", "flavor": "debugmodel"}, False),
+        ({"name": "llama", "flavor": "llama3_8b"}, False),
+        ({"name": "llama3", "flavor": "llama3_8b"}, False),
+        ({"flavor": "8B"}, False),
+        ({}, False),
+    ],
+)
+def test_whose_a_config_is(model: dict[str, str], is_theirs: bool) -> None:
+    assert is_torchtitan({"model": model}) == is_theirs
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, True, [], {"a": 1}])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_type_is_a_config_error_at_most(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    raw: dict[str, Any] = {"model": {"name": "llama3", "flavor": "8B"}}
+    raw["parallelism"] = {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}
+    *tables, name = key.split(".")
+    table = raw
+    for part in tables:
+        table = table.setdefault(part, {})
+    table[name] = value
+    if is_torchtitan(raw):
+        with suppress(ConfigError):
+            translate(raw, tmp_path)
+
+
+def test_ours_are_left_alone() -> None:
+    for path in (FOLDER.parents[1] / "train_configs").glob("*.toml"):
+        assert not is_torchtitan(tomllib.loads(path.read_text()))
+
+
+def test_a_config_of_ours_may_extend_one_of_theirs(tmp_path: Path) -> None:
+    (tmp_path / "theirs.toml").write_text(given({"training": {"steps": 5}}))
+    ours = tmp_path / "ours.toml"
+    ours.write_text('extends = "theirs.toml"\n[model]\ntokenizer_path = "bytes"\n')
+    config, _ = load_config(["--job.config_file", str(ours)])
+    assert (config.model.name, config.training.steps) == ("llama", 5)
+    assert config.model.tokenizer_path == "bytes"
+    assert to_json(config)["optimizer"]["decay_norm_and_bias"]
