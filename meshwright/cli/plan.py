@@ -26,16 +26,12 @@ def _answer(given: Namespace) -> str:
 
     device = given.device
     check(bool(device), "--device", device, "is needed", "--device h100, cpu, 80, ...")
-    if given.calibrate:
-        return command.calibrate(device)
     check(bool(given.config), "CONFIG", given.config, "is needed", "name a TOML")
     check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
     check(given.rank >= 0, "--rank", given.rank, "must not be negative")
     workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
     config, provenance = load_given(given)
     with config_errors(provenance):
-        if given.search:
-            return command.search(config, given.world_size, device, workers, given.json)
         return command.plan(
             config,
             given.world_size,

@@ -9,8 +9,8 @@ from pathlib import Path
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
 from meshwright.parallelisms.pipeline_split import stages_of_rank
-from meshwright.planning import calibration, page, remedies, report, searching
-from meshwright.planning.devices import Device, calibration_folder, find_device
+from meshwright.planning import page, remedies, report
+from meshwright.planning.devices import Device, find_device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import in_processes
 from meshwright.planning.report import RankPlan
@@ -44,7 +44,7 @@ def plan(
     device = find_device(device_word)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
     check(rank < world_size, "--rank", rank, f"there are {world_size} ranks", "count from 0")
-    rates = find_rates(device_word, device)
+    rates = list(assumed(device) or [])
     ranks = range(0, world_size, world_size // job.dims.pp) if all_stages else [rank]
     if len(ranks) == 1:
         found = [of_rank(job, world_size, rank, device, rates)]
@@ -73,31 +73,3 @@ def of_rank(job: Plan, world_size: int, rank: int, device: Device, rates: list[R
         place = rank // (world_size // job.dims.pp)
         stages = stages_of_rank(place, job.dims.pp, len(job.stage_modules), schedule)
     return report.summarize(job, simulation, device, rates, stages)
-
-
-def find_rates(word: str, device: Device) -> list[Rates]:
-    """Return the measured rates of a device if it was calibrated; otherwise of a best and of a
-    poor case, or none."""
-    path = calibration_folder() / f"{word}.json"
-    if path.exists():
-        return [Rates.load(path)]
-    return list(assumed(device) or [])
-
-
-def calibrate(word: str) -> str:
-    """Measure the device of this machine, and write its file."""
-    find_device(word)
-    path = calibration_folder() / f"{word}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rates = calibration.measure(word)
-    path.write_text(json.dumps(dataclasses.asdict(rates), indent=1) + "\n")
-    return f"{path}: {rates.source}"
-
-
-def search(
-    config: JobConfig, world_size: int, device_word: str, workers: int, as_json: bool
-) -> str:
-    """Return the best mesh and modes for the job, as a table and as TOML."""
-    device = find_device(device_word)
-    rates = find_rates(device_word, device)
-    return searching.search(config, world_size, device, rates, workers, as_json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwright.errors import check
 
@@ -109,9 +108,3 @@ def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:
     if peak + sum(part.high for part in modelled) <= memory:
         return "fits"
     return "tight" if peak + sum(part.low for part in modelled) <= memory else "does not fit"
-
-
-def calibration_folder() -> Path:
-    """Return where `meshwright plan --calibrate` writes the files of devices."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "meshwright" / "devices"

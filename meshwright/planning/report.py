@@ -37,7 +37,7 @@ class RankPlan:
     traffic: list[Traffic]
     flops: dict[str, int]
     timings: list[Timing]
-    """One if the device is calibrated; otherwise of a best and of a poor case, or none."""
+    """Of a bound and of a poor case; or none, of a device without published rates."""
     simulated: int
     """Microbatches that were simulated."""
     curve: list[dict[str, int]]
@@ -89,16 +89,14 @@ def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
     return tokens_per_step(plan) * per_token / world_size(plan) / seconds / peak
 
 
-def _one_or_range(values: list[float]) -> Any:
-    if not values:
-        return None
-    return values[0] if len(values) == 1 else sorted(values)
+def _range(values: list[float]) -> Any:
+    return sorted(values) or None
 
 
 def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank with the highest peak.
 
-    `step_seconds` and `mfu` are numbers if the device is calibrated, otherwise [low, high].
+    `step_seconds` and `mfu` are [low, high], or null without published rates of the device.
     """
     shown = max(ranks, key=lambda rank: rank.peak.num_bytes)
     at_peak = shown.peak.by_purpose
@@ -108,8 +106,8 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
         "optimizer_bytes": at_peak["optimizer"],
         "gradients_bytes": at_peak["gradients"],
         "activations_bytes": at_peak["activations"],
-        "step_seconds": _one_or_range([timing.step.seconds for timing in shown.timings]),
-        "mfu": _one_or_range([timing.mfu for timing in shown.timings]),
+        "step_seconds": _range([timing.step.seconds for timing in shown.timings]),
+        "mfu": _range([timing.mfu for timing in shown.timings]),
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
         "step_seconds_source": " to ".join(timing.source for timing in shown.timings),
@@ -185,7 +183,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
 
 def _timing_lines(rank: RankPlan) -> list[str]:
     if not rank.timings:
-        return ["step time: not known of this device; meshwright plan --calibrate measures it"]
+        return ["step time: nothing is published of this device"]
     lines = []
     for timing in rank.timings:
         step = timing.step

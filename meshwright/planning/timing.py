@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 
 from meshwright.planning.analysis import middle
 from meshwright.planning.devices import Device
@@ -21,7 +19,7 @@ ATTENTION_IS_CAUSAL = 0.5
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device is: measured by `--calibrate`, or assumed."""
+    """How fast a device is."""
 
     source: str
     matrix: dict[str, list[tuple[float, float]]]
@@ -37,11 +35,6 @@ class Rates:
     network: float
     collective_s: float
     """Least time of a collective."""
-
-    @classmethod
-    def load(cls, path: Path) -> Rates:
-        """Read what `--calibrate` wrote."""
-        return cls(**json.loads(path.read_text()))
 
 
 def assumed(device: Device) -> tuple[Rates, Rates] | None:

@@ -1,18 +1,14 @@
 """Parts of planning that need no simulation."""
 
-import json
 import sys
 
 import pytest
 import torch
 
 from meshwright import main
-from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
-from meshwright.planning.remedies import changed
-from meshwright.planning.searching import difference
-from meshwright.planning.timing import Rates, bubble, interpolate
+from meshwright.planning.timing import bubble, interpolate
 from meshwright.planning.torch_names import Action
 
 
@@ -68,21 +64,6 @@ def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> No
 def test_rates_are_straight_between_measured_points() -> None:
     curve = [(10.0, 1.0), (20.0, 3.0)]
     assert [interpolate(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 3]
-
-
-def test_rates_come_back_from_their_file(tmp_path) -> None:
-    rates = Rates(
-        "here", {"float32": [(1.0, 2.0)]}, {"float32": 1.0}, {"": 1.0}, 1e-6, 0.0, 0.0, 0.0
-    )
-    path = tmp_path / "cpu.json"
-    path.write_text(json.dumps(vars(rates)))
-    assert Rates.load(path).matrix == {"float32": [[1.0, 2.0]]}
-
-
-def test_the_toml_to_paste_holds_only_what_differs() -> None:
-    old = JobConfig()
-    new = changed(old, {"parallelism": {"tensor_parallel_degree": 8}, "training": {"steps": 5}})
-    assert difference(old, new) == "[parallelism]\ntensor_parallel_degree = 8\n"
 
 
 def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None:
