@@ -37,7 +37,7 @@ from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
-from meshwright.parallelisms.local_model import LocalModel, build_local_model
+from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.process_group import barrier
@@ -45,7 +45,9 @@ from meshwright.preflight import Plan
 from meshwright.validation import evaluate
 
 
-def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
+def build_model(
+    plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
+) -> LocalModel:
     """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
     config, args = plan.config, plan.model_args
     training = config.training
@@ -82,6 +84,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         fp32_modules=plan.fp32_modules,
         device=device,
         enable_cpu_offload=training.enable_cpu_offload,
+        allocate=allocate,
     )
 
 

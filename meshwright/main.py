@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from meshwright import hardware
 from meshwright.announce import CHECKED
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
@@ -44,6 +47,10 @@ def main() -> None:
         code = EXIT_CODES[type(error)]
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except torch.OutOfMemoryError:
+        logger.exception("failed")
+        logger.error("out of memory; to see what needs it, and what would fit:\n  %s", _to_plan())
+        code = 1
     except Exception:
         logger.exception("failed")
         code = 1
@@ -58,6 +65,15 @@ def main() -> None:
 
 SAID_BY_FIRST_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
+
+
+def _to_plan() -> str:
+    """Return the command that plans this job for a device like this rank's."""
+    gib = hardware.memory_gib(torch.device("cuda")) if torch.cuda.is_available() else 0
+    device = f"{gib:.1f}" if gib else "cpu"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    words = ["meshwright", "plan", *sys.argv[1:], "--world-size", ranks, "--device", device]
+    return shlex.join(words)
 
 
 @record  # an exception reaches the launcher, which shows the first failing rank's

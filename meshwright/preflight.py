@@ -108,12 +108,19 @@ class Plan:
         return _num_microbatches(self.config)
 
 
-def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True) -> Plan:
+def preflight(
+    config: JobConfig,
+    world_size: int,
+    *,
+    looks_at_files: bool = True,
+    checks_memory: bool = True,
+) -> Plan:
     """Check `config` for a job of `world_size` ranks.
 
     Args:
         looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
             ranks of a job leave it to the first, once they can talk.
+        checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
 
     Raises:
         ConfigError: for the first thing that would keep it from running.
@@ -128,7 +135,7 @@ def preflight(config: JobConfig, world_size: int, *, looks_at_files: bool = True
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
     frozen = _find_frozen(config.model.frozen, model_args)
-    config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen)
+    config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
     _check_budgets(config.training)
     check(
@@ -312,6 +319,7 @@ def _plan_memory(
     args: DecoderArgs,
     stage_modules: Sequence[Sequence[str]],
     frozen: frozenset[str],
+    checks_memory: bool,
 ) -> tuple[JobConfig, dict[str, float]]:
     """Choose how gradients are kept, and check that a rank fits the device that is named.
 
@@ -321,7 +329,7 @@ def _plan_memory(
     load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
     config = memory.choose_reduction(config, load, _num_microbatches(config))
     needed = memory.least_memory(config, load, _num_microbatches(config))
-    if config.job.device_memory_gib:
+    if config.job.device_memory_gib and checks_memory:
         memory.check_memory(config, needed, config.job.device_memory_gib)
     return config, needed
 

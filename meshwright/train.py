@@ -43,6 +43,7 @@ from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
 from meshwright.launch.stop import StopRequest
 from meshwright.log import busy, log_to_file, logger
+from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter
 from meshwright.metrics.sinks import Spared
@@ -330,6 +331,8 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
     if result.group_norms is not None:
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
         figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
+    if due.is_first:
+        figures |= planned_memory(Path(config.job.dump_folder), dist.get_world_size())
     if allowed := config.training.max_bad_records:
         figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
         if passed_over > allowed:

@@ -13,6 +13,7 @@ from meshwright.metrics.phases import Phases
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.gradients import group_of
+from meshwright.parallelisms.local_model import Allocate, allocate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import StepResult, train_step
@@ -29,10 +30,17 @@ class Trainer:
         phases: adds up the times of the parts of steps.
     """
 
-    def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        meshes: Meshes,
+        device: torch.device,
+        *,
+        allocate: Allocate = allocate,
+    ) -> None:
         config = plan.config
         self._config, self._meshes = config, meshes
-        self.model = build_model(plan, meshes, device)
+        self.model = build_model(plan, meshes, device, allocate=allocate)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
         self._early = EarlyStep(self.optimizer) if is_early else None

@@ -79,6 +79,24 @@ def tokenize(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
 
+def plan(parser: Parser) -> None:
+    """Options of `meshwright plan`."""
+    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--device", default="", help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU"
+    )
+    parser.add_argument("--rank", type=int, metavar="R", default=0, help="the rank to simulate")
+    parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument(
+        "--no-remedies", action="store_true", help="try no switches if it does not fit"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes; 0: one per core"
+    )
+
+
 def prove(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")

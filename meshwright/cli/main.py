@@ -60,6 +60,12 @@ COMMANDS = {
     "tokenize": Command(
         "meshwright.cli.tokenize_data:run", arguments.tokenize, "tokenise the data of a job", True
     ),
+    "plan": Command(
+        "meshwright.cli.plan:run",
+        arguments.plan,
+        "plan memory, traffic and step time on devices that are not there",
+        True,
+    ),
     "prove": Command(
         "meshwright.cli.prove:run",
         arguments.prove,

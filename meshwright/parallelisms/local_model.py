@@ -32,6 +32,18 @@ class LocalModel(nn.Module):
                     self.add_module(name, child)
 
 
+def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Give what is on meta in `model` memory on these devices; values are arbitrary."""
+    model.to_empty(device=parameters)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(buffers))
+
+
+Allocate = Callable[[nn.Module, torch.device, torch.device], None]
+"""Does what `allocate` does; planning gives memory that is not there."""
+
+
 def build_local_model(
     build: Callable[[], Decoder],
     parallelize: Callable[[Decoder], None],
@@ -47,6 +59,7 @@ def build_local_model(
     fp32_modules: Collection[str],
     device: torch.device,
     enable_cpu_offload: bool = False,
+    allocate: Allocate = allocate,
 ) -> LocalModel:
     """Build this rank's stages on meta, cut and parallelise them, and give them memory.
 
@@ -96,14 +109,6 @@ def build_local_model(
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
-
-
-def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Give what is on meta in `model` memory on these devices; values are arbitrary."""
-    model.to_empty(device=parameters)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(buffers))
 
 
 def _first_trained(

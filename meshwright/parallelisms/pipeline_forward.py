@@ -35,7 +35,7 @@ def forward_all(
         stages: this rank's, by index.
         ranks: of each stage, within `group`.
         positions: (S/cp,) int64 of the tokens.
-        activation: (B, S/cp/tp, D), what stages hand on; only its shape, type and device count.
+        activation: (B, S/cp/tp, D), what stages hand on; only its shape and type count.
         take: called with the summed loss of each microbatch, on the rank of the last stage.
     """
     rank = dist.get_rank(group)
@@ -65,7 +65,7 @@ def forward_all(
                     dist.P2POp(dist.isend, sent, group=group, tag=index, group_peer=target)
                 )
             elif rank == target:
-                inputs[index + 1] = torch.empty_like(activation)
+                inputs[index + 1] = torch.empty_like(activation, device=positions.device)
                 operations.append(
                     dist.P2POp(
                         dist.irecv, inputs[index + 1], group=group, tag=index, group_peer=source

@@ -97,20 +97,20 @@ class Pipeline:
             for index, module in stages.items()
         ]
         cls = get_schedule_class(schedule)
-        self._schedule = cls(
+        self.schedule = cls(
             wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
             num_microbatches,
             loss_fn=self._share,
             scale_grads=False,  # the loss is divided once, by the global number of labels
         )
-        self._stages, self._group = stages, mesh.get_group()
+        self.stages, self._group = stages, mesh.get_group()
         self._ranks = [
             rank
             for index in range(num_stages)
             for rank in range(mesh.size())
             if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
         ]
-        self._activation = torch.empty_like(activation, device=device)
+        self.activation = activation
         self._has_last = num_stages - 1 in stages
         self._num_labels = torch.empty(())
 
@@ -142,7 +142,7 @@ class Pipeline:
             inputs["documents"] = torch.cat(documents)
         self._num_labels = num_labels
         losses: list[Tensor] = []
-        self._schedule.step(
+        self.schedule.step(
             tokens,
             **inputs,
             target=labels,  # without it torch computes no loss
@@ -165,11 +165,11 @@ class Pipeline:
             take: called with the summed loss of each microbatch, where the last stage is.
         """
         forward_all(
-            self._stages,
+            self.stages,
             self._ranks,
             batches,
             positions,
-            self._activation,
+            self.activation,
             group=self._group,
             take=take,
         )

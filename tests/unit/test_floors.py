@@ -21,7 +21,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "trainer",
     "train",
     "main",
-    "proof report",
+    "proof report planning",
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}

@@ -1,0 +1,191 @@
+"""From what was simulated to figures: the peak, its ledger, the curve, traffic and FLOPs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.planning.ledger import AT_START, PURPOSES, Record
+from meshwright.planning.simulate import Simulation
+from meshwright.planning.work import Collective, Operator
+
+ROUNDING = 512
+"""Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
+POINTS = 400
+"""Of the curve."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which most bytes live."""
+
+    num_bytes: int
+    by_purpose: dict[str, int]
+    by_module: dict[str, int]
+    """Activations, logits and loss; layers are one module."""
+    module: str
+    operator: str
+    phase: str
+    microbatch: int
+
+
+def find_peak(record: Record) -> Peak:
+    """Find the first moment with the most bytes."""
+    total = highest = at = 0
+    for index, event in enumerate(record.events):
+        total += event.delta
+        if total > highest:
+            highest, at = total, index
+    by_purpose, by_module = Counter[str](), Counter[str]()
+    for event in record.events[: at + 1]:
+        item = record.items[event.item]
+        by_purpose[item.purpose] += event.delta
+        if item.purpose in ("activations", "logits and loss"):
+            by_module[one_of_all_layers(item.born.module)] += event.delta
+    item, place = record.items[record.events[at].item], record.events[at].place
+    return Peak(
+        highest,
+        {purpose: by_purpose[purpose] for purpose in PURPOSES},
+        {name: size for name, size in by_module.most_common() if size},
+        place.module,
+        item.operator,
+        place.phase,
+        place.microbatch,
+    )
+
+
+def peaks_by_place(record: Record) -> dict[str, int]:
+    """Return the most bytes at every place.
+
+    A run of neighbouring layers has five: the first two, the last two, and those between. So models
+    of other depths have the same places, and at each of the four bytes grow by the same for every
+    layer; between them they are linear.
+    """
+    numbers = sorted({n for e in record.events if (n := _layer(e.place.module)) is not None})
+    names: dict[int | None, str] = {None: ""}
+    runs: list[list[int]] = []
+    for number in numbers:
+        if not runs or runs[-1][-1] + 1 != number:
+            runs.append([])
+        runs[-1].append(number)
+    for run, layers in enumerate(runs):
+        for index, number in enumerate(layers):
+            from_end = index - len(layers)
+            names[number] = f"{run}: {index if index < 2 else from_end if from_end > -3 else ''}"
+    found: dict[str, int] = {}
+    total = 0
+    for event in record.events:
+        total += event.delta
+        phase, module, microbatch = event.place
+        key = f"{phase} {one_of_all_layers(module)} {names[_layer(module)]} {microbatch}"
+        found[key] = max(found.get(key, 0), total)
+    return found
+
+
+def _layer(module: str) -> int | None:
+    match = re.match(r"layers\.(\d+)", module)
+    return int(match[1]) if match else None
+
+
+def rounded_peak(record: Record) -> int:
+    """Return the peak with every tensor rounded up as the CUDA allocator does."""
+    sizes = [0] * len(record.items)
+    total = highest = 0
+    for event in record.events:
+        before = -(-sizes[event.item] // ROUNDING)
+        sizes[event.item] += event.delta
+        total += ROUNDING * (-(-sizes[event.item] // ROUNDING) - before)
+        highest = max(highest, total)
+    return highest
+
+
+def most_by_purpose(record: Record) -> dict[str, int]:
+    """Return the most bytes of each purpose over the step, which need not be at the peak."""
+    now, most = Counter[str](), Counter[str]()
+    for event in record.events:
+        purpose = record.items[event.item].purpose
+        now[purpose] += event.delta
+        most[purpose] = max(most[purpose], now[purpose])
+    return {purpose: most[purpose] for purpose in PURPOSES}
+
+
+def curve(record: Record, points: int = POINTS) -> list[dict[str, int]]:
+    """Return bytes by purpose over the step: in each of `points` equal parts of its events, the
+    moment with the most."""
+    now, total = Counter[str](), 0
+    found: list[dict[str, int]] = []
+    events = record.events
+    begin = sum(event.place == AT_START for event in events)
+    for event in events[:begin]:
+        now[record.items[event.item].purpose] += event.delta
+        total += event.delta
+    width = max(1, (len(events) - begin) // points)
+    best, highest = dict(now), total
+    for index, event in enumerate(events[begin:], start=1):
+        now[record.items[event.item].purpose] += event.delta
+        total += event.delta
+        if total > highest:
+            best, highest = dict(now), total
+        if index % width == 0:
+            found.append({purpose: best.get(purpose, 0) for purpose in PURPOSES})
+            best, highest = dict(now), total
+    return found
+
+
+def one_of_all_layers(module: str) -> str:
+    """Return the module's name without the number of its layer."""
+    return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"
+
+
+def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[int, Entry]]:
+    """Yield every entry of the step, with how many times the whole step has it."""
+    left_out = num_microbatches - simulation.simulated
+    repeats = middle(simulation.simulated)
+    for entry in simulation.entries:
+        yield (1 + left_out if entry.microbatch == repeats else 1), entry
+
+
+def middle(simulated: int) -> int:
+    """Return the microbatch that stands for those that are left out."""
+    return max(1, simulated - 1)
+
+
+Entry = Operator | Collective
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends along one axis by one kind of collective, per step."""
+
+    axis: str
+    kind: str
+    calls: int
+    sent_bytes: float
+    is_in_node: bool
+
+
+def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) -> list[Traffic]:
+    """Return the traffic of a step, the largest first."""
+    calls, sent = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
+    for times, entry in repeated(simulation, num_microbatches):
+        if isinstance(entry, Collective):
+            key = (entry.axis, entry.kind, entry.span < ranks_per_node)
+            calls[key] += times
+            sent[key] += round(times * entry.sent_bytes)
+    rows = [
+        Traffic(axis, kind, calls[axis, kind, near], size, near)
+        for (axis, kind, near), size in sent.items()
+    ]
+    return sorted(rows, key=lambda row: -row.sent_bytes)
+
+
+def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:
+    """Return the FLOPs of one rank's step, by phase, attention apart from matrix products."""
+    found = Counter[str]()
+    for times, entry in repeated(simulation, num_microbatches):
+        if isinstance(entry, Operator) and entry.flops:
+            kind = "attention" if "attention" in entry.name else "matrices"
+            found[f"{kind}, {entry.phase}"] += times * entry.flops
+    return dict(sorted(found.items()))

@@ -1,0 +1,75 @@
+"""What `meshwright plan` does, once its command line is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from meshwright.config.job_config import JobConfig
+from meshwright.errors import check
+from meshwright.parallelisms.pipeline_split import stages_of_rank
+from meshwright.planning import page, remedies, report
+from meshwright.planning.devices import Device, find_device
+from meshwright.planning.job import plan_job
+from meshwright.planning.predict import in_processes
+from meshwright.planning.report import RankPlan
+from meshwright.planning.simulate import simulate
+from meshwright.planning.timing import Rates, assumed
+from meshwright.preflight import Plan
+
+
+def plan(
+    config: JobConfig,
+    world_size: int,
+    device_word: str,
+    *,
+    rank: int,
+    all_stages: bool,
+    as_json: bool,
+    html: Path | None,
+    tries_remedies: bool,
+    workers: int,
+) -> str:
+    """Return the plan of `rank`, or of the first rank of every rank of the pipeline.
+
+    Args:
+        html: where to write the picture, too.
+        tries_remedies: if it does not fit, try switches that might help.
+        workers: processes.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    device = find_device(device_word)
+    job = plan_job(config, world_size, is_gpu=device.is_gpu)
+    check(rank < world_size, "--rank", rank, f"there are {world_size} ranks", "count from 0")
+    rates = list(assumed(device) or [])
+    ranks = range(0, world_size, world_size // job.dims.pp) if all_stages else [rank]
+    if len(ranks) == 1:
+        found = [of_rank(job, world_size, rank, device, rates)]
+    else:
+        tasks = [(job, world_size, one, device, rates) for one in ranks]
+        done = dict(in_processes(tasks, of_rank, workers))
+        found = [result for _, result in sorted(done.items()) if isinstance(result, RankPlan)]
+    shown = max(found, key=lambda one: one.peak.num_bytes)
+    tried = []
+    if shown.verdict != "fits" and tries_remedies:
+        tried = remedies.find(job, world_size, shown, device, workers)
+    if html is not None:
+        html.write_text(page.to_html(job, found, device))
+    if as_json:
+        values = [dataclasses.asdict(one) for one in tried]
+        return json.dumps(report.to_json(job, found, device, values), indent=1)
+    return "\n".join([report.to_text(job, found, device), *remedies.lines(tried)])
+
+
+def of_rank(job: Plan, world_size: int, rank: int, device: Device, rates: list[Rates]) -> RankPlan:
+    """Return the figures of one rank, simulated in this process."""
+    simulation = simulate(job, world_size, rank, is_gpu=device.is_gpu)
+    stages = []
+    if job.dims.pp > 1:
+        schedule = job.config.parallelism.pipeline_parallel_schedule
+        place = rank // (world_size // job.dims.pp)
+        stages = stages_of_rank(place, job.dims.pp, len(job.stage_modules), schedule)
+    return report.summarize(job, simulation, device, rates, stages)

@@ -1,0 +1,155 @@
+"""Peak and step time of one rank: in full, or from two shallow models."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from meshwright.config.job_config import JobConfig
+from meshwright.errors import ConfigError
+from meshwright.parallelisms.pipeline_split import stages_of_rank
+from meshwright.planning.analysis import find_peak, peaks_by_place, rounded_peak
+from meshwright.planning.devices import Device
+from meshwright.planning.job import plan_job
+from meshwright.planning.simulate import Simulation, simulate
+from meshwright.planning.timing import Rates, step_time
+from meshwright.preflight import Plan
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one rank."""
+
+    peaks: dict[str, float]
+    """Most bytes at every place of the step."""
+    rounding: float
+    """How much more the CUDA allocator takes for them, as a factor of the peak."""
+    seconds: float
+    """Of a step at the given rates; 0 without them."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of tensors."""
+        return round(max(self.peaks.values()))
+
+    @property
+    def rounded_bytes(self) -> int:
+        """The same, as the CUDA allocator rounds tensors."""
+        return round(self.peak_bytes * self.rounding)
+
+    def extend(self, deeper: Figures, factor: float) -> Figures:
+        """Go on along the line through these figures and those of a deeper model."""
+        peaks = {
+            place: size + factor * (deeper.peaks[place] - size)
+            for place, size in self.peaks.items()
+            if place in deeper.peaks
+        }
+        seconds = self.seconds + factor * (deeper.seconds - self.seconds)
+        return Figures(peaks, deeper.rounding, seconds)
+
+
+def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
+    """Simulate `rank` of `plan`."""
+    simulation = simulate(plan, world_size, rank, is_gpu=device.is_gpu)
+    return figures_of(simulation, plan.num_microbatches, device, rates)
+
+
+def figures_of(
+    simulation: Simulation, num_microbatches: int, device: Device, rates: Rates | None
+) -> Figures:
+    """Return the figures of a simulation."""
+    record, seconds = simulation.record, 0.0
+    if rates is not None:
+        seconds = step_time(simulation, num_microbatches, rates, device.per_node).seconds
+    rounding = rounded_peak(record) / find_peak(record).num_bytes
+    return Figures({**peaks_by_place(record)}, rounding, seconds)
+
+
+def predict(
+    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None = None
+) -> Figures:
+    """Predict a rank's figures from two depths; all that a layer adds is the same for each.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    depth, period = depth_of_rank(plan, rank), _period(config)
+    # From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it,
+    # while the gradients of the one before are reduced.
+    few, more = 4 * period, 5 * period
+    if depth <= more:
+        return measure(plan, world_size, rank, device, rates)
+    try:
+        shallow, deeper = (at_depth(plan, world_size, device, layers) for layers in (few, more))
+    except ConfigError:  # the config names layers that a shallow model lacks
+        return measure(plan, world_size, rank, device, rates)
+    first = measure(shallow, world_size, rank, device, rates)
+    second = measure(deeper, world_size, rank, device, rates)
+    return first.extend(second, (depth - few) / period)
+
+
+def _period(config: JobConfig) -> int:
+    """Layers after which activation checkpointing repeats itself."""
+    option = config.activation_checkpoint.selective_ac_option
+    is_counted = config.activation_checkpoint.mode == "selective" and option != "op"
+    return int(option) if is_counted else 1
+
+
+def depth_of_rank(plan: Plan, rank: int) -> int:
+    """Return the most layers of a stage of this rank."""
+    per_pipeline_rank = plan.dims.dp * plan.dims.cp * plan.dims.tp
+    schedule = plan.config.parallelism.pipeline_parallel_schedule
+    mine = stages_of_rank(
+        rank // per_pipeline_rank, plan.dims.pp, len(plan.stage_modules), schedule
+    )
+    return max(sum("layers." in name for name in plan.stage_modules[index]) for index in mine)
+
+
+def at_depth(plan: Plan, world_size: int, device: Device, layers: int) -> Plan:
+    """Return the same job with `layers` layers in every stage.
+
+    Raises:
+        ConfigError: if the config names layers that this model lacks.
+    """
+    config, stages = plan.config, len(plan.stage_modules)
+    args = config.model.args | {"n_layers": layers * stages}
+    update: dict[str, Any] = {"model": config.model.model_copy(update={"args": args})}
+    if stages > 1:
+        names = [f"layers.{i}" for i in range(layers * stages)]
+        parts = [names[i * layers : (i + 1) * layers] for i in range(stages)]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "output"]
+        update["parallelism"] = config.parallelism.model_copy(
+            update={"module_fqns_per_model_part": parts}
+        )
+    shallow = plan_job(config.model_copy(update=update), world_size, is_gpu=device.is_gpu)
+    # "auto" is settled by the whole model
+    reduction = config.parallelism.fsdp_reduce_gradients
+    parallelism = shallow.config.parallelism.model_copy(update={"fsdp_reduce_gradients": reduction})
+    return replace(shallow, config=shallow.config.model_copy(update={"parallelism": parallelism}))
+
+
+def in_processes(
+    tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int
+) -> Iterator[tuple[int, Result | ConfigError]]:
+    """Run `function` with each of `tasks`, in processes of their own; yield as they end.
+
+    A process for each: torch keeps meshes of groups that are gone in caches.
+    """
+    context = multiprocessing.get_context("fork")
+    with context.Pool(workers, maxtasksperchild=1) as pool:
+        calls = [(index, function, task) for index, task in enumerate(tasks)]
+        yield from pool.imap_unordered(_call, calls, chunksize=1)
+
+
+def _call(call: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> tuple[int, Any]:
+    index, function, task = call
+    try:
+        return index, function(*task)
+    except ConfigError as error:
+        return index, error

@@ -1,0 +1,97 @@
+"""Switches that might make a job fit, each tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config.job_config import JobConfig
+from meshwright.planning.devices import GIB, Device, overheads, verdict
+from meshwright.planning.predict import Figures, in_processes, predict
+from meshwright.planning.report import RankPlan
+from meshwright.preflight import Plan
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the config, and the peak that it leads to."""
+
+    change: str
+    peak_bytes: int
+    verdict: str
+
+
+def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -> list[Remedy]:
+    """Try every switch that this job can take, from two shallow depths each; the lowest first.
+
+    Args:
+        shown: the rank that does not fit.
+    """
+    tasks, changes = [], []
+    for change, update in _switches(job.config, ranks):
+        tasks.append((changed(job.config, update), ranks, shown.rank, device))
+        changes.append(change)
+    found = []
+    for index, result in in_processes(tasks, predict, workers):
+        if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
+            peak, rounded = result.peak_bytes, result.rounded_bytes
+            modelled = overheads(device, peak, rounded, len(shown.traffic))
+            found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
+    return sorted(found, key=lambda one: one.peak_bytes)
+
+
+def lines(found: list[Remedy]) -> list[str]:
+    """Return the remedies as text."""
+    if not found:
+        return []
+    return ["", "with one change, from two shallow depths:"] + [
+        f"  {one.peak_bytes / GIB:8.2f} GiB, {one.verdict:12} {one.change}" for one in found
+    ]
+
+
+Update = dict[str, dict[str, Any]]
+
+
+def changed(config: JobConfig, update: Update) -> JobConfig:
+    """Return `config` with other values, by section and key."""
+    sections = {
+        name: getattr(config, name).model_copy(update=keys) for name, keys in update.items()
+    }
+    return config.model_copy(update=sections)
+
+
+def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
+    """Every switch that saves memory, as a person would write it."""
+    parallelism, training = config.parallelism, config.training
+    found: list[tuple[str, Update]] = []
+
+    def add(section: str, **keys: Any) -> None:
+        old = getattr(config, section)
+        if any(getattr(old, key) != value for key, value in keys.items()):
+            words = (f"{section}.{key} = {_shown(value)}" for key, value in keys.items())
+            found.append((", ".join(words), {section: keys}))
+
+    for mode in ("selective", "full"):
+        add("activation_checkpoint", mode=mode)
+    if training.local_batch_size > 1:
+        add("training", local_batch_size=training.local_batch_size // 2)
+    add("training", enable_cpu_offload=True)
+    add("training", mixed_precision_reduce="bfloat16")
+    add("parallelism", fsdp_reshard_after_forward="always")
+    add("parallelism", fsdp_reduce_gradients="every_microbatch")
+    if training.max_norm == float("inf"):
+        add("optimizer", early_step_in_backward=True)
+    shard = {"data_parallel_shard_degree": -1}
+    if parallelism.data_parallel_replicate_degree > 1:
+        add("parallelism", data_parallel_replicate_degree=1, **shard)
+    for key in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+        degree = 2 * getattr(parallelism, key)
+        if ranks % degree == 0:
+            add("parallelism", **{key: degree}, **shard)
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

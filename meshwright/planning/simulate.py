@@ -1,0 +1,225 @@
+"""One rank of a job in this process, by the trainer's own functions, without data or memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.batch import Batch
+from meshwright.health import Health
+from meshwright.optim.optimizers import update
+from meshwright.parallelisms.local_model import allocate
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.planning import torch_names
+from meshwright.planning.as_gpu import as_gpu
+from meshwright.planning.ledger import HOST, Ledger, Record
+from meshwright.planning.scope import Scope
+from meshwright.planning.torch_names import Action, FakeTensorMode
+from meshwright.planning.work import Collective, Operator, Trace
+from meshwright.preflight import Plan
+from meshwright.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Step 2 of one rank: the optimizer has its state."""
+
+    rank: int
+    record: Record
+    entries: list[Operator | Collective]
+    """In the order of the program."""
+    simulated: int
+    """Microbatches that were simulated; more repeat one of them."""
+    actions: dict[int, list[Action]]
+    """Of every rank of the pipeline, for all microbatches; without one, empty."""
+
+
+def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulation:
+    """Simulate a step of `rank` on fake tensors.
+
+    Args:
+        is_gpu: choose kernels as on a GPU.
+    """
+    torch_names.start_fake_process_group(rank, world_size)
+    try:
+        meshes = build_meshes(plan.dims, "cpu")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            if is_gpu:
+                stack.enter_context(as_gpu())
+            stack.enter_context(torch_names.static_pipelines())
+            return run_step(plan, meshes, fake, is_gpu=is_gpu)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_step(
+    plan: Plan, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
+) -> Simulation:
+    """Take a step of this rank with a ledger.
+
+    Args:
+        is_gpu: what the job offloads is not in the memory that is planned.
+        fake: mode of the tensors; None: real ones.
+    """
+    simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
+    if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
+        plan = with_microbatches(plan, simulated)
+    trace = Trace(meshes)
+    scope = Scope(trace.see)
+    ledger = Ledger(scope, fake)
+    trace.scope = scope
+    with scope, ledger:
+        rank = Rank(plan, meshes, fake)
+        scope.name_modules([*rank.model.stages])
+        # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
+        is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
+        ledger.note(rank.model.parameters(), HOST if is_offloaded else "parameters")
+        for stage in rank.model.stages:  # the model itself has none
+            ledger.note(stage.buffers(), "parameters")
+
+        def note_gradients(*_: object) -> None:
+            for group in rank.optimizer.param_groups:
+                grads = (p.grad for p in group["params"] if p.grad is not None)
+                ledger.note(grads, HOST if is_offloaded else "gradients")
+
+        rank.optimizer.register_step_pre_hook(note_gradients)
+        batches = rank.batches(num_microbatches)
+        left_out = rank.buffers_of(num_microbatches - simulated) if plan.dims.pp > 1 else []
+        ledger.note(left_out, "communication buffers")
+        for batch in batches:
+            ledger.note([x for x in vars(batch).values() if x is not None], "activations")
+        rank.give_optimizer_state()
+        for state in rank.optimizer.state.values():
+            tensors = (x for x in state.values() if isinstance(x, Tensor))
+            ledger.note(tensors, HOST if is_offloaded else "optimizer")
+        scope.begin()
+        trace.begin()
+        ledger.begin()
+        rank.step(2, batches[:simulated])
+        ledger.settle()
+    ledger.record.leave_out(HOST)
+    pipeline = rank.model.pipeline
+    actions = {}
+    if pipeline is not None:
+        actions = torch_names.pipeline_actions(pipeline.schedule, num_microbatches)
+    return Simulation(dist.get_rank(), ledger.record, trace.entries, simulated, actions)
+
+
+def with_microbatches(plan: Plan, count: int) -> Plan:
+    """Return `plan` with `count` microbatches in a step."""
+    training = plan.config.training
+    batch = training.global_batch_size // plan.num_microbatches * count
+    training = training.model_copy(update={"global_batch_size": batch})
+    return replace(plan, config=plan.config.model_copy(update={"training": training}))
+
+
+def num_simulated(plan: Plan) -> int:
+    """Return how many microbatches stand for all of a step.
+
+    The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
+    pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V do not, or
+    late, and are simulated whole.
+    """
+    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    if ranks == 1:
+        return min(plan.num_microbatches, 3)
+    steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
+    # those that are left out come in whole rounds over the ranks, as Interleaved1F1B takes them
+    left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
+    return plan.num_microbatches - left_out
+
+
+class Rank:
+    """The trainer of this rank, and batches for it.
+
+    Args:
+        fake: None: tensors are real; their values are arbitrary.
+    """
+
+    def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
+        self._plan = plan
+        self._mode = fake or nullcontext()
+
+        def allocate_fake(
+            model: nn.Module, parameters: torch.device, buffers: torch.device
+        ) -> None:
+            with self._mode:
+                _allocate_fake(model, parameters, buffers)
+
+        # meshes and modules outside of fake mode, which is for what takes memory
+        self.trainer = Trainer(
+            plan, meshes, CPU, allocate=allocate if fake is None else allocate_fake
+        )
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
+        with self._mode:
+            self.health = Health(CPU, plan.config.bad_steps)
+
+    def batches(self, count: int) -> list[Batch]:
+        """`count` microbatches, with three documents in each sequence if they are masked."""
+        training = self._plan.config.training
+        shape = (training.local_batch_size, training.seq_len)
+        with self._mode:
+            found = []
+            for _ in range(count):
+                tokens = torch.zeros(shape, dtype=torch.int64)
+                documents = None
+                if training.mask_documents:
+                    documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
+                found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+            return found
+
+    def give_optimizer_state(self) -> None:
+        """Make the state that the optimizer has after its first step, without that step."""
+        with self._mode:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            update(self.optimizer, torch.ones((), dtype=torch.bool))
+            self.optimizer.zero_grad()
+
+    def buffers_of(self, left_out: int) -> list[Tensor]:
+        """What a pipeline keeps for each microbatch of a step, of `left_out` that it is spared.
+
+        torch makes buffers for the activations and gradients that a stage receives, for every
+        microbatch at the start; and a step makes one batch of all.
+        """
+        training, found = self._plan.config.training, []
+        last = len(self._plan.stage_modules) - 1
+        pipeline = self.model.pipeline
+        assert pipeline is not None
+        batch = (training.local_batch_size, training.seq_len // self._plan.dims.cp)
+        with self._mode:
+            for _ in range(left_out):
+                found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
+                for index in pipeline.stages:
+                    received = (index > 0) + (index < last)
+                    shape, dtype = pipeline.activation.shape, pipeline.activation.dtype
+                    found += [torch.empty(shape, dtype=dtype) for _ in range(received)]
+        return found
+
+    def step(self, number: int, batches: list[Batch]) -> None:
+        """Take one optimizer step, as the job does."""
+        with self._mode:
+            self.trainer.step(number, batches, self.health)
+
+
+def _allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Do the work of `local_model.allocate`, whose `to_empty` cannot replace plain parameters by
+    fake ones."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        allocate(model, parameters, buffers)
+        return
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device=parameters)
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=buffers))

@@ -1,0 +1,204 @@
+"""What a step computes and sends: one entry for each operator and collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.planning import torch_names
+from meshwright.planning.scope import Scope
+
+SENT: dict[str, Callable[[int], float]] = {
+    # bytes that a rank sends, of a ring over n ranks, per byte of its larger tensor
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of this rank."""
+
+    name: str
+    phase: str
+    module: str
+    microbatch: int
+    flops: int
+    """Of matrix products and attention; a multiply-add is two."""
+    num_bytes: int
+    """Of all tensors that it reads and writes."""
+    dtype: str
+    is_copy_out: bool = False
+    """It takes parameters out of what FSDP2 has gathered, so it waits for that."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, or message, of this rank."""
+
+    kind: str
+    axis: str
+    group_size: int
+    span: int
+    """Distance of the group's first and last rank."""
+    num_bytes: int
+    """Of the larger of what goes in and what comes out, on one rank."""
+    sent_bytes: float
+    """That this rank sends, in a ring."""
+    phase: str
+    microbatch: int
+    is_fsdp: bool
+    """It is FSDP2's, and overlaps with computation."""
+
+
+class Trace:
+    """The operators and collectives of a step, in the order of the program."""
+
+    scope: Scope
+
+    def __init__(self, meshes: Meshes) -> None:
+        self._groups = _axes(meshes)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what there is."""
+        self.entries: list[Operator | Collective] = []
+
+    def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Take note of an operator."""
+        namespace = getattr(func, "namespace", "")
+        if namespace in ("c10d", "_c10d_functional"):
+            self._see_collective(func, args, output)
+        elif namespace == "meshwright" and "ring_attention" in func.__name__:
+            self._see_ring(func.__name__, args)
+        if namespace in ("c10d", "_c10d_functional") or _is_view(func):
+            return
+        scope = self.scope
+        outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
+        leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        first = next((x for x in outputs if x.is_floating_point()), None)
+        self.entries.append(
+            Operator(
+                name,
+                scope.phase,
+                scope.module,
+                scope.microbatch,
+                _flops(func, args, kwargs, output),
+                sum(x.numel() * x.element_size() for x in tensors),
+                str(first.dtype if first is not None else "").removeprefix("torch."),
+                is_copy_out=name == "split_with_sizes_copy" and scope.is_fsdp,
+            )
+        )
+
+    def _see_collective(self, func: Any, args: Any, output: Any) -> None:
+        name = func.__name__.partition(".")[0]
+        kind = next((kind for kind in SENT if kind.replace("_", "") in name.replace("_", "")), None)
+        if kind is None:  # wait_tensor, barrier
+            return
+        group = self._group(args)
+        tensors = [x for x in torch_names.tree_iter((args, output)) if isinstance(x, Tensor)]
+        num_bytes = max((x.numel() * x.element_size() for x in tensors), default=0)
+        self._add(kind, group, num_bytes)
+
+    def _add(self, kind: str, group: tuple[str, int, int], num_bytes: float) -> None:
+        axis, size, span = group
+        if size == 1:
+            return
+        scope = self.scope
+        sent = num_bytes * SENT[kind](size)
+        self.entries.append(
+            Collective(
+                kind,
+                axis,
+                size,
+                span,
+                int(num_bytes),
+                sent,
+                scope.phase,
+                scope.microbatch,
+                scope.is_fsdp,
+            )
+        )
+
+    def _see_ring(self, name: str, args: Any) -> None:
+        """Keys and values go around; in backward their fp32 gradients do, too."""
+        is_backward = "backward" in name
+        group = next(self._groups[x] for x in args if isinstance(x, str) and x in self._groups)
+        keys = args[2 if is_backward else 1]
+        one_turn = 2 * keys.numel() * (keys.element_size() + 4 * is_backward)
+        for _ in range(group[1] - 1):
+            self._add("send", group, one_turn)
+
+    def _group(self, args: Any) -> tuple[str, int, int]:
+        for argument in args:
+            name = argument if isinstance(argument, str) else torch_names.group_name(argument)
+            if name in self._groups:
+                return self._groups[name]
+        return ("unknown", 2, 1)
+
+
+def _axes(meshes: Meshes) -> dict[str, tuple[str, int, int]]:
+    """Axis, size and span of every group, by its name; a group of several axes has the first."""
+    found: dict[str, tuple[str, int, int]] = {}
+    parameters = meshes.parameters
+    lines = {
+        "tp": meshes.tp,
+        "cp": meshes.cp,
+        "pp": meshes.pp,
+        "dp_replicate": parameters["dp_replicate"],
+        "fsdp": parameters["fsdp"],
+        "loss": meshes.loss,
+        "dp": meshes.dp,
+        "world": meshes.world,
+    }
+    for axis, mesh in lines.items():
+        group = mesh.get_group()
+        ranks = torch.distributed.get_process_group_ranks(group)
+        if len(ranks) > 1 and group.group_name not in found:
+            found[group.group_name] = (axis, len(ranks), max(ranks) - min(ranks))
+        elif group.group_name not in found:
+            found[group.group_name] = (axis, 1, 0)
+    return found
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether all that comes out is memory of what goes in, unwritten."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    aliases = [value.alias_info for value in schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    packet = getattr(func, "overloadpacket", func)
+    name = getattr(packet, "__name__", "")
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return _attention_flops(args, is_backward="backward" in name)  # torch has no formula for it
+    if name.startswith("flex_attention"):
+        return _attention_flops(args, is_backward="backward" in name)
+    formula = torch_names.flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _attention_flops(args: Any, *, is_backward: bool) -> int:
+    """Of all pairs, as if not causal: two products forward; backward five."""
+    tensors = [x for x in torch_names.tree_iter(args) if isinstance(x, Tensor) and x.ndim == 4]
+    q, k, v = tensors[1:4] if is_backward and tensors[0].shape == tensors[1].shape else tensors[:3]
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    widths = (3 * q.shape[3] + 2 * v.shape[3]) if is_backward else (q.shape[3] + v.shape[3])
+    return 2 * pairs * widths

@@ -1,0 +1,97 @@
+"""Plans beside torch's allocator, real ranks and hand counts."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.planning.analysis import curve, find_peak, flops, traffic
+from meshwright.planning.ledger import PURPOSES
+from meshwright.planning.simulate import run_step
+from tests.helpers.planning import CASES, Case
+
+EXACT = (
+    "FSDP 2 x TP 2",
+    "selective by op",
+    "accumulation, reduced once",
+    "1F1B, a long step",
+)
+"""The rest: benchmarks/planning.py."""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, dict[str, object]]:
+    """Of the cases, simulated and allocated, in processes without another process group."""
+    words = [sys.executable, "-m", "tests.helpers.planning", *EXACT, *REAL]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_plan_is_what_torch_allocates(name, figures) -> None:
+    found = figures[name]
+    assert "error" not in found, found.get("error")
+    assert found["planned"] == found["allocated"]
+    ledger = found["by_purpose"]
+    assert sum(ledger.values()) == found["planned"]
+    assert ledger["unattributed"] < 0.01 * found["planned"]
+
+
+REAL = ("FSDP 2",)
+
+
+def _on_a_real_rank(case: Case) -> dict[str, object]:
+    """Of this gloo rank, by the same ledger."""
+    plan = case.plan()
+    simulation = run_step(plan, build_meshes(plan.dims, "cpu"), None)
+    totals = Counter()
+    for event in simulation.record.events:
+        totals[simulation.record.items[event.item].purpose] += event.delta
+        assert all(size >= 0 for size in totals.values())
+    assert sum(curve(simulation.record)[0].values()) > 0
+    return {
+        "peak": find_peak(simulation.record).num_bytes,
+        "traffic": [vars(row) for row in traffic(simulation, plan.num_microbatches, 8)],
+        "flops": flops(simulation, plan.num_microbatches),
+    }
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> None:
+    planned = figures[name]
+    assert "error" not in planned, planned.get("error")
+    real = on_ranks(2, _on_a_real_rank, CASES[name])[0]
+    assert abs(planned["planned"] / real["peak"] - 1) <= 0.005
+    assert planned["traffic"] == real["traffic"]
+    assert planned["flops"] == real["flops"]
+
+
+def test_flops_and_traffic_equal_hand_counts(figures) -> None:
+    plan = CASES["FSDP 2"].plan()
+    tokens, args = 2 * 128, plan.model_args
+    table = args.table
+    matrices = sum(p.numel * p.token_share for p in table.parameters.values())
+    found = figures["FSDP 2"]
+    assert found["flops"]["matrices, forward"] == 2 * matrices * tokens
+    assert found["flops"]["matrices, backward"] == 4 * matrices * tokens
+    pairs = args.n_layers * args.n_heads * 128 * tokens * args.dim // args.n_heads
+    assert found["flops"]["attention, forward"] == 4 * pairs
+    assert found["flops"]["attention, backward"] == 10 * pairs
+    sent = {(row["axis"], row["kind"]): row["sent_bytes"] for row in found["traffic"]}
+    bf16, fp32 = 2 * table.num_params, 4 * table.num_params
+    twice = ("layers.", "tok_embeddings.")
+    again = 2 * sum(p.numel for n, p in table.parameters.items() if n.startswith(twice))
+    last = 2 * sum(p.numel for n, p in table.parameters.items() if n.startswith("layers.3."))
+    # all in forward; in backward all but the last layer and the output, whose weights are kept
+    assert sent["fsdp", "all_gather"] == (bf16 + again - last) / 2
+    assert sent["fsdp", "reduce_scatter"] == fp32 / 2
+
+
+def test_purposes_are_all_used_by_some_job(figures) -> None:
+    found = {purpose for one in figures.values() for purpose, n in one["by_purpose"].items() if n}
+    assert found >= set(PURPOSES) - {"unattributed"}

@@ -1,0 +1,195 @@
+"""Planned bytes beside those of torch's allocator, for many jobs.
+
+python -m tests.helpers.planning [CASE ...]      prints a line of JSON for each: [case, figures]
+
+The real run is one process with real tensors under the fake process group, and without the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.config.loader import load_config
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.planning import torch_names
+from meshwright.planning.analysis import find_peak, flops, traffic
+from meshwright.planning.job import plan_job
+from meshwright.planning.predict import in_processes
+from meshwright.planning.simulate import Rank, simulate
+from meshwright.preflight import Plan
+
+BASE = {
+    "job.config_file": "train_configs/debug_model.toml",
+    "training.local_batch_size": 2,
+    "training.seq_len": 128,
+    "model.args.n_layers": 4,
+    "model.args.dim": 128,
+    "model.args.vocab_size": 1024,
+}
+STEP = "step 2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of a job."""
+
+    mesh: str = ""
+    """Axes above 1, e.g. "dp_shard 2, tp 2"."""
+    options: str = ""
+    """Command line."""
+    rank: int = 0
+    microbatches: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Degree of each axis."""
+        pairs = (part.split() for part in self.mesh.split(", ") if part)
+        return {"dp_shard": 1, "pp": 1} | {axis: int(size) for axis, size in pairs}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        size = 1
+        for degree in self.sizes.values():
+            size *= degree
+        return size
+
+    def plan(self) -> Plan:
+        """The job, checked."""
+        keys = {
+            "dp_shard": "data_parallel_shard_degree",
+            "dp_replicate": "data_parallel_replicate_degree",
+            "tp": "tensor_parallel_degree",
+            "cp": "context_parallel_degree",
+            "pp": "pipeline_parallel_degree",
+        }
+        words = [f"--{key}={value}" for key, value in BASE.items()]
+        words += [f"--parallelism.{keys[axis]}={size}" for axis, size in self.sizes.items()]
+        dp = self.sizes["dp_shard"] * self.sizes.get("dp_replicate", 1)
+        words += [f"--training.global_batch_size={2 * dp * self.microbatches}"]
+        config, _ = load_config([*words, *self.options.split()])
+        return plan_job(config, self.world_size, is_gpu=False)
+
+
+AC = "--activation_checkpoint.mode="
+REDUCE = "--parallelism.fsdp_reduce_gradients="
+SCHEDULE = "--parallelism.pipeline_parallel_schedule="
+CASES = {
+    "one rank": Case(),
+    "one rank, fp32": Case("", "--training.mixed_precision_param=float32"),
+    "FSDP 2": Case("dp_shard 2"),
+    "FSDP 4": Case("dp_shard 4"),
+    "FSDP 4, last rank": Case("dp_shard 4", rank=3),
+    "HSDP 2 x 2": Case("dp_replicate 2, dp_shard 2"),
+    "TP 2": Case("tp 2"),
+    "FSDP 2 x TP 2": Case("dp_shard 2, tp 2"),
+    "CP 2": Case("cp 2", rank=1),
+    "full": Case("dp_shard 2", f"{AC}full"),
+    "selective by op": Case("dp_shard 2", f"{AC}selective"),
+    "selective, every 2nd": Case(
+        "dp_shard 2", f"{AC}selective --activation_checkpoint.selective_ac_option=2"
+    ),
+    "tied": Case("dp_shard 2", "--model.args.tie_embeddings=true"),
+    "frozen": Case("dp_shard 2", '--model.frozen=["tok_embeddings.*","layers.0.*"]'),
+    "early step": Case(
+        "dp_shard 2", "--optimizer.early_step_in_backward=true --training.max_norm=inf"
+    ),
+    "fp32 modules": Case("dp_shard 2", '--training.fp32_modules=["output","layers.*.ffn_norm"]'),
+    "uneven": Case("dp_shard 4", "--model.args.hidden_dim=330"),
+    "documents": Case("dp_shard 2", "--training.mask_documents=true"),
+    "accumulation, reduced once": Case("dp_shard 2", f"{REDUCE}last_microbatch", microbatches=5),
+    "accumulation, reduced each": Case("dp_shard 2", f"{REDUCE}every_microbatch", microbatches=5),
+    "reshard never": Case("dp_shard 2", "--parallelism.fsdp_reshard_after_forward=never"),
+    "3D": Case("pp 2, dp_shard 2, tp 2", microbatches=4),
+    "1F1B, first stage": Case("pp 2, dp_shard 2", microbatches=4),
+    "1F1B, last stage": Case("pp 2, dp_shard 2", rank=2, microbatches=4),
+    "1F1B, a long step": Case("pp 2, dp_shard 2", microbatches=9),
+    "1F1B of 4, a long step": Case("pp 4", microbatches=12),
+    "GPipe": Case("pp 2, dp_shard 2", f"{SCHEDULE}GPipe", microbatches=4),
+    "Interleaved1F1B": Case("pp 2, dp_shard 2", f"{SCHEDULE}Interleaved1F1B", microbatches=4),
+    "Interleaved1F1B, a long step": Case(
+        "pp 2, dp_shard 2", f"{SCHEDULE}Interleaved1F1B", microbatches=10
+    ),
+    "InterleavedZeroBubble": Case(
+        "pp 2, dp_shard 2", f"{SCHEDULE}InterleavedZeroBubble", microbatches=4
+    ),
+    "ZBVZeroBubble": Case("pp 2, dp_shard 2", f"{SCHEDULE}ZBVZeroBubble", microbatches=4),
+    "DualPipeV": Case("pp 2, dp_shard 2", f"{SCHEDULE}DualPipeV", microbatches=4),
+}
+
+
+def allocated(case: Case) -> int:
+    """Return the most bytes that torch's allocator has given at once in step 2."""
+    plan = case.plan()
+    torch_names.start_fake_process_group(case.rank, case.world_size)
+    meshes = build_meshes(plan.dims, "cpu")
+    with (
+        torch_names.static_pipelines(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        rank = Rank(plan, meshes, None)
+        batches = rank.batches(plan.num_microbatches)
+        rank.step(1, batches)
+        with record_function(STEP):
+            rank.step(2, batches)
+    dist.destroy_process_group()
+    events = profiler.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == STEP)
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    total = peak = 0
+    for at, num_bytes in changes:
+        total += num_bytes
+        if at >= begin:
+            peak = max(peak, total)
+    return peak
+
+
+def planned(case: Case) -> dict[str, object]:
+    """Return the plan's peak and its ledger."""
+    plan = case.plan()
+    found = simulate(plan, case.world_size, case.rank, is_gpu=False)
+    peak = find_peak(found.record)
+    count = plan.num_microbatches
+    return {
+        "planned": peak.num_bytes,
+        "by_purpose": peak.by_purpose,
+        "traffic": [asdict(row) for row in traffic(found, count, ranks_per_node=8)],
+        "flops": flops(found, count),
+    }
+
+
+def figures(name: str, what: str) -> dict[str, object]:
+    """Return one of the two, in a process of its own."""
+    torch.set_num_threads(1)
+    try:
+        if what == "planned":
+            return planned(CASES[name])
+        return {"allocated": allocated(CASES[name])}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def main() -> None:
+    """Print the figures of all cases, or of those that the command line names."""
+    names = sys.argv[1:] or list(CASES)
+    tasks = [(name, what) for name in names for what in ("planned", "allocated")]
+    found: dict[str, dict[str, object]] = {name: {} for name in names}
+    for index, result in in_processes(tasks, figures, 2):
+        name = tasks[index][0]
+        assert isinstance(result, dict)
+        found[name] |= result
+        if "error" in result or {"planned", "allocated"} <= found[name].keys():
+            print(json.dumps([name, found[name]]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`meshwright plan` as a user calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.errors import ConfigError
+from meshwright.metrics.planned import planned_memory
+
+PRESETS = Path(__file__).parents[2] / "train_configs"
+DEBUG = PRESETS / "debug_model.toml"
+SMALL = [
+    *("--model.args.n_layers=2", "--training.seq_len=128"),
+    *("--model.tokenizer_path=no/such/tokenizer.json", "--training.dataset=c4"),
+]
+
+
+def test_a_plan_is_json_and_a_page(tmp_path) -> None:
+    """Without a tokenizer and data, and for a device that is too small: with remedies."""
+    words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
+    command = [sys.executable, "-m", "meshwright.cli.main", "plan", str(DEBUG), *words, *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    purposes = found["ranks"][0]["peak"]["by_purpose"]
+    assert found["peak_bytes"] == sum(purposes.values()) == found["ranks"][0]["peak"]["num_bytes"]
+    for key in ("parameters", "optimizer", "gradients", "activations"):
+        assert found[f"{key}_bytes"] == purposes[key]
+    assert found["fits"] is False
+    assert found["step_seconds"] is found["mfu"] is None  # nothing is known of "0.4 GiB"
+    assert found["tokens_per_step"] == 2 * 8 * 128
+    assert {"selective", "full"} <= {
+        mode for one in found["remedies"] for mode in ("selective", "full") if mode in one["change"]
+    }
+    assert all(one["peak_bytes"] < found["peak_bytes"] for one in found["remedies"])
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<polygon") == len(purposes)
+    (tmp_path / "plan.json").write_text(done.stdout)
+    figures = planned_memory(tmp_path, 2)
+    assert figures == {"memory/planned_gib": found["peak_bytes"] / 2**30}
+    assert planned_memory(tmp_path, 4) == {}
+    (tmp_path / "plan.json").write_text("{")
+    assert planned_memory(tmp_path, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--world-size", "2"], "--device"),
+        (["--device", "h100"], "--world-size"),
+        (["--device", "h1000", "--world-size", "2"], "no such device"),
+        (["--device", "h100", "--world-size", "2", "--rank", "2"], "there are 2 ranks"),
+        (["--device", "h100", "--world-size", "3"], "global_batch_size"),
+        (
+            ["--device=h100", "--world-size=2", "--activation_checkpoint.mode=memory_budget"],
+            "only the compiler knows",
+        ),
+    ],
+)
+def test_mistakes_are_named(words, what) -> None:
+    if "3" in words:
+        words = [*words, "--training.global_batch_size=16"]
+    with pytest.raises(ConfigError, match=what):
+        run(["plan", str(DEBUG), *words])

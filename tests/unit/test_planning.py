@@ -1,0 +1,84 @@
+"""Parts of planning that need no simulation."""
+
+import sys
+
+import pytest
+import torch
+
+from meshwright import main
+from meshwright.errors import ConfigError
+from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
+from meshwright.planning.timing import bubble, interpolate
+from meshwright.planning.torch_names import Action
+
+
+def _one_forward_one_backward(ranks: int, microbatches: int) -> dict[int, list[Action]]:
+    orders = {}
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - rank)
+        order = [Action("F", rank, i) for i in range(ahead)]
+        for i in range(microbatches):
+            order.append(Action("B", rank, i))
+            if ahead + i < microbatches:
+                order.append(Action("F", rank, ahead + i))
+        orders[rank] = order
+    return orders
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 8)])
+def test_the_bubble_of_1f1b_is_the_known_one(ranks, microbatches) -> None:
+    """(p - 1) / (m + p - 1): Narayanan et al. 2021, arXiv:2104.04473, of the whole step."""
+    found = bubble(_one_forward_one_backward(ranks, microbatches), 1.0, 2.0)
+    assert found == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_no_pipeline_has_no_bubble() -> None:
+    assert bubble({}, 1.0, 2.0) == 0
+
+
+def test_weights_of_a_split_backward_fill_the_bubble() -> None:
+    whole = {0: [Action("F", 0, 0), Action("B", 0, 0)], 1: [Action("F", 1, 0), Action("B", 1, 0)]}
+    split = {
+        rank: [Action("F", rank, 0), Action("I", rank, 0), Action("W", rank, 0)] for rank in (0, 1)
+    }
+    assert bubble(split, 1.0, 2.0) < bubble(whole, 1.0, 2.0)
+
+
+def test_devices_are_found_by_name_or_by_gib() -> None:
+    assert find_device("h100").memory_gib == pytest.approx(79.2)
+    assert find_device("24").memory_gib == 24
+    assert not find_device("cpu").is_gpu
+    with pytest.raises(ConfigError, match="no such device"):
+        find_device("h1000")
+
+
+def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
+    device = Device("", 10.0)
+    modelled = overheads(device, 0, 0, num_groups=1)
+    low, high = (sum(getattr(part, end) for part in modelled) for end in ("low", "high"))
+    assert verdict(device, int(10 * GIB - high), modelled) == "fits"
+    assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"
+    assert verdict(device, int(10 * GIB - low) + 2, modelled) == "does not fit"
+
+
+def test_rates_are_straight_between_measured_points() -> None:
+    curve = [(10.0, 1.0), (20.0, 3.0)]
+    assert [interpolate(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 3]
+
+
+def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None:
+    def run_out() -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said, codes = [], []
+    monkeypatch.setattr(main, "_run_command_line", run_out)
+    monkeypatch.setattr(main, "log_to_console", lambda: None)
+    monkeypatch.setattr(main.logger, "exception", lambda text: None)
+    monkeypatch.setattr(main.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(main.os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--job.config_file", "a b.toml"])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    main.main()
+    assert codes == [1]
+    words = "meshwright plan --job.config_file 'a b.toml' --world-size 8 --device cpu"
+    assert words in said[0]
