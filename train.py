@@ -2,6 +2,9 @@
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
-    from meshwright.main import main
+    from meshwright.log import busy, log_to_console
 
+    log_to_console()
+    with busy("loading torch"):
+        from meshwright.main import main
     main()

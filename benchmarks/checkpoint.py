@@ -64,7 +64,7 @@ class Job:
         """One step; its seconds."""
         start = time.perf_counter()
         tokens = torch.randint(ARGS.vocab_size, (BATCH, SEQ_LEN))
-        logits = self.model(tokens, torch.arange(SEQ_LEN))
+        logits = self.model(tokens, positions=torch.arange(SEQ_LEN))
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

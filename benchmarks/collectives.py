@@ -144,7 +144,7 @@ def minimum(plan: Plan) -> tuple[dict[Key, int], dict[Key, int]]:
     # in forward and in backward, each block gathers before and scatters after two pairs of products
     add("tp", "all-gather", 4 * args.n_layers + 2, activation, dims.tp)
     add("tp", "reduce-scatter", 4 * args.n_layers + 2, activation, dims.tp)
-    add("tp", "all-reduce", 3, 4 * tokens, dims.tp)  # the loss: maximum, sum, the label's logit
+    add("tp", "all-gather", 1, 8 * tokens * dims.tp, dims.tp)  # the loss: log-sum, label's logit
     add("tp", "all-reduce", 1, 2 * (2 * args.n_layers + 1) * args.dim, dims.tp)  # norm gradients
     keys = 2 * 2 * tokens * dims.cp * args.n_kv_heads // dims.tp * args.table.rope.head_dim
     add("cp", "all-gather", args.n_layers, keys, dims.cp)

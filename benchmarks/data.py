@@ -277,7 +277,7 @@ def mixture() -> None:
 def share(metrics: Path) -> None:
     """Of the time of a finished job's steps, what they waited for data."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    waited, taken = (sum(row[key] for row in records) for key in ("data_time_s", "step_time_s"))
+    waited, taken = (sum(row[key] for row in records) for key in ("time/data_s", "time/step_s"))
     print(f"data: {100 * waited / taken:.4f} % of {len(records)} logged steps")
 
 

@@ -60,7 +60,7 @@ JOB = {
     "metrics.log_freq": 1,
     "metrics.enable_tensorboard": "false",
 }
-FIGURES = ("loss", "grad_norm", "validation/loss")
+FIGURES = ("loss/train", "optim/grad_norm", "validation/loss")
 START_S, COMPILED_START_S = 8, 20
 """From the launcher to the first step, or a little longer."""
 

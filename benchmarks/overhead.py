@@ -22,7 +22,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.log import log_to_console, logger
-from meshwright.metrics.sinks import Record
+from meshwright.metrics.record import Record
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.preflight import Plan, preflight
@@ -81,7 +81,7 @@ class BareLoop:
         self.optimizer.zero_grad()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.pairs.append((record["step_time_s"], time.perf_counter() - start))
+        self.pairs.append((record["time/step_s"], time.perf_counter() - start))
 
     def close(self) -> None:
         """Nothing to flush."""

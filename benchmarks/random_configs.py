@@ -115,8 +115,6 @@ def _words(chance: random.Random, mesh: dict[str, int]) -> list[str]:
         words += maybe(0.3, "--parallelism.fsdp_reduce_gradients=every_microbatch")
     if "cp" in mesh:
         words += maybe(0.5, "--parallelism.context_parallel_attention=ring")
-    if "tp" in mesh:
-        words += maybe(0.3, "--parallelism.disable_loss_parallel=true")
     return words + _model_words(chance, maybe)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 
 from meshwright.config.loader import load_config
-from meshwright.metrics.sinks import Record
+from meshwright.metrics.record import Record
 from meshwright.preflight import preflight
 from meshwright.train import run
 

@@ -1,16 +1,31 @@
-"""What a job says when it starts."""
+"""What a job says when it starts and when it ends, and keeps beside the results."""
 
 import dataclasses
+import json
 import os
+import platform
+import shlex
+import socket
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import meshwright
 from meshwright import hardware
+from meshwright.checkpoint import commit
+from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.launch.process import HOST_SETTINGS
-from meshwright.log import logger
+from meshwright.log import WIDTH, logger
+from meshwright.metrics import history
+from meshwright.metrics.console import duration
+from meshwright.metrics.reporter import Reporter
 from meshwright.optim.groups import describe
 from meshwright.preflight import Plan
 
@@ -20,20 +35,21 @@ CHECKED = "MESHWRIGHT_CHECKED"
 
 def announce(plan: Plan, device: torch.device) -> None:
     """Say once what is going to run, and keep it beside the results."""
-    config, args = plan.config, plan.model_args
+    config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
         logger.info("%s", config.job.description)
-    logger.info("config, where it differs from the defaults:\n%s", to_toml(config, True).strip())
+    logger.info("config, where it differs from the defaults:")
+    for line in compact_toml(to_toml(config, True)):
+        logger.info("  %s", line)
     for text in plan.idle_options:
         logger.info("%s", text, extra={"is_said": CHECKED in os.environ})
-    degrees = dataclasses.asdict(plan.dims).items()
     logger.info(
-        "%s %s: %s parameters; %d ranks (%s) on %s; torch %s",
-        config.model.name,
-        config.model.flavor,
-        f"{args.table.num_params:,}",
+        "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
+    )
+    logger.info(
+        "%d ranks (%s) on %s; torch %s",
         dist.get_world_size(),
-        " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh",
+        mesh_of(plan),
         hardware.device_name(device),
         torch.__version__,
     )
@@ -41,6 +57,29 @@ def announce(plan: Plan, device: torch.device) -> None:
         logger.info("chosen for this machine by the launcher: %s", settings)
     num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
+    accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
+    num_tokens = training.global_batch_size * training.seq_len
+    logger.info(
+        "global batch: %d sequences, %s tokens (%d per rank x %d ranks of data x %d microbatches)",
+        training.global_batch_size,
+        f"{num_tokens:,}",
+        training.local_batch_size,
+        plan.dims.dp,
+        accumulation,
+    )
+    logger.info(
+        "to train: %s tokens in %s steps",
+        f"{num_tokens * (training.steps - plan.resume_step):,}",
+        f"{training.steps - plan.resume_step:,}",
+    )
+    parts = ", ".join(
+        f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
+    )
+    logger.info(
+        "memory per rank before activations: %.3g GiB (%s)",
+        sum(plan.least_bytes.values()) / hardware.GIB,
+        parts,
+    )
     if dist.get_rank() == 0:
         path = Path(config.job.dump_folder) / "config.toml"
         unfinished = path.with_suffix(".tmp")
@@ -50,3 +89,93 @@ def announce(plan: Plan, device: torch.device) -> None:
         except OSError as error:  # a full disk: training can go on
             logger.warning("%s cannot be written: %s", path, error)
             unfinished.unlink(missing_ok=True)
+
+
+def mesh_of(plan: Plan) -> str:
+    """Return the axes of the mesh that have more than one rank, e.g. "dp_shard 4 x tp 2"."""
+    degrees = dataclasses.asdict(plan.dims).items()
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh"
+
+
+def compact_toml(text: str) -> list[str]:
+    """Return TOML with each table in one line, which is broken between keys where it is long."""
+    lines: list[str] = []
+    for section, table in tomllib.loads(text).items():
+        lines.append(f"[{section}]")
+        separator = " "
+        for key, value in table.items():
+            item = f"{key} = {_inline(value)}"
+            if len(lines[-1]) + len(separator) + len(item) <= WIDTH - 12:
+                lines[-1] += separator + item
+            else:
+                lines.append(f"  {item}")
+            separator = ", "
+    return lines
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def announce_end(plan: Plan, reporter: Reporter, seconds: float) -> None:
+    """Say what a finished job has come to, and the commands that use it."""
+    logger.info("finished: %s tokens in %s", f"{reporter.tokens_seen:,}", duration(seconds))
+    if reporter.best_validation is not None:
+        step, loss = reporter.best_validation
+        logger.info("best validation loss: %.4f, at step %s", loss, f"{step:,}")
+    config = plan.config
+    folder = shlex.quote(config.job.dump_folder)
+    commands = [f"meshwright report {folder}"]
+    if config.metrics.enable_tensorboard:
+        commands.append(f"tensorboard --logdir {folder}")
+    if config.checkpoint.enable:
+        last = commit.step_folder(plan.checkpoint_folder, config.training.steps)
+        checkpoint = shlex.quote(str(last))
+        commands.append(f'meshwright generate {checkpoint} --prompt "..."')
+        commands.append(f"meshwright export {checkpoint} MODEL_FOLDER")
+    logger.info("next:")
+    for command in commands:
+        logger.info("  %s", command)
+
+
+def note_start(plan: Plan, device: torch.device) -> None:
+    """Add this process to the history of the run."""
+    if dist.get_rank() > 0:
+        return
+    facts: dict[str, Any] = {
+        "ranks": dist.get_world_size(),
+        "mesh": mesh_of(plan),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "device": hardware.device_name(device),
+        "versions": {
+            "meshwright": meshwright.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "parameters": plan.model_args.table.num_params,
+        "command": shlex.join(sys.argv),
+        "config": to_json(plan.config),
+    }
+    history.note(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+
+
+@contextmanager
+def note_failure(plan: Plan, reporter: Reporter) -> Iterator[None]:
+    """Add an error that ends this process to the history of the run."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        note_end(plan, max(reporter.step, plan.resume_step), f"failed: {reason}")
+        raise
+
+
+def note_end(plan: Plan, step: int, reason: str) -> None:
+    """Add the end of this process to the history of the run."""
+    if dist.get_rank() == 0:
+        history.note(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})

@@ -58,7 +58,7 @@ class BadStepLog:
     @property
     def figures(self) -> dict[str, float]:
         """For reports: steps skipped so far, as of the last `look`."""
-        return {"skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
+        return {"optim/skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, on any mesh: JSON. Call after `look`."""

@@ -1,5 +1,6 @@
 """From a plan to the parts of a job."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,11 +12,14 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
 from meshwright.datasets.sample import Sample
+from meshwright.datasets.tokenizing import default_folder
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.exchange.initial_load import Initial, meta_form, torchtitan_form
@@ -24,7 +28,13 @@ from meshwright.exchange.meta_read import MetaWeights
 from meshwright.exchange.torchtitan_folder import find_names
 from meshwright.log import logger
 from meshwright.metrics import sinks
+from meshwright.metrics.console import Console
+from meshwright.metrics.eta import Schedule
+from meshwright.metrics.phases import Phases
+from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter, Work
+from meshwright.metrics.tensorboard_events import TensorBoard
+from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
@@ -50,7 +60,7 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         prefetch_layers=config.parallelism.fsdp_prefetch_layers,
         enable_cpu_offload=training.enable_cpu_offload,
-        enable_loss_parallel=not config.parallelism.disable_loss_parallel,
+        loss_chunk_tokens=training.loss_chunk_tokens,
         enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
         context_parallel_attention=config.parallelism.context_parallel_attention,
         ac_mode=config.activation_checkpoint.mode,
@@ -68,7 +78,6 @@ def build_model(plan: Plan, meshes: Meshes, device: torch.device) -> LocalModel:
         schedule=config.parallelism.pipeline_parallel_schedule,
         num_microbatches=plan.num_microbatches,
         activation_shape=(training.local_batch_size, training.seq_len, args.dim),
-        vocab_size=args.vocab_size,
         dtype=dtype,
         master_dtype=getattr(torch, training.dtype),
         fp32_modules=plan.fp32_modules,
@@ -251,41 +260,72 @@ def learning_rate(config: JobConfig) -> Callable[[int], float]:
 def build_reporter(
     plan: Plan,
     device: torch.device,
-    extra_sinks: Sequence[sinks.Sink],
+    phases: Phases,
+    extra_sinks: Sequence[Sink],
     resumed_step: int,
     tokens_seen: int,
+    best_validation: tuple[int, float] | None,
 ) -> Reporter:
     """The figures of the job; its first rank writes them. Collective where the peak is measured."""
-    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    training, metrics = config.training, config.metrics
+    config = plan.config
+    training = config.training
     dtype = getattr(torch, training.mixed_precision_param)
     barrier()  # a peak that is measured, is so on all ranks at once, as they will work
-    peak = hardware.peak_of(device, dtype)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    peak = hardware.peak_of(device, dtype, num_here, default_folder() / "peaks.json")
     logger.info(
-        "peak for mfu: %.4g TFLOP/s a device in %s (%s)",
+        "peak for mfu: %.4g TFLOP/s per device in %s (%s)",
         peak.flops_per_s / 1e12,
-        dtype,
+        str(dtype).removeprefix("torch."),
         peak.source,
     )
-    destinations: list[sinks.Sink] = []
-    if dist.get_rank() == 0:
-        destinations.append(sinks.Console(training.steps))
-        lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
-        destinations.append(sinks.Spared("metrics.jsonl", lines))
-        if metrics.enable_tensorboard:
-            folder = dump_folder / metrics.save_tb_folder
-            # 0.1 s, which other ranks and jobs without it need not spend
-            from meshwright.metrics.tensorboard_file import TensorBoard
-
-            events = partial(TensorBoard, folder, resumed_step)
-            destinations.append(sinks.Spared(f"{folder}, for TensorBoard,", events))
-        if metrics.enable_wandb:
-            tracked = partial(sinks.WeightsAndBiases, dump_folder, config.model_dump())
-            destinations.append(sinks.Spared("the run for Weights & Biases", tracked))
     work = Work(
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=peak.flops_per_s,
     )
-    return Reporter(work, device, [*destinations, *extra_sinks], tokens_seen)
+    if dist.get_rank() > 0:
+        return Reporter(
+            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
+        )
+    console = Console(_schedule(config), resumed_step)
+    destinations = [console, *_files(config, resumed_step), *extra_sinks]
+    return Reporter(
+        work, device, phases, destinations, tokens_seen, console.advance, best_validation
+    )
+
+
+def _schedule(config: JobConfig) -> Schedule:
+    return Schedule(
+        config.training.steps,
+        config.validation.freq if config.validation.enable else 0,
+        config.checkpoint.interval if config.checkpoint.enable else 0,
+    )
+
+
+def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
+    """Every sink that the config asks for beside the console."""
+    metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
+    lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
+    yield sinks.Spared("metrics.jsonl", lines)
+    if metrics.enable_tensorboard:
+        folder = dump_folder / metrics.save_tb_folder
+        values = {
+            f"{section}.{key}": value
+            for section, table in to_json(config).items()
+            for key, value in table.items()
+        }
+        events = partial(TensorBoard, folder, resumed_step, to_toml(config), values)
+        yield sinks.Spared(f"{folder}, for TensorBoard,", events)
+    if metrics.enable_wandb:
+        tracked = partial(
+            WeightsAndBiases,
+            dump_folder,
+            to_json(config),
+            project=metrics.wandb_project,
+            entity=metrics.wandb_entity,
+            name=metrics.wandb_name,
+            is_resumed=resumed_step > 0,
+        )
+        yield sinks.Spared("the run for Weights & Biases", tracked)

@@ -93,7 +93,7 @@ def generate(
 
     def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with sdpa_kernel(WITHOUT_PLANS):
-            return model(tokens, positions)
+            return model(tokens, positions=positions)
 
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)

@@ -1,5 +1,6 @@
 """What a rank runs on: its device, how fast that can be, and how much memory is in use."""
 
+import json
 import os
 import re
 import resource
@@ -88,32 +89,64 @@ def device_name(device: torch.device) -> str:
     return device.type
 
 
-def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The published dense peak for bf16, or for what is not in the table a measured one."""
+def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Path) -> Peak:
+    """The published dense peak for bf16, or for what is not in the table a measured one.
+
+    Other work on the machine makes a measurement too low, and none too high. So the highest that
+    was ever measured for the same device, threads and number of ranks is kept in `cache`: runs can
+    be compared by their MFU.
+
+    Args:
+        num_ranks: ranks that measure at the same time.
+        cache: JSON file of this user; where it cannot be written, each run has its own figure.
+    """
     name = device_name(device)
     is_whole = not re.search(r"\bMIG\b", name)  # else it is a slice of what the name says
     for words, flops_per_s, source in PEAKS if dtype == torch.bfloat16 and is_whole else ():
         if re.search(rf"\b{words}\b", name):
             return Peak(flops_per_s, source)
-    return Peak(_measure_peak(device, dtype), "measured")
+    key = f"{name}, {dtype}, {num_ranks} ranks of {torch.get_num_threads()} threads"
+    key += f" on {os.cpu_count()} cores, torch {torch.__version__}"
+    known = _read_peaks(cache).get(key, 0.0)
+    measured = _measure_peak(device, dtype, MEASURE_AGAIN_S if known else MEASURE_FIRST_S)
+    if measured <= known:
+        return Peak(known, f"the highest measured here: {cache}")
+    unfinished = cache.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(_read_peaks(cache) | {key: measured}, indent=1), "utf-8")
+        unfinished.replace(cache)
+    except OSError:
+        return Peak(measured, "measured")
+    return Peak(measured, f"measured, and kept in {cache}")
 
 
-def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product, with the threads that the rank has: the best in a tenth of
-    a second, and of at least three."""
-    # on CPUs 2048 is no faster in fp32, takes five times as long to measure, and in bf16 the best
-    # of equal runs differed by a factor of two, with 1024 by 1 % (2 cores with AMX)
-    n = 1024 if device.type == "cpu" else 8192
+MEASURE_FIRST_S, MEASURE_AGAIN_S = 3.0, 0.1  # the latter of every later start
+
+
+def _read_peaks(cache: Path) -> dict[str, float]:
+    """FLOP/s by device and circumstances; none if there is no such file, or it is damaged."""
+    try:
+        peaks = json.loads(cache.read_bytes())
+        return {str(key): float(value) for key, value in peaks.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _measure_peak(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of a square matrix product, with the threads that the rank has: the best in `seconds`,
+    and of at least three."""
+    n = 2048 if device.type == "cpu" else 8192
     generator = torch.Generator(device).manual_seed(0)  # the job's own is left as it is
     a, b = torch.randn(2, n, n, generator=generator, device=device).to(dtype)
-    seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < 0.1:
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) < seconds:
         start = time.perf_counter()
         a @ b
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+        taken.append(time.perf_counter() - start)
+    return 2 * n**3 / min(taken)
 
 
 def memory_gib(device: torch.device) -> float:

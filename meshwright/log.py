@@ -1,16 +1,114 @@
-"""The job's logger: the console, and one file a rank."""
+"""The job's logger: the console, and one file per rank."""
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, TextIO
 
 from meshwright.errors import ConfigError
 
 logger = logging.getLogger("meshwright")
 
-FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+WIDTH = 100
+"""Columns of a line on the console, at most."""
+COLUMNS = "MESHWRIGHT_COLUMNS"
+"""Environment variable with another number of them."""
+INDENT = " " * 9
+"""As wide as the time that begins each line."""
+SPEAK_EVERY_S = 10.0
+TERMINAL = "MESHWRIGHT_TERMINAL"
+"""Environment variable of the ranks: the local rank that is shown and the launcher's terminal, as
+"0:/dev/pts/3". torchrun hands the output of ranks on line by line, without colour or bars."""
+RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
+
+
+class Bar(Protocol):
+    """A progress bar in the last line of a terminal."""
+
+    def clear(self) -> object: ...
+    def refresh(self) -> object: ...
+
+
+class ConsoleFormatter(logging.Formatter):
+    """The time of day and the message, in lines of at most `width` columns.
+
+    A word that is longer, such as a path, stays whole: it may be wanted for copying. Of a record
+    with `coloured` (`extra`), a console with colour shows that text instead.
+    """
+
+    def __init__(self, width: int, *, has_colour: bool) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        self._width, self._has_colour = width, has_colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        if self._has_colour and hasattr(record, "coloured"):
+            return f"{self.formatTime(record, self.datefmt)} {record.coloured}"
+        text = super().format(record)
+        if not record.exc_info:  # a traceback's lines are places to find
+            lines = (self._wrap(line) for line in text.split("\n"))
+            text = "\n".join(lines)
+        if self._has_colour and record.levelno >= logging.WARNING:
+            colour = RED if record.levelno >= logging.ERROR else YELLOW
+            text = f"{colour}{text}{RESET}"
+        return text
+
+    def _wrap(self, line: str) -> str:
+        if len(line) <= self._width:
+            return line
+        return textwrap.fill(
+            line,
+            self._width,
+            subsequent_indent=INDENT + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """The console; with a progress bar, messages appear above it. An error ends the bar."""
+
+    bar: Bar | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.bar is not None:
+            self.bar.clear()
+            if record.levelno >= logging.ERROR:
+                self.bar = None
+        super().emit(record)
+        if self.bar is not None:
+            self.bar.refresh()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a person watches `stream`, on a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Return whether to colour text on `stream`. Source: https://no-color.org."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def console_width(stream: TextIO) -> int:
+    """Return the columns of a line on `stream`."""
+    try:
+        return max(int(os.environ[COLUMNS]), 40)
+    except (KeyError, ValueError):
+        pass
+    try:
+        return min(WIDTH, os.get_terminal_size(stream.fileno()).columns or WIDTH)
+    except (OSError, ValueError):  # it is no terminal
+        return WIDTH
 
 
 def log_to_console() -> None:
@@ -18,12 +116,39 @@ def log_to_console() -> None:
 
     A record with `is_said` (`extra`) is not shown: another process has shown it.
     """
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(FORMAT)
+    stream = _terminal() or sys.stdout
+    handler = ConsoleHandler(stream)
+    handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_said", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _terminal() -> TextIO | None:
+    """The launcher's terminal, if this rank is the one that is shown there."""
+    local_rank, _, path = os.environ.get(TERMINAL, "").partition(":")
+    if not path or local_rank != os.environ.get("LOCAL_RANK"):
+        return None
+    try:  # as no rank's controlling terminal: Ctrl-C goes to the launcher
+        return open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+    except OSError:
+        return None
+
+
+def console_stream() -> TextIO:
+    """Return where the console's log goes."""
+    for handler in logger.handlers:
+        if isinstance(handler, ConsoleHandler):
+            return handler.stream
+    return sys.stdout
+
+
+def set_bar(bar: Bar | None) -> None:
+    """Have messages on the console appear above `bar`. None: there is none any more."""
+    for handler in logger.handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.bar = bar
 
 
 def log_to_file(folder: Path, rank: int) -> None:
@@ -34,7 +159,7 @@ def log_to_file(folder: Path, rank: int) -> None:
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
     handler = RankFile(folder / f"rank_{rank}.log")
-    handler.setFormatter(FORMAT)
+    handler.setFormatter(FILE_FORMAT)
     logger.addHandler(handler)
     assert handler.stream is not None  # it is opened at once
     # written in C, so also by a rank that hangs in a collective or a compiler
@@ -50,3 +175,26 @@ class RankFile(logging.FileHandler):
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s cannot be written: %s", self.baseFilename, sys.exception())
+
+
+@contextmanager
+def busy(task: str, progress: Callable[[], str] | None = None) -> Iterator[None]:
+    """Log every `SPEAK_EVERY_S` seconds that `task` is not done yet.
+
+    Args:
+        progress: returns how far it is, e.g. "12 of 64 parts".
+    """
+    is_done, start = threading.Event(), time.perf_counter()
+
+    def speak() -> None:
+        while not is_done.wait(SPEAK_EVERY_S):
+            far = f", {progress()}" if progress else ""
+            logger.info("%s: %.0f s so far%s", task, time.perf_counter() - start, far)
+
+    thread = threading.Thread(target=speak, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()

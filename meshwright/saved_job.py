@@ -26,18 +26,21 @@ def manifest_of(
     cursor: Cursor,
     loss: float,
     bad_steps: dict[str, Any],
+    best_validation: tuple[int, float] | None,
 ) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
         bad_steps: `BadStepLog.state()`.
+        best_validation: the step with the lowest validation loss so far, and that loss.
     """
     return {
         "step": step,
         "tokens_seen": tokens_seen,
         "loss": loss if math.isfinite(loss) else None,
         "bad_steps": bad_steps,
+        "best_validation": best_validation,
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
@@ -50,6 +53,12 @@ def manifest_of(
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "config": to_json(plan.config),
     }
+
+
+def best_of(saved: Manifest) -> tuple[int, float] | None:
+    """Return the best validation that a checkpoint knows of."""
+    best = saved["best_validation"]
+    return None if best is None else (int(best[0]), best[1])
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:

@@ -1,23 +1,22 @@
 """One optimizer step, on any mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.batch import Batch
 from meshwright.health import Health
-from meshwright.loss import IGNORE, token_loss
+from meshwright.metrics.phases import Phases
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.gradients import clip_gradients, local_square_sum
+from meshwright.parallelisms.gradients import clip_gradients, local_square_sum, local_square_sums
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 
@@ -32,6 +31,8 @@ class StepResult:
     """() fp32: global norm before clipping, the same on every rank."""
     num_labels: Tensor
     """() int64: labels counted in the global batch."""
+    group_norms: Tensor | None = None
+    """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
 
 
 def train_step(
@@ -45,6 +46,8 @@ def train_step(
     meshes: Meshes,
     health: Health,
     reduce_every_microbatch: bool = False,
+    norm_groups: Sequence[str] = (),
+    phases: Phases | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
 
@@ -66,23 +69,25 @@ def train_step(
         max_norm: bound on the global gradient norm; inf leaves gradients alone.
         reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
             ones: less memory for more communication. Of no effect in a pipeline.
+        norm_groups: every group of `gradients.group_of`, to have their norms too. Not with `early`.
+        phases: takes the time of each part of the step.
     """
+    mark = phases.mark if phases is not None else lambda phase: None
+    mark("communication")
     first = batches[0].tokens
     positions = local_positions(first.shape[1], meshes.cp, first.device)
     if meshes.cp.size() > 1:
         batches = [local_part(batch, positions) for batch in batches]
-    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
-    dist.all_reduce(num_labels, group=meshes.loss.get_group())
-    loss_fn = partial(token_loss, num_labels=num_labels)
+    num_labels = count_labels(batches, meshes)
+    mark("forward_backward")
     if early is not None:
         early.begin(health.is_stopped)
-    with loss_parallel():  # takes effect where logits are cut along the vocabulary
-        if model.pipeline is not None:
-            loss = model.pipeline.run(batches, positions, loss_fn)
-        else:
-            loss = _accumulate(
-                model.stages[0], batches, positions, loss_fn, early, reduce_every_microbatch
-            )
+    if model.pipeline is not None:
+        loss = model.pipeline.run(batches, positions, num_labels)
+    else:
+        loss = _accumulate(
+            model.stages[0], batches, positions, num_labels, early, reduce_every_microbatch
+        )
     is_finite_here = torch.isfinite(loss)
 
     # ranks of a tp group have the same loss; ranks without the last stage have none
@@ -90,8 +95,13 @@ def train_step(
         square_sum = local_square_sum(model.parameters(), loss.device)
     else:
         square_sum = early.square_sum
+    mark("communication")
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
+    if norm_groups:
+        by_group = local_square_sums(model.named_parameters(), norm_groups, loss.device)
+        sums = torch.cat([sums, by_group])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
+    mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()
     if max_norm != float("inf"):
         clip_gradients(model.parameters(), max_norm, grad_norm)
@@ -100,18 +110,31 @@ def train_step(
     if early is None:
         update(optimizer, is_held_back)
         optimizer.zero_grad()
-    return StepResult(loss, grad_norm, num_labels)
+    mark(None)
+    return StepResult(loss, grad_norm, num_labels, sums[2:].sqrt() if norm_groups else None)
+
+
+def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
+    """Return how many labels of the global batch count: () int64. Collective.
+
+    The loss is divided by it, once. Then adding up over ranks and microbatches gives the mean over
+    every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
+    with few labels would weigh as much as a full one. See docs/decisions/0002-loss-scaling.md.
+    """
+    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    dist.all_reduce(num_labels, group=meshes.loss.get_group())
+    return num_labels
 
 
 def _accumulate(
     model: Decoder,
     batches: Sequence[Batch],
     positions: Tensor,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    num_labels: Tensor,
     early: EarlyStep | None,
     reduce_every_microbatch: bool,
 ) -> Tensor:
-    """Forward and backward of one microbatch after the other; the sum of their losses."""
+    """Forward and backward of one microbatch after the other; their share of the mean loss."""
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
@@ -120,7 +143,8 @@ def _accumulate(
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
         if early is not None:
             early.gradients_are_final = is_last
-        share = loss_fn(model(batch.tokens, positions, batch.documents), batch.labels)
+        total = model(batch.tokens, batch.labels, positions=positions, documents=batch.documents)
+        share = total / num_labels
         share.backward()
         loss += share.detach()
     return loss

@@ -5,6 +5,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright import hardware
 from meshwright.agreement import check_agreement
-from meshwright.announce import CHECKED, announce
+from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
 from meshwright.bad_steps import BadStepLog
 from meshwright.build import (
     Validate,
@@ -41,9 +42,10 @@ from meshwright.errors import (
 from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
 from meshwright.launch.stop import StopRequest
-from meshwright.log import log_to_file, logger
-from meshwright.metrics import sinks
+from meshwright.log import busy, log_to_file, logger
+from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.sinks import Spared
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
@@ -51,7 +53,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
 from meshwright.preflight import Plan, check_first_weights, drift_of
 from meshwright.profiling import Profiler, build_profiler
-from meshwright.saved_job import manifest_of, place_in_data, too_many_bad_records
+from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer
 
@@ -72,6 +74,8 @@ class Job:
     bad_steps: BadStepLog
     resumed_step: int
     """The last step that was taken before this process; 0 at the start."""
+    since: float
+    """`time.perf_counter()` when its set-up began."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Taken:
     result: StepResult
 
 
-def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
+def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
@@ -96,13 +100,15 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
             would not go on from there when started again.
     """
-    device = _start(plan)
-    sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-    check_agreement(plan, [*sources, *held_out])
-    checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
-    checkpoints.claim()
+    with busy("meeting the other ranks, opening the data"):
+        device = _start(plan)
+        sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
+        check_agreement(plan, [*sources, *held_out])
+        checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+        checkpoints.claim()
     try:
-        job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks)
+        with busy("setting up"):
+            job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks)
         if job is None:
             rank = dist.get_rank()
             dist.destroy_process_group()
@@ -111,16 +117,17 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
             return True
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
-        with (
-            build_profiler(config.profiling, dump_folder, rank, first) as profiler,
-            StopRequest(dump_folder, config.job.max_run_seconds) as stop,
-            checkpoints,
-        ):
-            taken, is_done = _loop(job, stop, profiler)
-            if taken is not None and saves(config.checkpoint):
-                _save(job, taken, is_last=True, is_done=is_done)
-        step = taken.step if taken is not None else first
-        is_done = _finish(job, stop, step, is_done)
+        with note_failure(job.plan, job.reporter):
+            with (
+                build_profiler(config.profiling, dump_folder, rank, first) as profiler,
+                StopRequest(dump_folder, config.job.max_run_seconds) as stop,
+                checkpoints,
+            ):
+                taken, is_done = _loop(job, stop, profiler)
+                if taken is not None and saves(config.checkpoint):
+                    _save(job, taken, is_last=True, is_done=is_done)
+            step = taken.step if taken is not None else first
+            is_done = _finish(job, stop, step, is_done)
         if is_done and rank == 0:
             export_last(job.plan)
         return is_done
@@ -128,14 +135,13 @@ def run(plan: Plan, extra_sinks: Sequence[sinks.Sink] = ()) -> bool:
         checkpoints.release()
 
 
-def _user_sinks(config: JobConfig) -> list[sinks.Sink]:
+def _user_sinks(config: JobConfig) -> list[Sink]:
     """Sinks of the user's own module, for the first rank; an `OSError` of theirs is a warning."""
     if dist.get_rank() > 0:
         return []
     folder = Path(config.job.dump_folder)
     return [
-        sinks.Spared(name, partial(build, config, folder))
-        for name, build in user_sinks(config).items()
+        Spared(name, partial(build, config, folder)) for name, build in user_sinks(config).items()
     ]
 
 
@@ -170,9 +176,10 @@ def _set_up(
     checkpoints: CheckpointManager,
     sources: Sequence[OpenSource],
     held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[sinks.Sink],
+    extra_sinks: Sequence[Sink],
 ) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already."""
+    since = time.perf_counter()
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
     found = checkpoints.find()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
@@ -192,6 +199,7 @@ def _set_up(
     log_to_file(dump_folder / "logs", dist.get_rank())
     announce(plan, device)
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
+    note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
         drift_of(plan, found).log(_is_said(plan))
     torch.manual_seed(config.training.seed)
@@ -211,7 +219,15 @@ def _set_up(
         checkpoints,
         sources,
         loader=build_loader(plan, sources, meshes, device, cursor),
-        reporter=build_reporter(plan, device, extra_sinks, plan.resume_step, tokens_seen),
+        reporter=build_reporter(
+            plan,
+            device,
+            trainer.phases,
+            extra_sinks,
+            plan.resume_step,
+            tokens_seen,
+            best_of(found) if found else None,
+        ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         bad_steps=BadStepLog(
             config.bad_steps,
@@ -224,6 +240,7 @@ def _set_up(
             saved=found["bad_steps"] if found else None,  # checkpoints from before have none
         ),
         resumed_step=plan.resume_step,
+        since=since,
     )
 
 
@@ -264,8 +281,11 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
             return taken, True
         step += 1
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
-        taken = Taken(step, data, job.trainer.step(step, batches, job.bad_steps.health))
-        job.reporter.count(data_time_s)
+        is_first = step == job.resumed_step + 1
+        with busy("first step, with compilation") if is_first else nullcontext():
+            result = job.trainer.step(step, batches, job.bad_steps.health)
+        taken = Taken(step, data, result)
+        job.reporter.count(step, data_time_s)
         job.bad_steps.count(step, data.cursor)
 
         data_time_s = _look_ahead(job, stop, step)
@@ -273,16 +293,17 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
         due = due_after(
             step,
             config,
-            is_first=step == job.resumed_step + 1,
+            is_first=is_first,
             is_last=is_last,
             is_asked_to_stop=stop.is_over(step),
         )
         if due.look:
             job.bad_steps.look()
         if due.log:
-            job.reporter.report(step, **_figures(job, stop, taken, due))
+            job.reporter.report(step, _figures(job, stop, taken, due))
         is_over = due.stop or (due.validate and stop.is_over(step))
-        if due.save and not is_over:
+        is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
+        if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and not is_over:
             job.checkpoints.reserve(job.trainer.tensors)
@@ -299,16 +320,22 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
 def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, float]:
     """The figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
-    figures = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-    figures |= {"lr": job.trainer.lr_at(step)}
-    figures |= {f"epochs/{name}": count for name, count in data.epochs.items()}
+    figures = {
+        "loss/train": result.loss.item(),
+        "optim/grad_norm": result.grad_norm.item(),
+        "optim/lr": job.trainer.lr_at(step),
+    }
+    figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
     figures |= job.bad_steps.figures
+    if result.group_norms is not None:
+        norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
+        figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
     if allowed := config.training.max_bad_records:
-        figures["bad_records"] = passed_over = num_bad_records(data.cursor)
+        figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
         if passed_over > allowed:
             stop.fail(too_many_bad_records(passed_over, allowed), step)
     if job.validate is not None and due.validate:
-        with job.reporter.paused():
+        with job.reporter.paused("validation"), busy("validating"):
             set_timeout(job.meshes, config.comm.init_timeout_seconds)  # it compiles anew
             figures |= job.validate(
                 job.trainer.model, partial(stop.is_over, step), partial(stop.fail, last_step=step)
@@ -320,7 +347,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
     """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
     config = job.plan.config.checkpoint
     job.bad_steps.look()
-    with job.reporter.paused():
+    with job.reporter.paused("checkpoint"), busy("saving"):
         manifest = manifest_of(
             job.plan,
             job.sources,
@@ -329,6 +356,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
             cursor=whole_cursor(taken.data.cursor),
             loss=taken.result.loss.item(),
             bad_steps=job.bad_steps.state(),
+            best_validation=job.reporter.best_validation,
         )
         tensors: HasState = job.trainer.tensors
         if is_done and config.last_save_model_only:
@@ -353,10 +381,12 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
             _check_goes_on(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
         words = "stopped after step %d of %d: %s; start it again to go on"
         logger.info(words, step, steps, stop.reason)
+        note_end(job.plan, step, f"stopped: {stop.reason}")
     else:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
-        logger.info("finished: %s tokens", f"{job.reporter.tokens_seen:,}")
+        announce_end(job.plan, job.reporter, time.perf_counter() - job.since)
+        note_end(job.plan, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()
     return is_done

@@ -9,8 +9,10 @@ from meshwright.batch import Batch
 from meshwright.build import build_model, learning_rate
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.health import Health
+from meshwright.metrics.phases import Phases
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
+from meshwright.parallelisms.gradients import group_of
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import StepResult, train_step
@@ -23,6 +25,8 @@ class Trainer:
         model: its values are arbitrary until they are set or loaded.
         optimizer: built after the model was parallelised.
         lr_at: the learning rate at each step, counted from 1.
+        norm_groups: parts of the model whose gradient norms are wanted, in order.
+        phases: adds up the times of the parts of steps.
     """
 
     def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
@@ -33,6 +37,9 @@ class Trainer:
         is_early = config.optimizer.early_step_in_backward
         self._early = EarlyStep(self.optimizer) if is_early else None
         self.lr_at = learning_rate(config)
+        self.phases = Phases(device)
+        names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
+        self.norm_groups = list(dict.fromkeys(map(group_of, names)))
 
     @property
     def tensors(self) -> TrainingTensors:
@@ -60,4 +67,6 @@ class Trainer:
             meshes=self._meshes,
             health=health,
             reduce_every_microbatch=reduction == "every_microbatch",
+            norm_groups=self.norm_groups,
+            phases=self.phases,
         )

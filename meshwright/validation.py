@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.batch import Batch
-from meshwright.loss import IGNORE, summed_loss
+from meshwright.models.layers.loss import IGNORE
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.data_parallel import forget_forward
 from meshwright.parallelisms.local_model import LocalModel
@@ -69,8 +68,8 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
     positions: Tensor | None = None
 
-    def add(logits: Tensor, batch: Batch) -> None:
-        figures = _figures(logits, batch.labels, token_bytes)
+    def add(loss: Tensor, batch: Batch) -> None:
+        figures = _figures(loss, batch.labels, token_bytes)
         if meshes.tp.get_local_rank() == 0:  # the others of a tp group have the same
             sums.add_(figures)
 
@@ -79,12 +78,14 @@ def evaluate(
             positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
         if meshes.cp.size() > 1:
             batches = [local_part(batch, positions) for batch in batches]
-        with loss_parallel():  # takes effect where logits are cut along the vocabulary
-            if model.pipeline is not None:
-                model.pipeline.forward_all(batches, positions, add)
-            else:
-                for batch in batches:
-                    add(model.stages[0](batch.tokens, positions, batch.documents), batch)
+        if model.pipeline is not None:
+            model.pipeline.forward_all(batches, positions, add)
+            continue
+        for batch in batches:
+            loss = model.stages[0](
+                batch.tokens, batch.labels, positions=positions, documents=batch.documents
+            )
+            add(loss, batch)
     for stage in model.stages:
         forget_forward(stage)
     dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
@@ -96,11 +97,11 @@ def evaluate(
     )
 
 
-def _figures(logits: Tensor, labels: Tensor, token_bytes: Tensor | None) -> Tensor:
+def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor | None) -> Tensor:
     """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
     is_counted = labels != IGNORE
-    loss, num_labels = summed_loss(logits, labels), is_counted.sum()
+    num_labels = is_counted.sum()
     num_bytes = torch.zeros_like(num_labels)
     if token_bytes is not None:
         num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
-    return torch.stack([loss, num_labels.double(), num_bytes.double()])
+    return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])

@@ -18,7 +18,7 @@ plt.rcParams["svg.hashsalt"] = "meshwright"  # the same file for the same data
 figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
 for run in args.runs:
     rows = [json.loads(line) for line in run.read_text().splitlines()]
-    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], label=run.parent.name)
+    axes.plot([r["step"] for r in rows], [r["loss/train"] for r in rows], label=run.parent.name)
 axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
 axes.grid(alpha=0.3)
 axes.legend(frameon=False)

@@ -4,6 +4,8 @@ import tempfile
 
 # before any library of Hugging Face is imported: tests are offline
 os.environ["HF_HUB_OFFLINE"] = "1"
+# one line of the console per message, so that tests can look for whole ones
+os.environ["MESHWRIGHT_COLUMNS"] = "10000"
 # before torch is: models this small are as fast on one thread, and others only spin beside it
 os.environ["OMP_NUM_THREADS"] = "1"
 # token caches are made once a session, and go with it

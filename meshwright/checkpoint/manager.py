@@ -64,7 +64,9 @@ class CheckpointManager:
         dist.broadcast_object_list(nonce, group=self._group)
         self._nonce, self._saves = nonce[0], 0
         self._claim = Claim(folder, self._nonce)
-        self._retention = Retention(folder, config.keep_latest_k, config.keep_every_n_steps)
+        self._retention = Retention(
+            folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
+        )
         self._staging = None
         if config.enable and config.async_mode != "disabled" and not config.load_only:
             self._staging = Staging()

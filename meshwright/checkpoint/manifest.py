@@ -17,8 +17,14 @@ from meshwright.errors import ConfigError
 MANIFEST = "checkpoint.json"
 VERSION = 1
 """Of the format. A manifest without one is of version 0."""
-ADDED = {"version": 0, "model_name": "llama", "tokenizer_path": "", "bad_steps": None}
-"""Keys that manifests of version 0 may lack, with the values that stand for them."""
+ADDED = {
+    "version": 0,
+    "model_name": "llama",
+    "tokenizer_path": "",
+    "bad_steps": None,
+    "best_validation": None,
+}
+"""Keys that older manifests may lack, with the values that stand for them."""
 DEEPEST = 32
 """Tables in tables. A manifest of ours has six."""
 
@@ -44,6 +50,8 @@ class Manifest(TypedDict):
     """None: it was not finite."""
     bad_steps: dict[str, Any] | None
     """State of the detector of bad steps."""
+    best_validation: list[float] | None
+    """The step with the lowest validation loss so far, and that loss."""
     data: dict[str, Any]
     """The place in the data."""
     data_identity: dict[str, Any]

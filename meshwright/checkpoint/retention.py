@@ -1,6 +1,7 @@
 """Deletes old checkpoints, beside training, and only files that are ours. Free of torch."""
 
 import fcntl
+import json
 import secrets
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.errors import ConfigError
 from meshwright.log import logger
 
+BEST_FILE = "best.json"
+
 
 class Retention:
     """Deletes, in a thread of its own, old checkpoints in a folder.
@@ -22,9 +25,12 @@ class Retention:
     fails is a warning, and is tried again after the next save.
     """
 
-    def __init__(self, folder: Path, keep_latest_k: int, keep_every_n_steps: int) -> None:
+    def __init__(
+        self, folder: Path, keep_latest_k: int, keep_every_n_steps: int, keep_best: bool
+    ) -> None:
         self._folder = folder
         self._kept = keep_latest_k, keep_every_n_steps
+        self._keep_best = keep_best
         self._thread = ThreadPoolExecutor(1, "retention")
         self._tasks: list[Future[None]] = []
         self.nonce = ""
@@ -56,18 +62,41 @@ class Retention:
             logger.warning("%s could not be tidied: %s", self._folder, error)
 
     def _apply(self) -> None:
-        for step in retire(self._folder, *self._kept):
+        best = mark_best(self._folder) if self._keep_best else None
+        for step in retire(self._folder, *self._kept, best):
             checkpoint = step_folder(self._folder, step)
             logger.info("%s is being read: it is deleted another time", checkpoint)
 
 
-def retire(folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0) -> list[int]:
+def mark_best(folder: Path) -> int | None:
+    """Write the checkpoint with the lowest validation loss to `BEST_FILE`; return its step.
+
+    None: the newest checkpoint knows of none, or it is not there.
+    """
+    steps = saved_steps(folder)
+    try:
+        best = inspect(step_folder(folder, steps[-1]))["best_validation"] if steps else None
+    except ConfigError:  # the newest is damaged, or of a later version
+        return None
+    if best is None or best[0] not in steps:
+        return None
+    step, loss = int(best[0]), best[1]
+    marked = {"step": step, "validation_loss": loss, "checkpoint": step_folder(folder, step).name}
+    unfinished = folder / f"{BEST_FILE}.tmp"
+    unfinished.write_text(json.dumps(marked) + "\n", "utf-8")
+    unfinished.replace(folder / BEST_FILE)
+    return step
+
+
+def retire(
+    folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0, best: int | None = None
+) -> list[int]:
     """Delete checkpoints that are no longer wanted.
 
-    Kept are the newest `keep_latest_k` (0: all), multiples of `keep_every_n_steps`, the newest
-    that is whole and whose loss was finite, and those being read: they go another time. A link, a
-    folder without a manifest, and a checkpoint of another step that was renamed are a user's: they
-    are neither counted nor deleted.
+    Kept are the newest `keep_latest_k` (0: all), multiples of `keep_every_n_steps`, `best`, the
+    newest that is whole and whose loss was finite, and those being read: they go another time.
+    A link, a folder without a manifest, and a checkpoint of another step that was renamed are a
+    user's: they are neither counted nor deleted.
 
     Returns:
         Steps of checkpoints that are kept only because they are read.
@@ -79,7 +108,7 @@ def retire(folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0) -> lis
     old = (
         step
         for step in steps[:-keep_latest_k]
-        if step != good and not is_kept_for_good(step, keep_every_n_steps)
+        if step not in (good, best) and not is_kept_for_good(step, keep_every_n_steps)
     )
     spared = []
     for step in old:

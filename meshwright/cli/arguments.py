@@ -122,6 +122,12 @@ def export(parser: Parser) -> None:
     )
 
 
+def report(parser: Parser) -> None:
+    """Options of `meshwright report`."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a job.dump_folder")
+    parser.add_argument("--output", type=Path, help="HTML file (default: RUN_DIR/report.html)")
+
+
 def generate(parser: Parser) -> None:
     """Options of `meshwright generate`."""
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_HF_FOLDER")

@@ -66,6 +66,11 @@ COMMANDS = {
         "train a config in small on many meshes, and compare each with one process",
         True,
     ),
+    "report": Command(
+        "meshwright.cli.report:run",
+        arguments.report,
+        "write a run as one HTML file: curves, time, validation, resumes, skipped steps, config",
+    ),
     "checkpoint ls": Command(
         "meshwright.cli.checkpoint:run_ls", arguments.checkpoint_ls, "list checkpoints"
     ),

@@ -44,22 +44,23 @@ EFFECTS: dict[str, Effect] = {
         job="config_file dump_folder description device_memory_gib max_run_seconds",
         bad_steps="budget",
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
-        "enable_cpu_offload gc_freq deterministic",
+        "loss_chunk_tokens enable_cpu_offload gc_freq deterministic",
         validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
         "dataset_revision dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
-        "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
+        "tensor_parallel_degree enable_async_tensor_parallel "
         "context_parallel_degree context_parallel_attention "
         "pipeline_parallel_degree pipeline_parallel_schedule "
         "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "
         "fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
         compile="enable backend",
-        checkpoint="enable folder interval keep_latest_k keep_every_n_steps load_step async_mode "
-        "on_save_failure initial_load_path initial_load_in_hf load_only "
+        checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
+        "async_mode on_save_failure initial_load_path initial_load_in_hf load_only "
         "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-        metrics="log_freq enable_tensorboard save_tb_folder enable_wandb",
+        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder enable_wandb "
+        "wandb_project wandb_entity wandb_name",
         profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
         "profiler_active enable_memory_snapshot save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",

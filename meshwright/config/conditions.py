@@ -103,6 +103,12 @@ CONTRADICTIONS = (
         ENABLE_CHECKPOINTS,
     ),
     Contradiction(
+        "checkpoint.keep_best",
+        lambda c: c.checkpoint.keep_best and not c.validation.enable,
+        "no checkpoint is the best one while nothing is validated",
+        "set validation.enable = true, or leave it out",
+    ),
+    Contradiction(
         "checkpoint.exclude_from_loading",
         lambda c: bool(c.checkpoint.exclude_from_loading) and not c.checkpoint.enable,
         "nothing is loaded while checkpoint.enable is false",
@@ -158,6 +164,12 @@ CONTRADICTIONS = (
         "bad_steps.spike_std",
         lambda c: c.optimizer.early_step_in_backward and c.bad_steps.spike_std > 0,
         TOO_EARLY,
+        ONE_OF_TWO,
+    ),
+    Contradiction(
+        "metrics.grad_norm_by_group",
+        lambda c: c.metrics.grad_norm_by_group and c.optimizer.early_step_in_backward,
+        "optimizer.early_step_in_backward frees each gradient before the norms are taken",
         ONE_OF_TWO,
     ),
     Contradiction(
@@ -227,11 +239,7 @@ def _is_off(value: object) -> bool:
 
 
 IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "parallelism.tensor_parallel_degree",
-        _is_one,
-        "disable_loss_parallel enable_async_tensor_parallel",
-    ),
+    ("parallelism.tensor_parallel_degree", _is_one, "enable_async_tensor_parallel"),
     ("parallelism.context_parallel_degree", _is_one, "context_parallel_attention"),
     (
         "parallelism.pipeline_parallel_degree",
@@ -256,17 +264,18 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "checkpoint.enable",
         _is_off,
-        "folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure load_only "
-        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        "folder interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
+        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
     ),
     (
         "checkpoint.load_only",
         bool,
-        "interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
+        "interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
         "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
     ),
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
+    ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
     (
         "profiling.enable_profiling",
         _is_off,

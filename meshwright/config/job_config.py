@@ -240,6 +240,10 @@ class Training(Source):
     """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
     in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens of a microbatch whose logits exist at once; the loss goes over them chunk by chunk. 0:
+    as many as the model is wide, so that logits take no more memory than the output's weight."""
+
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
     there; the device gets parameters layer by layer. Slow: for what does not fit otherwise."""
@@ -373,10 +377,6 @@ class Parallelism(Section):
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that share every matrix, and the sequence between matrices; best within a node."""
 
-    disable_loss_parallel: bool = False
-    """With tensor parallelism, gather the logits before the loss instead of computing it on each
-    rank's part of the vocabulary."""
-
     enable_async_tensor_parallel: bool = False
     """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
     collectives and the products beside them into pieces that overlap."""
@@ -490,6 +490,10 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints of steps that this divides are never deleted. 0: no such."""
 
+    keep_best: bool = False
+    """Also save whenever the validation loss is the lowest so far (of several datasets, their
+    mean), and keep that checkpoint until there is a better one. {folder}/best.json names it."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
@@ -544,6 +548,11 @@ class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between reports; the device is waited for only then."""
 
+    grad_norm_by_group: bool = False
+    """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
+    output. Costs a pass over the gradients per step. Not with
+    `optimizer.early_step_in_backward`."""
+
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
@@ -552,6 +561,16 @@ class Metrics(Section):
 
     enable_wandb: bool = False
     """Report to Weights & Biases too (pip install 'meshwright[wandb]')."""
+
+    wandb_project: str = ""
+    """Project there. Absent: $WANDB_PROJECT, or W&B's own choice."""
+
+    wandb_entity: str = ""
+    """User or team there. Absent: $WANDB_ENTITY, or the user who is logged in."""
+
+    wandb_name: str = ""
+    """Name of the run there. Absent: $WANDB_NAME, or a name that W&B makes up. A resumed job
+    continues the same run."""
 
 
 class Profiling(Section):

@@ -18,7 +18,7 @@ from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, m
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.streamed_samples import EndOfData
 from meshwright.errors import ConfigError
-from meshwright.loss import IGNORE
+from meshwright.models.layers.loss import IGNORE
 
 STEPS_AHEAD = 4
 CLOSE_WITHIN_S = 5.0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,7 +41,7 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
 from meshwright.launch.process import die_with_parent
-from meshwright.log import logger
+from meshwright.log import busy, logger
 
 
 def default_folder() -> Path:
@@ -173,9 +173,12 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
     """Write `parts`; the number of their tokens."""
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(parts))
     bar = tqdm(total=len(parts), unit="part", desc=recipe.entry.name, disable=None)
-    with bar:
+    counts: list[int] = []  # tokens of each part that is done
+    speaking = busy(
+        f"tokenising {recipe.entry.name}", lambda: f"{len(counts)} of {len(parts)} parts"
+    )
+    with bar, speaking if bar.disable else nullcontext():
         if num_workers == 1 or multiprocessing.current_process().daemon:  # may have no children
-            counts = []
             for part in parts:
                 counts.append(write_part(recipe, part, dtype))
                 bar.update()
@@ -183,7 +186,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(num_workers - 1, context, die_with_parent, (os.getpid(),))
-        num_tokens, waiting, running = 0, deque(parts), set[Future[int]]()
+        waiting, running = deque(parts), set[Future[int]]()
         try:
             with pool:
                 while waiting or running:
@@ -191,13 +194,13 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
                     while waiting and len(running) < 2 * (num_workers - 1):
                         running.add(pool.submit(write_part, recipe, waiting.popleft(), dtype))
                     if waiting:  # this process is one of them, and at work while others start
-                        num_tokens += write_part(recipe, waiting.popleft(), dtype)
+                        counts.append(write_part(recipe, waiting.popleft(), dtype))
                         bar.update()
                     done, running = futures.wait(
                         running, 0 if waiting else None, futures.FIRST_COMPLETED
                     )
                     for future in done:
-                        num_tokens += future.result()
+                        counts.append(future.result())
                         bar.update()
         except BrokenProcessPool as error:
             raise ConfigError(
@@ -205,7 +208,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
                 "a process that tokenised was killed: for want of memory?"
                 "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
             ) from error
-        return num_tokens
+        return sum(counts)
 
 
 @functools.lru_cache(1)

@@ -6,6 +6,7 @@ python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file C
 import signal
 
 from meshwright.launch.process import exit_when_asked
+from meshwright.log import busy, log_to_console
 
 
 def main() -> None:
@@ -13,8 +14,9 @@ def main() -> None:
     exit_when_asked()
     # asks ranks for their stacks; who sends it to all that runs train.py means no harm
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    from meshwright.launch.torchrun import launch  # takes seconds, for torch
-
+    log_to_console()
+    with busy("loading torch"):
+        from meshwright.launch.torchrun import launch
     launch()
 
 

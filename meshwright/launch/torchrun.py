@@ -19,12 +19,16 @@ from torch.distributed.run import parse_args, run
 from meshwright.config.loader import load_config
 from meshwright.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
+from meshwright.log import TERMINAL, logger
 
 OWN_CODES = tuple(EXIT_CODES.values())
 """What the ranks have said themselves."""
 INTERRUPTED = signal.SIGINT.name
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """It ends the ranks that are left, by a signal that they may take time over."""
+
+PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""torchrun's environment variable for the beginning of every line of a rank."""
 
 
 def launch() -> None:
@@ -42,12 +46,24 @@ def launch() -> None:
             signal.signal(number, lambda number, _: _ask_to_stop(request, number))
         others = "SIGHUP,SIGQUIT"  # for torchrun to handle
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
+        _set_up_console(args)
+        logger.info("starting %s ranks on this machine", args.nproc_per_node)
         try:
             run(args)
         except ChildFailedError as error:
             _report(error, is_asked=request.exists(), args=args)
         except SignalException as signalled:
             sys.exit(EXIT_INTERRUPTED if str(signalled) == INTERRUPTED else 128 + signalled.sigval)
+
+
+def _set_up_console(args: argparse.Namespace) -> None:
+    """Show the lines of a single rank as they are, and tell it of the terminal."""
+    if not args.local_ranks_filter.isdecimal():  # several are shown: each line says whose it is
+        return
+    # torchrun takes no empty template for its default "[rank0]:", but one that comes out empty
+    args.role, os.environ[PREFIX] = "", "${role_name}"
+    with suppress(OSError):  # there is no terminal
+        os.environ[TERMINAL] = f"{args.local_ranks_filter}:{os.ttyname(sys.stdout.fileno())}"
 
 
 def _ask_to_stop(request: Path, number: int) -> None:

@@ -1,19 +1,23 @@
-"""From what a job counts to the figures that it reports."""
+"""From the counts of a job to the figures that it reports."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from meshwright import hardware
-from meshwright.metrics.sinks import Record, Sink
+from meshwright.metrics.phases import Phases
+from meshwright.metrics.record import Record, Sink, validation_loss
+
+Pause = Literal["validation", "checkpoint"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step does, and on how many devices."""
+    """The work of one optimizer step, and the devices that share it."""
 
     tokens_per_step: int
     """Over all ranks."""
@@ -27,49 +31,89 @@ class Reporter:
     """Times steps, and writes a record for those that are logged, to every sink.
 
     Rates are averages over the steps since the last record. Only the first rank has sinks.
+
+    Attributes:
+        step: the last step that was counted.
+        tokens_seen: by all ranks, since step 1.
+        best_validation: the step with the lowest validation loss so far, and that loss.
     """
 
     def __init__(
-        self, work: Work, device: torch.device, sinks: Sequence[Sink], tokens_seen: int
+        self,
+        work: Work,
+        device: torch.device,
+        phases: Phases,
+        sinks: Sequence[Sink],
+        tokens_seen: int,
+        advance: Callable[[int], None] = lambda step: None,
+        best_validation: tuple[int, float] | None = None,
     ) -> None:
+        """
+        Args:
+            phases: has the times of the parts of a step.
+            advance: gets the number of every step, once it has been handed to the device.
+            best_validation: of the job before this process.
+        """
         self._work, self._device, self._sinks = work, device, sinks
+        self._advance = advance
         self.tokens_seen = tokens_seen
+        self.step = 0
+        self.best_validation = best_validation
+        self._phases = phases
+        self._paused: dict[Pause, float] = {}
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._data_time_s = 0, 0.0
+        self._steps, self._data_s = 0, 0.0
+        self._paused = {}
         self._since = time.perf_counter()
 
-    def count(self, data_time_s: float) -> None:
-        """Note that a step was taken, and how long it waited for its data."""
+    def count(self, step: int, data_s: float) -> None:
+        """Note that `step` was taken, and how long it waited for its data."""
+        self.step = step
         self._steps += 1
-        self._data_time_s += data_time_s
+        self._data_s += data_s
         self.tokens_seen += self._work.tokens_per_step
+        self._advance(step)
 
-    def report(self, step: int, **figures: float) -> None:
+    def report(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the record of `step`; its figures being on the host, the device has finished it."""
-        step_time_s = (time.perf_counter() - self._since) / self._steps
-        wps = self._work.tokens_per_step / step_time_s / self._work.num_devices
+        passed_s = time.perf_counter() - self._since - sum(self._paused.values())
+        step_s = passed_s / self._steps
+        wps = self._work.tokens_per_step / step_s / self._work.num_devices
+        flops_per_s = wps * self._work.flops_per_token
         record: Record = {
             "step": step,
             **figures,
-            "wps": wps,
-            "mfu_pct": 100 * wps * self._work.flops_per_token / self._work.peak_flops_per_s,
-            "memory_gib": hardware.peak_memory_gib(self._device),
-            "tokens_seen": self.tokens_seen,
-            "step_time_s": step_time_s,
-            "data_time_s": self._data_time_s / self._steps,
+            "data/tokens": self.tokens_seen,
+            "time/wps": wps,
+            "time/tflops": flops_per_s / 1e12,
+            "time/mfu_pct": 100 * flops_per_s / self._work.peak_flops_per_s,
+            "time/step_s": step_s,
+            "time/data_s": self._data_s / self._steps,
         }
+        for phase, seconds in self._phases.take().items():
+            record[f"time/{phase}_s"] = seconds / self._steps
+        for pause, seconds in self._paused.items():
+            record[f"time/{pause}_s"] = seconds
+        record["memory/peak_gib"] = hardware.peak_memory_gib(self._device)
+        loss = validation_loss(figures)
+        if loss is not None and (self.best_validation is None or loss < self.best_validation[1]):
+            self.best_validation = step, loss
         for sink in self._sinks:
             sink.write(record)
         self._restart()
 
+    def is_best(self, step: int) -> bool:
+        """Return whether the validation of `step` has the lowest loss so far."""
+        return self.best_validation is not None and self.best_validation[0] == step
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time spent inside, which is no part of a step (saving, say), out of rates."""
+    def paused(self, pause: Pause) -> Iterator[None]:
+        """Leave the time inside out of rates; it is a figure of its own."""
         start = time.perf_counter()
         yield
-        self._since += time.perf_counter() - start
+        self._paused[pause] = self._paused.get(pause, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
         """Flush every sink."""

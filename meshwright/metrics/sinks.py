@@ -1,4 +1,4 @@
-"""Where reports go: one protocol, and its destinations."""
+"""Files of records: each record whole, and none twice."""
 
 import json
 import math
@@ -6,21 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.log import logger
-
-Record = dict[str, float | int]
-
-
-class Sink(Protocol):
-    """Takes one record a logged step."""
-
-    def write(self, record: Record) -> None:
-        """`record["step"]` is the step; the rest are its figures."""
-
-    def close(self) -> None:
-        """Nothing is written afterwards."""
+from meshwright.metrics.record import Record, Sink
 
 
 class Spared:
@@ -75,38 +64,6 @@ class WholeRecords:
         self._file.close()
 
 
-class Console:
-    """One line a record, with the time that is left; one more if it has a validation."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def write(self, record: Record) -> None:
-        left_s = round((self._steps - record["step"]) * record["step_time_s"])
-        logger.info(
-            "step %*d/%d  loss %7.4f  grad_norm %7.4f  lr %.2e  wps %s  mfu %.1f%%  "
-            "memory %.2f GiB  eta %d:%02d:%02d",
-            len(str(self._steps)),
-            record["step"],
-            self._steps,
-            record["loss"],
-            record["grad_norm"],
-            record["lr"],
-            f"{record['wps']:,.0f}",
-            record["mfu_pct"],
-            record["memory_gib"],
-            left_s // 3600,
-            left_s // 60 % 60,
-            left_s % 60,
-        )
-        validation = {k: v for k, v in record.items() if k.startswith("validation/")}
-        if validation:
-            logger.info("  ".join(f"{name} {value:.4f}" for name, value in validation.items()))
-
-    def close(self) -> None:
-        return
-
-
 class JsonLines:
     """One JSON object a line. What an earlier run wrote after the step to resume from goes.
 
@@ -141,18 +98,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):
         return float("inf")
-
-
-class WeightsAndBiases:
-    """A Weights & Biases run; its own environment variables say which project and where."""
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        import wandb  # an extra; preflight has made sure that it is there
-
-        self._run = wandb.init(dir=str(folder), config=config)
-
-    def write(self, record: Record) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=int(record["step"]))
-
-    def close(self) -> None:
-        self._run.finish()

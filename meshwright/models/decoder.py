@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from meshwright.models.args import DecoderArgs
 from meshwright.models.layers.block import Block
 from meshwright.models.layers.document_mask import build_mask, positions_in_document
-from meshwright.models.layers.projection import TiedProjection
+from meshwright.models.layers.projection import Projection, TiedProjection
 from meshwright.models.layers.rope import rope_cache
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and output projection.
+    """Embedding, blocks, norm and output projection, with the loss.
 
     Parallelism, initialisation and the trainer rely on its names, which are those of its
     checkpoints, and on `table`, the table of its parameters. A stage of a pipeline is a decoder
@@ -33,10 +33,8 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
         self.layers = nn.ModuleDict({str(i): Block(block) for i, block in enumerate(spec.blocks)})
         self.norm: nn.Module | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.output: nn.Linear | TiedProjection | None = (
-            TiedProjection()
-            if spec.tie_embeddings
-            else nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self.output: Projection | TiedProjection | None = (
+            TiedProjection() if spec.tie_embeddings else Projection(spec.dim, spec.vocab_size)
         )
         for name in ("cos", "sin"):  # fp32 whatever the parameters are: bf16 has no exact positions
             cache = torch.empty(seq_len, spec.rope.head_dim // 2, dtype=torch.float32)
@@ -52,13 +50,20 @@ class Decoder(nn.Module):
         self.sin.copy_(sin)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """(B, S) int64 -> (B, S, V) logits.
+        """(B, S) int64 -> () fp32, the loss added up over `labels`; without them (B, S, V) logits.
 
         A stage without the embedding takes (B, S, D) instead; one without the output gives it.
 
         Args:
+            labels: (B, S) int64, as `SummedLoss` takes them; of no use to a stage without the
+                output.
             positions: (S,) or (B, S) int64 of the tokens in their sequence, else 0 .. S-1.
             documents: (B, S) int: which document of its sequence each position belongs to, rising
                 from 0. Attention then stops between them, and the positions that it rotates by
@@ -79,5 +84,5 @@ class Decoder(nn.Module):
             x = self.norm(x)
         if isinstance(self.output, TiedProjection):
             assert self.tok_embeddings is not None  # a pipeline does not cut it off
-            return self.output(x, self.tok_embeddings.weight)
-        return x if self.output is None else self.output(x)
+            return self.output(x, self.tok_embeddings.weight, labels)
+        return x if self.output is None else self.output(x, labels)

@@ -38,6 +38,26 @@ def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -
     return total
 
 
+def group_of(name: str) -> str:
+    """Return the part of the model that a parameter belongs to, e.g. "layers.3" or "output"."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def local_square_sums(
+    parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[str], device: torch.device
+) -> Tensor:
+    """Return `local_square_sum` of each of `groups`: (G,) fp32; 0 of a group that is elsewhere.
+
+    Args:
+        parameters: with their names.
+    """
+    members: dict[str, list[nn.Parameter]] = {group: [] for group in groups}
+    for name, parameter in parameters:
+        members[group_of(name)].append(parameter)
+    return torch.stack([local_square_sum(mine, device) for mine in members.values()])
+
+
 @torch.no_grad()  # which spares to_local() its bookkeeping
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Multiply all gradients by `max_norm` / `norm`, in place, if that is less than 1.

@@ -42,7 +42,6 @@ def build_local_model(
     schedule: str,
     num_microbatches: int,
     activation_shape: tuple[int, int, int],
-    vocab_size: int,
     dtype: torch.dtype,
     master_dtype: torch.dtype,
     fp32_modules: Collection[str],
@@ -61,7 +60,7 @@ def build_local_model(
         activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
         dtype: of activations.
         master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
-        fp32_modules: names of modules whose parameters, and for the output whose logits, are fp32.
+        fp32_modules: names of modules whose parameters are fp32.
         device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
     """
     num_stages, stages, first_trained = len(stage_modules), {}, 0
@@ -85,13 +84,6 @@ def build_local_model(
     seq_len //= meshes.cp.size()
     with torch.device("meta"):
         activation = torch.empty(batch, seq_len // meshes.tp.size(), dim, dtype=dtype)
-        logits = torch.empty(
-            batch,
-            seq_len,
-            vocab_size,
-            dtype=torch.float32 if "output" in fp32_modules else dtype,
-            requires_grad=True,
-        )
     pipeline = Pipeline(
         stages,
         num_stages,
@@ -99,8 +91,8 @@ def build_local_model(
         mesh=meshes.pp,
         num_microbatches=num_microbatches,
         first_trained=first_trained,
+        seq_len=seq_len,
         activation=activation,
-        logits=logits,
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)

@@ -26,7 +26,7 @@ def parallelize(
     reshard_after_forward: data_parallel.Reshard = "default",
     prefetch_layers: int = 1,
     enable_cpu_offload: bool = False,
-    enable_loss_parallel: bool = True,
+    loss_chunk_tokens: int = 0,
     enable_async_tensor_parallel: bool = False,
     context_parallel_attention: context_parallel.Attention = "auto",
     ac_mode: activation_checkpoint.Mode = "none",
@@ -41,12 +41,12 @@ def parallelize(
        the model's table.
     2. Context parallelism, inside of all that wraps a block.
     3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
-    4. Compile block by block, so that one graph serves every layer.
+    4. Compile block by block, so that one graph serves every layer; and the loss.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        cast to `param_dtype` or to offload, which is its work (else it would only copy).
     """
     if meshes.tp.size() > 1:
-        tensor_parallel.apply_tp(model, meshes.tp, enable_loss_parallel=enable_loss_parallel)
+        tensor_parallel.apply_tp(model, meshes.tp)
         if enable_async_tensor_parallel:
             tensor_parallel.enable_async_tp(meshes.tp)
     if meshes.cp.size() > 1:
@@ -62,6 +62,8 @@ def parallelize(
         selective_ac_option=selective_ac_option,
         saved_ops=saved_ops,
     )
+    if model.output is not None:
+        model.output.loss.chunk_tokens = loss_chunk_tokens
     if compile_backend is not None:
         backend: str | activation_checkpoint.Backend = compile_backend
         if ac_mode == "memory_budget":
@@ -70,6 +72,8 @@ def parallelize(
             )
         for block in model.layers.values():
             block.compile(fullgraph=True, backend=backend)
+        if model.output is not None:
+            model.output.loss.compile(compile_backend)  # which keeps nothing for backward
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
     if meshes.world.size() > 1 or param_dtype != torch.float32 or enable_cpu_offload:

@@ -36,7 +36,7 @@ def forward_all(
         ranks: of each stage, within `group`.
         positions: (S/cp,) int64 of the tokens.
         activation: (B, S/cp/tp, D), what stages hand on; only its shape, type and device count.
-        take: called with the logits of each microbatch, on the rank of the last stage.
+        take: called with the summed loss of each microbatch, on the rank of the last stage.
     """
     rank = dist.get_rank(group)
     inputs: dict[int, Tensor] = {}  # of the next beat, by stage
@@ -49,7 +49,7 @@ def forward_all(
                 # a row for each sequence, as in training, where torch cuts them into microbatches:
                 # compiled blocks are then given the same shapes
                 rows = positions.expand(len(batch.tokens), -1)
-                outputs[index] = stage(x, rows, batch.documents)
+                outputs[index] = stage(x, batch.labels, positions=rows, documents=batch.documents)
                 if index == len(ranks) - 1:
                     take(outputs.pop(index), batch)
         operations: list[dist.P2POp] = []

@@ -15,8 +15,6 @@ from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.pipeline_forward import forward_all
 from meshwright.parallelisms.pipeline_split import SCHEDULES, stages_of_rank
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-
 
 def keep_modules(model: Decoder, names: Sequence[str]) -> None:
     """Make `model` the stage that has the modules `names`, in place; best on the meta device."""
@@ -59,8 +57,8 @@ class Pipeline:
         schedule: name of the schedule's class in torch.
         first_trained: index of the first stage that has a parameter to train.
         mesh: the pp axis.
+        seq_len: S/cp.
         activation: (B, S/cp/tp, D) on meta: what stages hand on.
-        logits: (B, S/cp, V) on meta: what the last one gives.
     """
 
     def __init__(
@@ -72,12 +70,13 @@ class Pipeline:
         mesh: DeviceMesh,
         num_microbatches: int,
         first_trained: int,
+        seq_len: int,
         activation: Tensor,
-        logits: Tensor,
         device: torch.device,
     ) -> None:
         # shapes are given: torch would find them by an extra forward and backward of every stage
-        tokens = torch.empty(activation.shape[0], logits.shape[1], dtype=torch.int64, device="meta")
+        tokens = torch.empty(activation.shape[0], seq_len, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
         # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
         # the same: torch finds no gradients of weights where the input needs none (2.13).
         needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
@@ -92,7 +91,7 @@ class Pipeline:
                 num_stages,
                 device,
                 input_args=passed_on[index] if index else tokens,
-                output_args=passed_on[index + 1] if index < num_stages - 1 else logits,
+                output_args=passed_on[index + 1] if index < num_stages - 1 else loss,
                 group=mesh.get_group(),
             )
             for index, module in stages.items()
@@ -101,7 +100,7 @@ class Pipeline:
         self._schedule = cls(
             wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
             num_microbatches,
-            loss_fn=self._loss,
+            loss_fn=self._share,
             scale_grads=False,  # the loss is divided once, by the global number of labels
         )
         self._stages, self._group = stages, mesh.get_group()
@@ -113,13 +112,13 @@ class Pipeline:
         ]
         self._activation = torch.empty_like(activation, device=device)
         self._has_last = num_stages - 1 in stages
-        self._loss_fn: LossFn | None = None
+        self._num_labels = torch.empty(())
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        assert self._loss_fn is not None
-        return self._loss_fn(logits, labels)
+    def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """Of the mean, what the last stage's `loss` of a microbatch makes."""
+        return loss / self._num_labels
 
-    def run(self, batches: Sequence[Batch], positions: Tensor, loss_fn: LossFn) -> Tensor:
+    def run(self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor) -> Tensor:
         """Forward and backward of every microbatch, gradients communicated once at the end.
 
         Collective: every rank of the pp axis must call it.
@@ -127,24 +126,26 @@ class Pipeline:
         Args:
             batches: the microbatches, the same on all ranks; tokens and labels are (B, S/cp).
             positions: (S/cp,) int64 of the tokens.
-            loss_fn: of the last stage's logits and a microbatch's labels.
+            num_labels: () labels that count, over all data-parallel ranks and microbatches.
 
         Returns:
-            () fp32: sum of the losses; zero on ranks without the last stage.
+            () fp32: sum of the losses, divided by `num_labels`; zero on ranks without the last
+                stage.
         """
         # torch wants one batch, and cuts it into microbatches along the first dimension
         tokens = torch.cat([batch.tokens for batch in batches])
         labels = torch.cat([batch.labels for batch in batches])
-        inputs = {"positions": positions.expand(len(tokens), -1)}  # of every stage
+        # of every stage; the last takes the labels
+        inputs = {"labels": labels, "positions": positions.expand(len(tokens), -1)}
         documents = [batch.documents for batch in batches if batch.documents is not None]
         if documents:
             inputs["documents"] = torch.cat(documents)
-        self._loss_fn = loss_fn
+        self._num_labels = num_labels
         losses: list[Tensor] = []
         self._schedule.step(
             tokens,
             **inputs,
-            target=labels,
+            target=labels,  # without it torch computes no loss
             losses=losses,
             return_outputs=False,
         )
@@ -155,13 +156,13 @@ class Pipeline:
     def forward_all(
         self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
     ) -> None:
-        """Forward of every microbatch, for its logits: to be called without gradients.
+        """Forward of every microbatch, for its loss: to be called without gradients.
 
         Collective: every rank of the pp axis must call it.
 
         Args:
             batches, positions: as `run`'s.
-            take: called with the logits of each microbatch, where the last stage is.
+            take: called with the summed loss of each microbatch, where the last stage is.
         """
         forward_all(
             self._stages,

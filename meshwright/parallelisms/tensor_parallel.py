@@ -8,35 +8,34 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers.projection import TiedProjection
+from meshwright.models.layers.projection import Projection
 from meshwright.models.table import Layout
 from meshwright.parallelisms.norm_over_ranks import NormOverRanks
+from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) -> None:
+def apply_tp(model: Decoder, mesh: DeviceMesh) -> None:
     """Cut `model` in place over `mesh`, the tp axis; best while it is on the meta device.
 
     Between blocks a rank has (B, S/tp, D): each pair of a column-wise and a row-wise product
     gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so is the output,
-    and its logits stay so if `enable_loss_parallel`: the loss is then computed on V/tp logits.
+    arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so are the output
+    and its loss, which gather the sequence themselves.
 
     Raises:
         ValueError: if a parameter has no layout in the model's table.
     """
-    logits = Shard(-1) if enable_loss_parallel else Replicate()
     styles: dict[Layout, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "colwise": ColwiseParallel(),
@@ -44,11 +43,6 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
         # their output is added to the residual stream or rotated, which are plain tensors
         "on_sequence": SequenceParallel(use_local_output=True),
         "on_heads": SequenceParallel(sequence_dim=2, use_local_output=True),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1),
-            output_layouts=logits,
-            use_local_output=not enable_loss_parallel,
-        ),
     }
     plan: dict[str, ParallelStyle] = {}
     for name, _ in [*model.named_parameters()]:
@@ -61,24 +55,21 @@ def apply_tp(model: Decoder, mesh: DeviceMesh, *, enable_loss_parallel: bool) ->
             norm = NormOverRanks(model.get_submodule(module), mesh)
             setattr(model.get_submodule(around), own, norm)
             continue
+        if parameter.layout == "output":
+            output = model.get_submodule(module)
+            assert isinstance(output, Projection)
+            output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
+            continue
         plan[module] = styles[parameter.layout]
         if parameter.layout == "colwise":  # gathered once for all of them
             around = module.rpartition(".")[0]
             plan[around] = _gather(model.get_submodule(around))
-    if isinstance(model.output, TiedProjection):  # its weight is cut as the embedding's
-        plan["output"] = PrepareModuleInputOutput(
-            input_layouts=(Shard(1), None),
-            desired_input_layouts=(Replicate(), None),
-            output_layouts=Shard(-1),
-            desired_output_layouts=logits,
-            use_local_output=not enable_loss_parallel,
-        )
+    if model.output is not None:  # a tied one's weight is cut as the embedding's
+        model.output.loss = VocabularyParallelLoss(mesh)
     for module, style in plan.items():  # by name: torch reads a plan's keys as patterns, each anew
         parallelize_module(model.get_submodule(module), mesh, style)
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_own_storage)
-    if model.output is not None and not enable_loss_parallel:
-        model.output.register_forward_hook(_contiguous)
 
 
 def _gather(module: nn.Module) -> PrepareModuleInput:
@@ -111,9 +102,3 @@ def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) 
     """Wait for the reduce-scatter and copy: compiled blocks fail in backward ('Tensor' object has
     no attribute '_local_tensor', torch 2.13) when their input is the collective's own result."""
     return output.clone()
-
-
-def _contiguous(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Logits of a vocabulary that does not divide come with gaps; pipelines of torch 2.11 insist on
-    the strides that they were told."""
-    return output.contiguous()

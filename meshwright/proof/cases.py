@@ -27,7 +27,6 @@ KEYS = {
 ONLY_WITH = {
     "pp": "pipeline_parallel_schedule",
     "cp": "context_parallel_attention",
-    "tp": "disable_loss_parallel",
 }
 """Keys that are of no use without an axis."""
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"

@@ -30,6 +30,7 @@ MOST_LAYERS = 9
 VOCAB_SIZE = 259  # odd, and room for bytes
 HEAD_DIM = 4
 OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
+LOSS_CHUNK_TOKENS = 16  # several in every microbatch, but where cp leaves a sequence no more
 MOST_SHARDS = 16  # of a stream: each has documents for several samples
 LARGEST_TP, MAX_RANKS = 4, 8
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
@@ -132,6 +133,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "mixed_precision_param": "bfloat16",
         "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
         "mixed_precision_reduce": "float32",
+        "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it, as all that must not change the model
     }
     optimizer = {"early_step_in_backward": False, "groups": groups}

@@ -186,9 +186,9 @@ def _log(folder: str) -> None:
         log.look()
         log.look()
         step(log, 45, 99.0, (328, 32))
-        assert log.figures == {"skipped_steps": 1}
+        assert log.figures == {"optim/skipped_steps": 1}
         log.look()
-    assert log.figures == {"skipped_steps": 2}
+    assert log.figures == {"optim/skipped_steps": 2}
     said = [
         "step 43 was skipped (1 of at most 3): non-finite loss on rank 1; "
         "its samples: 310 to 314 of books, 26 to 28 of code",

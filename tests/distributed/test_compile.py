@@ -1,4 +1,4 @@
-"""Blocks are compiled in the first step, and never again."""
+"""Blocks and the loss are compiled in the first step, and never again."""
 
 import dataclasses
 
@@ -27,6 +27,15 @@ AC = {
 }
 CASES = [(mesh, ac) for mesh in MESHES for ac in ("none", "op", "full")] + [("fsdp", "budget")]
 CASES.remove(("2d", "full"))
+LOSS = 2  # graphs of the loss, where it is computed
+
+
+def first_graphs(dims: ParallelDims, of_blocks: int = 1) -> list[int]:
+    """Of the first step on each rank: the last stage has the loss."""
+    others = 0 if dims.pp == 1 else 1
+    return [of_blocks] * others + [of_blocks + LOSS] * (
+        dims.dp * dims.cp * dims.tp * dims.pp - others
+    )
 
 
 class Graphs:
@@ -59,10 +68,11 @@ def graphs_of_steps(
 
 
 @pytest.mark.parametrize(("mesh", "ac"), CASES)
-def test_one_graph_in_the_first_step_and_none_later(on_ranks, mesh, ac, tmp_path) -> None:
+def test_graphs_in_the_first_step_and_none_later(on_ranks, mesh, ac, tmp_path) -> None:
     steps = 50 if (mesh, ac) == ("fsdp", "op") else 4
     arguments = MESHES[mesh], AC[ac], steps, str(tmp_path)
-    assert on_ranks(RANKS[mesh], graphs_of_steps, *arguments) == [(1, 0)] * RANKS[mesh]
+    wanted = [(first, 0) for first in first_graphs(MESHES[mesh])]
+    assert on_ranks(RANKS[mesh], graphs_of_steps, *arguments) == wanted
 
 
 def test_one_graph_for_all_layers_of_a_deep_model(on_ranks, tmp_path) -> None:
@@ -70,13 +80,13 @@ def test_one_graph_for_all_layers_of_a_deep_model(on_ranks, tmp_path) -> None:
     deep = dataclasses.replace(TINY, n_layers=torch._dynamo.config.recompile_limit + 2)
     for mesh in ("fsdp", "cp"):
         arguments = MESHES[mesh], AC["op"], 2, str(tmp_path / mesh), deep
-        assert on_ranks(2, graphs_of_steps, *arguments) == [(1, 0)] * 2
+        assert on_ranks(2, graphs_of_steps, *arguments) == [(1 + LOSS, 0)] * 2
 
 
 def test_fp32_blocks_have_a_graph_and_the_others_one(on_ranks, tmp_path) -> None:
     options = {"param_dtype": torch.bfloat16, "fp32_modules": ("layers.0", "layers.1")}
     arguments = MESHES["fsdp"], options, 2, str(tmp_path)
-    assert on_ranks(2, graphs_of_steps, *arguments) == [(2, 0)] * 2
+    assert on_ranks(2, graphs_of_steps, *arguments) == [(2 + LOSS, 0)] * 2
 
 
 def _graphs_of_evaluation(dims: ParallelDims) -> list[int]:
@@ -95,5 +105,5 @@ def _graphs_of_evaluation(dims: ParallelDims) -> list[int]:
 
 def test_a_forward_without_gradient_is_compiled_once_more(on_ranks) -> None:
     for mesh in ("fsdp", "2d"):
-        want = [1, 1, 0, 0, 0, 0]
+        want = [1 + LOSS, 1, 0, 0, 0, 0]
         assert on_ranks(RANKS[mesh], _graphs_of_evaluation, MESHES[mesh]) == [want] * RANKS[mesh]

@@ -9,7 +9,7 @@ from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Optimizer
 from meshwright.health import Health
-from meshwright.loss import IGNORE
+from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate, update
 from meshwright.parallelisms.parallel_dims import ParallelDims

@@ -70,7 +70,7 @@ class Job:
     def forward(self, step: int) -> torch.Tensor:
         """Logits of a microbatch."""
         tokens = self.batches(step)[0].tokens
-        return self.model.stages[0](tokens, torch.arange(tokens.shape[1]))
+        return self.model.stages[0](tokens, positions=torch.arange(tokens.shape[1]))
 
     def save(self, folder: str) -> None:
         dcp.save(self.tensors.state_dict(), checkpoint_id=folder)

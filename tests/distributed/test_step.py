@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.batch import Batch
 from meshwright.config.job_config import BadSteps
 from meshwright.health import Health
-from meshwright.loss import IGNORE
+from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.early_step import EarlyStep
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
@@ -66,6 +66,19 @@ def reference(
     return figures, dict(model.named_parameters())
 
 
+def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str, float]:
+    """Norm of the first step's gradients in each layer and beside the layers."""
+    model = plain_model(args)
+    tokens, labels = global_batch(1)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        group = name[: len("layers.0")] if name.startswith("layers.") else name.split(".")[0]
+        size = 0.0 if name in frozen else parameter.grad.double().square().sum().item()
+        squares[group] = squares.get(group, 0.0) + size
+    return {group: size**0.5 for group, size in squares.items()}
+
+
 def steps_on_mesh(
     dims: ParallelDims,
     num_microbatches: int,
@@ -79,6 +92,7 @@ def steps_on_mesh(
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
     max_norm = float("inf") if is_early else 0.5
     want_figures, want_weights = reference(args, options.get("frozen", ()), max_norm)
+    want_norms = reference_group_norms(args, options.get("frozen", ()))
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
     model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, health = adamw(model), Health.on(torch.device("cpu"))
@@ -96,7 +110,12 @@ def steps_on_mesh(
             meshes=meshes,
             health=health,
             reduce_every_microbatch=reduce_every_microbatch,
+            norm_groups=() if is_early else list(want_norms),
         )
+        if step == 1 and result.group_norms is not None:
+            got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
+            # a small group has a larger part of the rounding than the whole
+            assert got_norms == pytest.approx(want_norms, rel=10 * tolerance, abs=1e-7)
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
     for name, parameter in model.named_parameters():
@@ -129,6 +148,7 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
         {"ac_mode": "selective", "selective_ac_option": "2"},
         {"reshard_after_forward": "always"},
         {"reshard_after_forward": "never"},
+        {"loss_chunk_tokens": 5},
         {"prefetch_layers": 2},
         {"prefetch_layers": 9, "ac_mode": "full"},
         {"compile_backend": "inductor"},
@@ -237,7 +257,7 @@ def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
         ("ZBVZeroBubble", {"ac_mode": "full"}),
         ("DualPipeV", {"ac_mode": "selective", "selective_ac_option": "2"}),
         ("1F1B", {"reshard_after_forward": "always"}),
-        ("1F1B", {"enable_loss_parallel": False}),
+        ("1F1B", {"loss_chunk_tokens": 5}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -267,8 +287,9 @@ def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
         ["tok_embeddings.*", "layers.0.*"],
         ["*norm.weight", "*.wq.weight"],
         ["layers.2.*", "norm.weight", "output.weight"],
+        ["tok_embeddings.*", "layers.*", "norm.weight"],
     ],
-    ids=["begin", "scattered", "end"],
+    ids=["begin", "scattered", "end", "all but output"],
 )
 def test_frozen(on_ranks, patterns, shard, tp, num_microbatches) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
@@ -338,11 +359,11 @@ def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
 
 
 @pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("loss_parallel", [True, False])
-def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, loss_parallel, args) -> None:
+def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, args) -> None:
     assert args.vocab_size % 2
     dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
-    on_ranks(2, steps_on_mesh, dims, 1, {"enable_loss_parallel": loss_parallel}, args)
+    for chunk_tokens in (0, 5, 1000):
+        on_ranks(2, steps_on_mesh, dims, 1, {"loss_chunk_tokens": chunk_tokens}, args)
 
 
 def test_tied_embeddings_under_fsdp(on_ranks) -> None:
@@ -530,11 +551,9 @@ def test_fp32_modules_with_other_options(on_ranks, options) -> None:
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
 
 
-@pytest.mark.parametrize("loss_parallel", [True, False])
-def test_fp32_modules_with_tensor_parallelism(on_ranks, loss_parallel) -> None:
-    options = {"enable_loss_parallel": loss_parallel}
+def test_fp32_modules_with_tensor_parallelism(on_ranks) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
-    on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-4)
+    on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, {}, 1e-4)
 
 
 class DtypesOfReduceScatter(TorchDispatchMode):
@@ -555,9 +574,8 @@ def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
         ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
-        enable_loss_parallel=False,
     )
-    loss = model.stages[0](global_batch(1)[0]).float().sum()
+    loss = model.stages[0](*global_batch(1))
     with DtypesOfReduceScatter() as seen:
         loss.backward()
     return [dtype for dtype in seen.dtypes if dtype == torch.float32]

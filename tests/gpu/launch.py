@@ -37,4 +37,4 @@ def run(folder: Path, num_ranks: int, *words: str) -> dict[int, tuple[float, flo
 
 def figures(folder: Path) -> dict[int, tuple[float, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    return {row["step"]: (row["loss/train"], row["optim/grad_norm"]) for row in rows}

@@ -9,22 +9,24 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
-from meshwright import trainer
+from meshwright import step, trainer
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
 from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader
-from meshwright.loss import IGNORE, token_loss
 from meshwright.models import decoder, initialize
+from meshwright.models.layers import loss
+from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.pipeline_parallel import Pipeline
+from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
 
 
 @contextmanager
@@ -105,13 +107,13 @@ def swapped_microbatches() -> Iterator[None]:
 def labels_shifted_after_the_cut() -> Iterator[None]:
     """The label of a chunk's last token is the next token of this rank, not of the sequence."""
 
-    def shifted(logits, labels, num_labels):
+    def shifted(labels):
         labels = labels.clone()
         middle = labels.shape[1] // 2
         labels[:, middle - 1] = labels[:, middle]
-        return token_loss(logits, labels, num_labels)
+        return labels
 
-    with patch("meshwright.step.token_loss", shifted):
+    with _trained_on(shifted):
         yield
 
 
@@ -119,12 +121,18 @@ def labels_shifted_after_the_cut() -> Iterator[None]:
 def mean_of_means() -> Iterator[None]:
     """Each rank's microbatch is divided by its own number of labels, and the means averaged."""
 
-    def averaged(logits, labels, num_labels):
+    real, counted = step.count_labels, []
+
+    def count(*inputs):
+        counted.append(real(*inputs))
+        return counted[-1]
+
+    def averaged(total, labels):
         own = (labels != IGNORE).sum()
         num_microbatches = 8 // len(labels)  # over all ranks
-        return token_loss(logits, labels, own * num_microbatches)
+        return total * counted[-1] / (own * num_microbatches)
 
-    with patch("meshwright.step.token_loss", averaged):
+    with patch.object(step, "count_labels", count), _trained_on(result=averaged):
         yield
 
 
@@ -152,9 +160,9 @@ def documents_lost_by_the_pipeline() -> Iterator[None]:
     """Stages get no documents."""
     real = Pipeline.run
 
-    def run(self, batches, positions, loss_fn):
+    def run(self, batches, *others):
         bare = [dataclasses.replace(batch, documents=None) for batch in batches]
-        return real(self, bare, positions, loss_fn)
+        return real(self, bare, *others)
 
     with patch.object(Pipeline, "run", run):
         yield
@@ -176,12 +184,10 @@ def gradients_summed_in_bf16() -> Iterator[None]:
 def loss_in_bf16() -> Iterator[None]:
     """The logits are not cast to fp32 before the loss."""
 
-    def low(logits, labels, num_labels):
-        flat = logits.flatten(0, 1).bfloat16()
-        total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return total.float() / num_labels
+    def low(logits):
+        return logits.bfloat16().logsumexp(-1).float()
 
-    with patch("meshwright.step.token_loss", low):
+    with patch.object(loss, "log_sums", low):
         yield
 
 
@@ -230,10 +236,10 @@ def upper_ids_clamped() -> Iterator[None]:
     """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
     real = decoder.Decoder.forward
 
-    def clamped(self, tokens, *others):
+    def clamped(self, tokens, *others, **named):
         if self.tok_embeddings is not None:
             tokens = tokens.clamp(max=127)
-        return real(self, tokens, *others)
+        return real(self, tokens, *others, **named)
 
     with patch.object(decoder.Decoder, "forward", clamped):
         yield
@@ -243,10 +249,43 @@ def upper_ids_clamped() -> Iterator[None]:
 def upper_labels_ignored() -> Iterator[None]:
     """Labels from 128 on do not count."""
 
-    def ignored(logits, labels, num_labels):
-        return token_loss(logits, labels.where(labels < 128, IGNORE), num_labels)
+    with _trained_on(lambda labels: labels.where(labels < 128, IGNORE)):
+        yield
 
-    with patch("meshwright.step.token_loss", ignored):
+
+@contextmanager
+def softmax_of_own_rows() -> Iterator[None]:
+    """Of this rank's part of the vocabulary, where it was to be of the whole."""
+    real = VocabularyParallelLoss.join
+
+    def join(self, log_sum, own):
+        return log_sum, real(self, log_sum, own)[1]
+
+    with patch.object(VocabularyParallelLoss, "join", join):
+        yield
+
+
+@contextmanager
+def states_of_own_rows() -> Iterator[None]:
+    """Gradients of hidden states are not summed over parts of the vocabulary."""
+
+    def gathered(self, x):
+        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+        return whole.to_local()
+
+    with patch.object(VocabularyParallelLoss, "_gathered", gathered):
+        yield
+
+
+@contextmanager
+def last_chunk_alone() -> Iterator[None]:
+    """The gradient of the output's weight begins anew with every chunk of tokens."""
+    real = loss._add_product
+
+    def forget(*inputs, is_first):
+        real(*inputs, is_first=True)
+
+    with patch.object(loss, "_add_product", forget):
         yield
 
 
@@ -348,10 +387,25 @@ def loss_times(factor: float) -> Iterator[None]:
     Not one of `FAULTS`: it is for a single step.
     """
 
-    def scaled(logits, labels, num_labels):
-        return factor * token_loss(logits, labels, num_labels)
+    with _trained_on(result=lambda total, _: factor * total):
+        yield
 
-    with patch("meshwright.step.token_loss", scaled):
+
+@contextmanager
+def _trained_on(
+    change: Callable[[Tensor], Tensor] = lambda labels: labels,
+    *,
+    result: Callable[[Tensor, Tensor], Tensor] = lambda total, _: total,
+) -> Iterator[None]:
+    """In training, the loss is of changed labels, or is changed with its labels at hand."""
+    real = decoder.Decoder.forward
+
+    def forward(self, tokens, labels=None, **named):
+        if labels is None or self.output is None or not torch.is_grad_enabled():
+            return real(self, tokens, labels, **named)
+        return result(real(self, tokens, change(labels), **named), labels)
+
+    with patch.object(decoder.Decoder, "forward", forward):
         yield
 
 
@@ -382,6 +436,9 @@ FAULTS: dict[str, Callable[[], object]] = {
         weights_kept_in_bf16,
         upper_ids_clamped,
         upper_labels_ignored,
+        softmax_of_own_rows,
+        states_of_own_rows,
+        last_chunk_alone,
         validation_of_own_samples,
         validation_counts_padding,
         resume_without_optimizer,

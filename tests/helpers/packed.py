@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.batch import Batch
-from meshwright.loss import IGNORE
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 

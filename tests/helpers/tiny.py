@@ -77,7 +77,6 @@ def parallel_model(
         schedule=schedule,
         num_microbatches=microbatches[0],
         activation_shape=(microbatches[1], SEQ_LEN, args.dim),
-        vocab_size=args.vocab_size,
         dtype=param_dtype,
         master_dtype=master_dtype,
         fp32_modules=fp32_modules,

@@ -65,7 +65,7 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
         "used up (steps 7, 13)\n"
     )
     assert stopped in result.stdout
-    counts = {row["step"]: row["skipped_steps"] for row in records(whole)}
+    counts = {row["step"]: row["optim/skipped_steps"] for row in records(whole)}
     assert counts == {1: 0, 4: 0, 8: 1, 12: 1, 16: 2}
     checkpoints = whole / "checkpoint"
     assert commit.saved_steps(checkpoints) == [10, 15]
@@ -87,7 +87,7 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     assert (second["step"], second["ranks"]) == (13, [])
     assert second["loss"] > 1000 > second["loss_mean"]
     assert (third["step"], third["loss"]) == (18, None)
-    assert records(resumed)[-1]["loss"] < records(resumed)[0]["loss"] - 0.5
+    assert records(resumed)[-1]["loss/train"] < records(resumed)[0]["loss/train"] - 0.5
 
     both = [folder / "checkpoint" / "step-15" for folder in (resumed, whole)]
     assert_same_tensors(*both)

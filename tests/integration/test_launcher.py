@@ -72,7 +72,7 @@ def records(folder: Path) -> list[dict]:
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step; fails if a step is there twice."""
     rows = records(folder)
-    by_step = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    by_step = {row["step"]: (row["loss/train"], row["optim/grad_norm"]) for row in rows}
     assert len(by_step) == len(rows)
     return by_step
 
@@ -119,23 +119,30 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     rows = records(uninterrupted)
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert set(rows[0]) == {
-        *("step", "loss", "grad_norm", "lr", "wps", "mfu_pct", "memory_gib"),
-        *("tokens_seen", "step_time_s", "data_time_s", "epochs/python_stdlib"),
+        *("step", "loss/train", "optim/grad_norm", "optim/lr", "memory/peak_gib", "data/tokens"),
+        *("time/wps", "time/tflops", "time/mfu_pct", "time/step_s", "time/data_s"),
+        *("time/forward_backward_s", "time/communication_s", "time/optimizer_s"),
+        "data/epochs/python_stdlib",
     }
-    assert rows[0]["loss"] - rows[-1]["loss"] > 1.0
-    assert rows[-1]["tokens_seen"] == 20 * 8 * 64
-    assert rows[3]["lr"] == pytest.approx(4e-3 * 4 / 5)
-    assert all(0 < row["mfu_pct"] < 100 and row["memory_gib"] > 0.1 for row in rows)
+    assert rows[0]["loss/train"] - rows[-1]["loss/train"] > 1.0
+    assert rows[-1]["data/tokens"] == 20 * 8 * 64
+    assert rows[3]["optim/lr"] == pytest.approx(4e-3 * 4 / 5)
+    assert all(0 < row["time/mfu_pct"] < 100 and row["memory/peak_gib"] > 0.1 for row in rows)
     assert commit.saved_steps(uninterrupted / "checkpoint") == [15, 20]  # k = 2
     console = (uninterrupted / "console.txt").read_text()
-    for word in ("step 20/20", "loss", "grad_norm", "lr", "wps", "mfu", "memory", "eta"):
+    for word in ("step 20/20", "loss", "grad_norm", "lr", "wps", "mfu", "TFLOP/s", "GiB", "eta"):
         assert word in console
     assert "measured" in console
+    assert "global batch: 8 sequences, 512 tokens" in console
+    assert "to train: 10,240 tokens in 20 steps" in console
+    assert "finished: 10,240 tokens in 0:0" in console
+    assert f"meshwright report {uninterrupted}" in console
+    assert "[rank0]" not in console
     assert (uninterrupted / "logs" / "rank_1.log").read_text()
     events = EventAccumulator(str(uninterrupted / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
-    assert events.Scalars("loss")[-1].value == pytest.approx(rows[-1]["loss"])
+    assert [event.step for event in events.Scalars("loss/train")] == list(range(1, 21))
+    assert events.Scalars("loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
 
 
 def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
@@ -205,7 +212,7 @@ def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tm
     assert_close(losses(folder), losses(uninterrupted))
     assert commit.saved_steps(folder / "checkpoint") == [15, 20]
     # said by the check, before there are ranks; of the ranks' logs it is in the first
-    before, after = result.stdout.split("[rank0]:", 1)
+    before, after = result.stdout.split("config, where it differs", 1)
     logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
     for said in (
         "parallelism.fsdp_reduce_gradients = 'every_microbatch' (was 'last_microbatch')",
@@ -229,10 +236,10 @@ def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
     assert manifest["data"]["sample"] == 5 * 8
     assert manifest["tokens_seen"] == 20 * 8 * 64
     rows, before = records(folder), records(uninterrupted)
-    assert [row["lr"] for row in rows] == [row["lr"] for row in before]
+    assert [row["optim/lr"] for row in rows] == [row["optim/lr"] for row in before]
     assert rows[14] == before[14]
-    assert rows[15]["epochs/python_stdlib"] < before[0]["epochs/python_stdlib"] * 1.01
-    assert rows[-1]["loss"] < before[0]["loss"] - 0.5
+    assert rows[15]["data/epochs/python_stdlib"] < before[0]["data/epochs/python_stdlib"] * 1.01
+    assert rows[-1]["loss/train"] < before[0]["loss/train"] - 0.5
 
 
 def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Path) -> None:
@@ -573,7 +580,7 @@ def test_a_full_disk_costs_records_but_no_steps(tmp_path: Path) -> None:
             assert 1 < len(written) < steps
             events = EventAccumulator(str(folder / "tb"))
             events.Reload()
-            assert 1 < len(events.Scalars("loss")) < steps
+            assert 1 < len(events.Scalars("loss/train")) < steps
         folder.rmdir()
 
 

@@ -14,7 +14,7 @@ from meshwright.checkpoint import commit, locks
 from meshwright.checkpoint.flushing import warn_once
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
-from meshwright.checkpoint.retention import clean_up, retire, set_aside_later
+from meshwright.checkpoint.retention import clean_up, mark_best, retire, set_aside_later
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import flip_bit, tree
@@ -211,6 +211,18 @@ def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 80)
     retire(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [80]
+
+
+def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
+    for step, best in ((10, None), (20, [20, 3.5]), (30, [20, 3.5]), (40, [20, 3.5])):
+        save(tmp_path, step, best_validation=best)
+    assert mark_best(tmp_path) == 20
+    marked = {"step": 20, "validation_loss": 3.5, "checkpoint": "step-20"}
+    assert json.loads((tmp_path / "best.json").read_text()) == marked
+    retire(tmp_path, 1, best=20)
+    assert commit.saved_steps(tmp_path) == [20, 40]
+    save(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
+    assert mark_best(tmp_path) is None
 
 
 def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Path) -> None:

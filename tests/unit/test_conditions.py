@@ -111,7 +111,7 @@ OUTCOMES = {
         optimizer="early_step_in_backward",
         parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
         "pipeline_parallel_degree",
-        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf",
+        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf keep_best",
         metrics="enable_wandb",
         experimental="custom_import",
     ),
@@ -120,13 +120,14 @@ OUTCOMES = {
         training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
         validation=f"freq num_samples datasets {SOURCE} dataset_mode",
         bad_steps="budget spike_window",
-        parallelism="disable_loss_parallel enable_async_tensor_parallel context_parallel_attention "
+        parallelism="enable_async_tensor_parallel context_parallel_attention "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
         "fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        metrics="wandb_project wandb_entity wandb_name",
         profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
         "save_memory_snapshot_folder",
     ),
@@ -134,8 +135,8 @@ OUTCOMES = {
         job="config_file dump_folder description device_memory_gib",
         model="flavor args frozen",
         training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
-        "local_batch_size seq_len max_norm steps dtype mixed_precision_param fp32_modules "
-        "mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
+        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
+        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
@@ -144,7 +145,7 @@ OUTCOMES = {
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
-        metrics="log_freq enable_tensorboard save_tb_folder",
+        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder",
         profiling="enable_profiling enable_memory_snapshot",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
@@ -180,7 +181,6 @@ TWO_IN_FP32 = {
 }
 STREAMED = {"training__dataset_mode": "streamed"}
 AWAKE: dict[str, dict[str, Any]] = {
-    "parallelism.disable_loss_parallel": {"parallelism__tensor_parallel_degree": 2},
     "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
     "parallelism.context_parallel_attention": {"parallelism__context_parallel_degree": 2},
     **{
@@ -227,7 +227,7 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
             *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            *("on_save_failure", "load_only", "enable_first_step_checkpoint"),
+            *("keep_best", "on_save_failure", "load_only", "enable_first_step_checkpoint"),
             *("last_save_model_only", "last_save_in_hf"),
         )
     },
@@ -237,6 +237,10 @@ AWAKE: dict[str, dict[str, Any]] = {
     },
     "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
+    **{
+        f"metrics.{key}": {"metrics__enable_wandb": True}
+        for key in ("wandb_project", "wandb_entity", "wandb_name")
+    },
     **{
         f"profiling.{key}": {"profiling__enable_profiling": True}
         for key in (*("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active"),)
@@ -292,7 +296,6 @@ steps = 100
 mask_documents = true
 
 [parallelism]
-disable_loss_parallel = true
 enable_async_tensor_parallel = true
 context_parallel_attention = "ring"
 pipeline_parallel_schedule = "Interleaved1F1B"
@@ -304,12 +307,11 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
     check_job(["--ngpu", "1", *words])
-    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
-        f"parallelism.disable_loss_parallel = True has no effect: {tp}",
         f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
         f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",

@@ -12,7 +12,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "errors",
     "log hardware user_module",
     "config models batch",
-    "parallelisms loss launch",
+    "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
     "extension",
@@ -21,13 +21,13 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "trainer",
     "train",
     "main",
-    "proof",
+    "proof report",
     "cli",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 NEEDS_NO_TORCH = (
     *("preflight.py", "cli/check_job.py", "cli/checkpoint.py", "cli/show_config.py"),
-    *("cli/tokenize_data.py", "cli/train.py"),
+    *("cli/tokenize_data.py", "cli/train.py", "cli/report.py"),
 )
 
 

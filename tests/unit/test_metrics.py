@@ -1,18 +1,28 @@
 """Figures and where they go."""
 
+import io
 import json
 import logging
 import math
 import resource
+import sys
+import types
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright import hardware
+from meshwright.errors import ConfigError
+from meshwright.log import log_to_console
+from meshwright.metrics.console import Console
+from meshwright.metrics.eta import Eta, Schedule
+from meshwright.metrics.phases import Phases
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
-from meshwright.metrics.tensorboard_file import TensorBoard
+from meshwright.metrics.tensorboard_events import TensorBoard
+from meshwright.metrics.weights_and_biases import WeightsAndBiases
 
 
 class Kept(list):
@@ -28,23 +38,31 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: now)
     work = Work(tokens_per_step=1000, flops_per_token=600, num_devices=4, peak_flops_per_s=1e6)
     sink = Kept()
-    reporter = Reporter(work, torch.device("cpu"), [sink], tokens_seen=5000)
-    for _ in range(2):
-        now += 0.5
-        reporter.count(data_time_s=0.1)
-    with reporter.paused():
+    phases, cpu = Phases(torch.device("cpu")), torch.device("cpu")
+    reporter = Reporter(work, cpu, phases, [sink], tokens_seen=5000)
+    for step in (6, 7):
+        now += 0.2
+        phases.mark("optimizer")
+        now += 0.3
+        phases.mark(None)
+        reporter.count(step, data_s=0.1)
+    with reporter.paused("validation"):
         now += 50.0
-    reporter.report(7, loss=2.0, grad_norm=1.0, lr=1e-3)
+    reporter.report(7, {"loss/train": 2.0})
     (record,) = sink
-    assert record["step_time_s"] == pytest.approx(0.5)
-    assert record["data_time_s"] == pytest.approx(0.1)
-    assert record["wps"] == pytest.approx(1000 / 0.5 / 4)
-    assert record["mfu_pct"] == pytest.approx(100 * 500 * 600 / 1e6)
-    assert record["tokens_seen"] == 7000
+    assert record["time/step_s"] == pytest.approx(0.5)
+    assert record["time/data_s"] == pytest.approx(0.1)
+    assert record["time/wps"] == pytest.approx(1000 / 0.5 / 4)
+    assert record["time/mfu_pct"] == pytest.approx(100 * 500 * 600 / 1e6)
+    assert record["data/tokens"] == 7000
+    assert record["time/tflops"] == pytest.approx(500 * 600 / 1e12)
+    assert record["time/optimizer_s"] == pytest.approx(0.3)
+    assert record["time/validation_s"] == pytest.approx(50)
     now += 0.25
-    reporter.count(data_time_s=0.0)
-    reporter.report(8, loss=2.0, grad_norm=1.0, lr=1e-3)
-    assert sink[1]["step_time_s"] == pytest.approx(0.25)  # since the last record alone
+    reporter.count(8, data_s=0.0)
+    reporter.report(8, {"loss/train": 2.0})
+    assert sink[1]["time/step_s"] == pytest.approx(0.25)  # since the last record alone
+    assert "time/validation_s" not in sink[1]
 
 
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
@@ -60,13 +78,20 @@ def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
 
 def test_tensorboard_hides_steps_after_the_one_resumed_from(tmp_path) -> None:
     for resumed_step, steps in ((0, (1, 2, 3, 4)), (2, (3,))):
-        sink = TensorBoard(tmp_path, resumed_step)
+        values = {"optimizer.lr": 2e-3, "training.datasets": []}
+        sink = TensorBoard(tmp_path, resumed_step, "[optimizer]\nlr = 2e-3", values)
         for step in steps:
             sink.write({"step": step, "loss": float(resumed_step)})
         sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.0), (2, 0.0), (3, 2.0)]
+    texts = events.Tensors("config/text_summary")
+    assert [text.step for text in texts] == [0, 2]  # one per start
+    assert b"lr = 2e-3" in texts[0].tensor_proto.string_val[0]
+    data = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = HParamsPluginData.FromString(data).session_start_info
+    assert start.hparams["optimizer.lr"].number_value == 2e-3
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
@@ -74,6 +99,23 @@ def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
     sink.write({"step": 3, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "samples": [1, 2]})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 3, "loss": null, "grad_norm": null, "lr": 0.5, "samples": [1, 2]}\n'
+
+
+def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
+    work = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
+    cpu = torch.device("cpu")
+    reporter = Reporter(work, cpu, Phases(cpu), [], tokens_seen=0, best_validation=(10, 4.0))
+
+    def report(step: int, *losses: float) -> bool:
+        reporter.count(step, data_s=0.0)
+        reporter.report(step, {f"validation/{n}/loss": loss for n, loss in enumerate(losses)})
+        return reporter.is_best(step)
+
+    assert not report(11)
+    assert not report(20, 3.0, 6.0)
+    assert report(30, 3.5, 4.0)
+    assert not report(40, math.nan, 1.0)
+    assert reporter.best_validation == (30, 3.75)
 
 
 class Full:
@@ -131,18 +173,171 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
     ],
 )
-def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
+def test_published_peaks(monkeypatch, tmp_path, name: str, peak: float) -> None:
     monkeypatch.setattr(hardware, "device_name", lambda device: name)
-    assert hardware.peak_of(torch.device("cuda"), torch.bfloat16).flops_per_s == peak
+    found = hardware.peak_of(torch.device("cuda"), torch.bfloat16, 8, tmp_path / "peaks.json")
+    assert found.flops_per_s == peak
 
 
 @pytest.mark.parametrize(
     "name",
     ["NVIDIA RTX A1000", "NVIDIA GB200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Intel(R) Xeon(R)"],
 )
-def test_a_device_not_in_the_table_is_measured_and_says_so(monkeypatch, name: str) -> None:
+def test_a_device_not_in_the_table_is_measured_and_says_so(monkeypatch, tmp_path, name) -> None:
     monkeypatch.setattr(hardware, "device_name", lambda device: name)
-    peak = hardware.peak_of(torch.device("cpu"), torch.bfloat16)
-    assert peak.source == "measured"
+    monkeypatch.setattr(hardware, "MEASURE_FIRST_S", 0.0)
+    peak = hardware.peak_of(torch.device("cpu"), torch.bfloat16, 1, tmp_path / "peaks.json")
+    assert peak.source.startswith("measured")
     assert math.isfinite(peak.flops_per_s)
     assert peak.flops_per_s > 1e9
+
+
+def test_the_highest_peak_ever_measured_counts_for_the_same_circumstances(
+    monkeypatch, tmp_path
+) -> None:
+    def peak(measured: float, num_ranks: int = 2) -> float:
+        monkeypatch.setattr(hardware, "_measure_peak", lambda *_: measured)
+        cache = tmp_path / "new" / "peaks.json"
+        return hardware.peak_of(torch.device("cpu"), torch.float32, num_ranks, cache).flops_per_s
+
+    assert [peak(3e11), peak(2e11), peak(4e11), peak(1e11)] == [3e11, 3e11, 4e11, 4e11]
+    assert peak(1e11, num_ranks=1) == 1e11  # other circumstances
+    (tmp_path / "new" / "peaks.json").write_text("{not json")
+    assert peak(1e11) == 1e11
+    monkeypatch.setattr(hardware.Path, "write_text", _no_room)
+    assert peak(2e11) == 2e11  # a home that cannot be written
+
+
+def _no_room(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_time_left_counts_validations_and_saves_and_not_the_first_record() -> None:
+    eta = Eta(Schedule(steps=100, validation_interval=40, save_interval=50), step=0)
+    assert eta.seconds is None
+    eta.add({"step": 1, "time/step_s": 60.0})  # compiles
+    assert eta.seconds is None
+    eta.add({"step": 20, "time/step_s": 2.0})
+    assert eta.seconds == pytest.approx(80 * 2.0)
+    eta.add({"step": 40, "time/step_s": 2.0, "time/validation_s": 7.0})
+    assert eta.seconds == pytest.approx(60 * 2.0 + 2 * 7.0)  # at 80 and after the last
+    eta.add({"step": 51, "time/step_s": 2.0, "time/checkpoint_s": 5.0})
+    assert eta.seconds == pytest.approx(49 * 2.0 + 2 * 7.0 + 5.0)
+    eta.add({"step": 100, "time/step_s": 2.0, "time/validation_s": 14.0})
+    assert eta.seconds == 0
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the library: runs by their ids, which take steps in rising order only."""
+    module = types.ModuleType("wandb")
+    module.Error = type("Error", (Exception,), {})
+    module.runs, module.calls = {}, []
+
+    class Run:
+        def __init__(self, history: list) -> None:
+            self.history = history
+
+        @property
+        def step(self) -> int:
+            return self.history[-1][0] + 1 if self.history else 0
+
+        def log(self, figures, step) -> None:
+            assert step >= self.step, "W&B drops it"
+            self.history.append((step, figures))
+
+        def finish(self) -> None:
+            pass
+
+    def init(**arguments):
+        module.calls.append(arguments)
+        return Run(module.runs.setdefault(arguments["id"], []))
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_resumed_job_continues_its_wandb_run(wandb, tmp_path) -> None:
+    def train(first: int, last: int, is_resumed: bool) -> None:
+        options = {"project": "p", "entity": "", "name": "n", "is_resumed": is_resumed}
+        sink = WeightsAndBiases(tmp_path, {"lr": 1}, **options)
+        for step in range(first, last + 1):
+            sink.write({"step": step, "loss/train": float(step)})
+        sink.close()
+
+    train(1, 5, is_resumed=False)
+    train(4, 8, is_resumed=True)  # from the checkpoint of step 3
+    (history,) = wandb.runs.values()
+    assert history == [(step, {"loss/train": float(step)}) for step in range(1, 9)]
+    assert {call["project"] for call in wandb.calls} == {"p"}
+    assert {call["entity"] for call in wandb.calls} == {None}  # its own choice
+    assert {call["resume"] for call in wandb.calls} == {"allow"}
+    train(1, 2, is_resumed=False)  # started over: another run
+    assert len(wandb.runs) == 2
+
+
+def test_a_wandb_run_that_is_refused_is_a_config_error(wandb, monkeypatch, tmp_path) -> None:
+    def refuse(**_: object) -> None:
+        raise wandb.Error("permission denied")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="permission denied\n  fix: wandb login"):
+        WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
+
+
+RECORD = {
+    "loss/train": 7.0321,
+    "optim/grad_norm": 12345.6,
+    "optim/lr": 2e-3,
+    "time/wps": 12345.6,
+    "time/mfu_pct": 12.3,
+    "time/tflops": 512.3456,
+    "memory/peak_gib": 71.12,
+    "validation/loss": 6.5,
+    "validation/bits_per_byte": 2.1,
+}
+
+
+def test_console_lines_are_aligned_and_fit(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "100")
+    log_to_console()
+    console = Console(Schedule(steps=1_000_000), step=0)
+    for step in (1, 500_000, 999_999):
+        console.write({"step": step, "time/step_s": 1.0, **RECORD})
+    console.close()
+    header, *lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if " step " in line]
+    assert len(steps) == 3
+    assert len({len(line) for line in [header, *steps]}) == 1
+    assert len(header) <= 100
+    names = ["step", "loss", "grad_norm", "lr", "wps", "mfu", "TFLOP/s", "GiB", "eta"]
+    assert header.split()[1:] == names
+    assert "\x1b" not in "".join(lines)  # not a terminal
+    assert steps[0].split()[-1] == "-"  # nothing is known yet
+    assert steps[1].split()[-2:] == ["5d", "18:53:20"]
+    assert "validation: loss 6.5000  bits per byte 2.1000" in lines[1]
+
+
+def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    log_to_console()
+    console = Console(Schedule(steps=10), step=0)
+    console.advance(5)
+    console.write({"step": 5, "time/step_s": 1.0, **RECORD})
+    console.close()
+    assert "\x1b[1m" in terminal.getvalue()
+    assert "step 5/10, eta" in terminal.getvalue()  # the bar
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.truncate(0)
+    log_to_console()
+    Console(Schedule(steps=10), step=0).write({"step": 5, "time/step_s": 1.0, **RECORD})
+    assert "\x1b[1m" not in terminal.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -26,7 +26,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
 from meshwright.errors import ConfigError, RecordError
-from meshwright.loss import IGNORE
+from meshwright.models.layers.loss import IGNORE
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
 LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")

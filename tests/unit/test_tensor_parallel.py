@@ -28,9 +28,9 @@ def test_a_parameter_without_a_layout_is_named() -> None:
     for args in (TINY, TIED):
         with torch.device("meta"):
             model = Decoder(args, SEQ_LEN)
-        apply_tp(model, meshes.tp, enable_loss_parallel=True)
+        apply_tp(model, meshes.tp)
     with torch.device("meta"):
         model = Decoder(TINY, SEQ_LEN)
         model.layers["1"].attention.q_norm = nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.q_norm\.weight has no layout"):
-        apply_tp(model, meshes.tp, enable_loss_parallel=True)
+        apply_tp(model, meshes.tp)

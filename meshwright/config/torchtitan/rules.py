@@ -101,6 +101,7 @@ IDLE: dict[str, str] = {
     "parallelism.pipeline_parallel_layers_per_stage": OWN_CUT,
     "parallelism.pipeline_parallel_expert_parallel_overlap": NO_EXPERTS,
     "parallelism.context_parallel_load_balancer": "each rank has an early and a late chunk",
+    "parallelism.disable_loss_parallel": "each rank computes the loss on its part of the logits",
     "parallelism.expert_*": NO_EXPERTS,
     "checkpoint.enable_ft_dataloader_checkpoints": NO_TORCHFT,
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "saved_ops decides",

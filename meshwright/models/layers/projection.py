@@ -1,15 +1,40 @@
-"""The output projection of a model whose embedding is that projection too."""
+"""The output projection: from hidden states to logits, or with labels to their loss."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from meshwright.models.layers.loss import SummedLoss
+
+
+class Projection(nn.Linear):
+    """A projection with a weight of its own.
+
+    `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to replace.
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.loss = SummedLoss()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss."""
+        if labels is None:
+            return self.loss.logits(x, self.weight)
+        return self.loss(x, self.weight, labels)
 
 
 class TiedProjection(nn.Module):
-    """Logits by a weight that belongs to another module.
+    """A projection by a weight that belongs to another module, the embedding.
 
     Source: Press and Wolf 2016, arXiv:1608.05859. It holds no second name of the weight, because
     sharing does not survive the move from meta, which gives every module tensors of its own.
     """
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # (B, S, D), (V, D) -> (B, S, V)
-        return F.linear(x, weight)
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = SummedLoss()
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As `Projection`'s, with (V, D) weight."""
+        if labels is None:
+            return self.loss.logits(x, weight)
+        return self.loss(x, weight, labels)

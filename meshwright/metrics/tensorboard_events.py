@@ -1,26 +1,46 @@
-"""TensorBoard's files: apart from other sinks, for their imports take time on every rank."""
+"""TensorBoard's files, written whole."""
 
 import io
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary as protos
 
-from meshwright.metrics.sinks import Record, WholeRecords
+from meshwright.metrics.record import Record
+from meshwright.metrics.sinks import WholeRecords
+
+SCALARS = (bool, int, float, str)
+SHOWN_BESIDE = ("loss/train", "validation/loss")
+"""Figures in the table of hyperparameters."""
 
 
 class TensorBoard:
-    """TensorBoard scalars; it hides what an earlier run wrote after the step to resume from.
+    """TensorBoard's scalars, hyperparameters and the config as text.
+
+    It hides what an earlier run wrote after the step to resume from.
 
     Not torch's SummaryWriter, whose thread writes half a record to a full disk, and dies of it.
     """
 
-    def __init__(self, folder: Path, resumed_step: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int,
+        config_text: str,
+        hyperparameters: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            config_text: TOML.
+            hyperparameters: by dotted key; lists and tables are shown as text.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         # as SummaryWriter names it; TensorBoard looks for "tfevents"
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
@@ -28,6 +48,14 @@ class TensorBoard:
         try:
             self._add(0, file_version="brain.Event:2")
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+            # indented text is code to TensorBoard's Markdown
+            text = "".join(f"    {line}\n" for line in config_text.splitlines())
+            self._add(resumed_step, summary=protos.text("config", text))
+            values = {
+                k: v if isinstance(v, SCALARS) else str(v) for k, v in hyperparameters.items()
+            }
+            for proto in protos.hparams(values, dict.fromkeys(SHOWN_BESIDE, 0)):
+                self._add(resumed_step, summary=proto)
         except OSError:
             (folder / name).unlink()
             raise

@@ -1,0 +1,105 @@
+"""A run on the console: one line per logged step, and on a terminal a progress bar."""
+
+from tqdm import tqdm
+
+from meshwright.log import console_stream, is_terminal, logger, set_bar
+from meshwright.metrics.eta import Eta, Schedule
+from meshwright.metrics.record import Record
+
+HEADER_EVERY = 25
+"""Lines from one header to the next."""
+BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
+COLUMNS = (  # header, width, colour
+    *(("loss", 9, BOLD), ("grad_norm", 10, ""), ("lr", 9, DIM), ("wps", 10, CYAN)),
+    *(("mfu", 6, ""), ("TFLOP/s", 8, DIM), ("GiB", 7, ""), ("eta", 12, "")),
+)
+
+
+def duration(seconds: float | None) -> str:
+    """Return "1:02:03", or "2d 01:02:03"; "-" if it is not known."""
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (
+        f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.2e}"
+
+
+def _flops(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+class Console:
+    """Shows records as a table, validations below, and how far the job is."""
+
+    def __init__(self, schedule: Schedule, step: int) -> None:
+        """
+        Args:
+            step: the last one before this process.
+        """
+        self._steps, self._eta = schedule.steps, Eta(schedule, step)
+        self._num_lines = 0
+        self._bar: tqdm[None] | None = None
+        stream = console_stream()
+        if is_terminal(stream):
+            self._bar = tqdm(
+                total=schedule.steps,
+                initial=step,
+                file=stream,
+                leave=False,
+                dynamic_ncols=True,
+                mininterval=0.5,
+                bar_format="{percentage:3.0f}% {bar} step {n_fmt}/{total_fmt}{postfix}",
+            )
+            set_bar(self._bar)
+
+    def advance(self, step: int) -> None:
+        """Move the bar on: `step` has been handed to the device."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def write(self, record: Record) -> None:
+        self._eta.add(record)
+        left = duration(self._eta.seconds)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"eta {left}", refresh=False)
+        step = f"{record['step']}/{self._steps}"
+        width = 2 * len(str(self._steps)) + 1
+        if self._num_lines % HEADER_EVERY == 0:
+            names = "".join(name.rjust(columns) for name, columns, _ in COLUMNS)
+            logger.info("%s", f"{'step':>{width + 5}}{names}")
+        self._num_lines += 1
+        texts = (
+            *(_short(record["loss/train"]), _short(record["optim/grad_norm"])),
+            *(f"{record['optim/lr']:.2e}", f"{record['time/wps']:,.0f}"),
+            *(f"{record['time/mfu_pct']:.1f}%", _flops(record["time/tflops"])),
+            *(f"{record['memory/peak_gib']:.2f}", left),
+        )
+        plain, coloured = f"step {step:>{width}}", f"step {BOLD}{step:>{width}}{RESET}"
+        for text, (_, columns, colour) in zip(texts, COLUMNS, strict=True):
+            cell = f" {text:>{columns - 1}}"
+            plain += cell
+            coloured += f"{colour}{cell}{RESET}" if colour else cell
+        logger.info("%s", plain, extra={"coloured": coloured})
+        self._write_validation(record)
+
+    def _write_validation(self, record: Record) -> None:
+        sets: dict[str, list[str]] = {}
+        for name, value in record.items():
+            if name.startswith("validation/"):
+                prefix, _, figure = name.rpartition("/")
+                sets.setdefault(prefix, []).append(f"{figure.replace('_', ' ')} {value:.4f}")
+        for prefix, figures in sets.items():
+            plain = f"{prefix}: {'  '.join(figures)}"
+            logger.info("%s", plain, extra={"coloured": f"{CYAN}{plain}{RESET}"})
+
+    def close(self) -> None:
+        if self._bar is not None:
+            set_bar(None)
+            self._bar.close()

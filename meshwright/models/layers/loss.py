@@ -1,0 +1,187 @@
+"""The next-token loss of hidden states, in chunks of tokens: whole logits never exist.
+
+As soon as a chunk's logits are there, so is their gradient: it is multiplied into those of the
+hidden states and of the weight at once, and nothing is computed twice. Source: Hsu et al. 2024,
+arXiv:2410.10989, section 3.2 (fused linear cross entropy); theirs adds the weight's gradient up in
+its own type, and has chunks as large as the hidden states.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""Label of a position without loss."""
+
+BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""
+
+
+class SummedLoss:
+    """Cross entropy of the logits x weight^T, added up over the labels that count.
+
+    Sums over the vocabulary are in fp32, and so are those of the weight's gradient over chunks. A
+    chunk's part of that gradient comes from one matrix product and is rounded to the weight's type,
+    as a microbatch's is. Tensor parallelism puts a loss on parts of the vocabulary in its place.
+
+    Args:
+        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, so that
+            logits take no more memory than the weight.
+    """
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
+
+    def compile(self, backend: Any) -> None:
+        """Compile what goes over the logits between matrix products."""
+        self._log_sums = torch.compile(log_sums, fullgraph=True, backend=backend)
+        self._exponentiate = torch.compile(exponentiate_, fullgraph=True, backend=backend)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:  # (B, S, D), (V, D) -> (B, S, V)
+        """All of them: for generation, and to compare with other implementations."""
+        return F.linear(x, weight)
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
+
+        Args:
+            labels: int64; `IGNORE` marks positions without loss. The loss of any other label that
+                is not in the vocabulary is infinite.
+
+        Raises:
+            ValueError: if `labels` is not `x` without its last dimension.
+        """
+        return self.of_rows(x, weight, labels)
+
+    def of_rows(self, x: Tensor, weight: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+        """The same, where `weight` has the rows of the vocabulary from `first` on."""
+        if x.shape[:-1] != labels.shape:
+            raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
+        needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+        apply: Callable[..., Tensor] = _ChunkedLoss.apply
+        return apply(x.flatten(0, 1), weight, labels.flatten(), first, self, needed)
+
+    def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
+        label's logit, which is -inf where the label is not among the rows; each (tokens,)."""
+        return log_sum, own
+
+    def chunks(self, x: Tensor) -> Iterator[slice]:
+        """The chunks of (tokens, D)."""
+        size = self.chunk_tokens or x.shape[1]
+        for start in range(0, len(x), size):
+            yield slice(start, start + size)
+
+    def measure(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `join` takes, of (tokens, rows) and the labels' rows."""
+        at = places.clamp(0, logits.shape[1] - 1)
+        own = logits.gather(1, at.unsqueeze(1)).squeeze(1).float()
+        return self._log_sums(logits), own.where(at == places, -torch.inf)
+
+    def differentiate_(self, logits: Tensor, places: Tensor, own: Tensor, log_sum: Tensor) -> None:
+        """Replace `logits` by the gradient of the loss with respect to them.
+
+        Args:
+            own: as `measure` gives it for these rows.
+            log_sum: over all rows; inf where the label does not count.
+        """
+        self._exponentiate(logits, log_sum)
+        tokens = torch.arange(len(logits), device=logits.device)
+        at = places.clamp(0, logits.shape[1] - 1)
+        # from the logit in fp32: probability - 1 of a probability that was rounded has lost bits
+        of_label = ((own - log_sum).exp() - 1).to(logits.dtype)
+        logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss, and in the same pass its gradients, which backward only scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (tokens, D)
+        weight: Tensor,  # (rows, D)
+        labels: Tensor,  # (tokens,)
+        first: int,
+        loss: SummedLoss,
+        needed: list[bool],
+    ) -> Tensor:
+        needs_x, needs_weight = needed
+        of_x = torch.empty_like(x) if needs_x else None
+        of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for chunk in loss.chunks(x):
+            is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
+            logits = F.linear(x[chunk], weight)
+            log_sum, own = loss.measure(logits, places)
+            log_sum_of_all, own_of_all = loss.join(log_sum, own)
+            losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
+            if not (needs_x or needs_weight):
+                continue
+            log_sum = log_sum_of_all.where(is_counted, torch.inf)
+            loss.differentiate_(logits, places, own, log_sum)
+            if of_x is not None:
+                torch.mm(logits, weight, out=of_x[chunk])
+            if of_weight is not None:
+                _add_product(of_weight, logits, x[chunk], is_first=chunk.start == 0)
+        ctx.save_for_backward(of_x, of_weight)
+        ctx.dtype = weight.dtype
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight = ctx.saved_tensors  # not changed: pipelines may come twice
+        if of_x is not None:
+            of_x = of_x * grad
+        if of_weight is not None:
+            scaled = torch.empty_like(of_weight, dtype=ctx.dtype)
+            for part, into in zip(_blocks(of_weight), _blocks(scaled), strict=True):
+                into.copy_(part * grad)
+            of_weight = scaled
+        return of_x, of_weight, None, None, None, None
+
+
+def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32
+    """Return the logs of the sums of exponentials."""
+    return logits.float().logsumexp(-1)
+
+
+def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (tokens,)
+    """Replace `logits` by probabilities."""
+    logits.copy_((logits.float() - log_sum.unsqueeze(1)).exp())
+
+
+def _log_sums_in_blocks(logits: Tensor) -> Tensor:
+    return torch.cat([log_sums(block) for block in _blocks(logits)])
+
+
+def _exponentiate_in_blocks(logits: Tensor, log_sum: Tensor) -> None:
+    for block in zip(_blocks(logits), log_sum.split(_block_size(logits)), strict=True):
+        exponentiate_(*block)
+
+
+def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
+    """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
+
+    Args:
+        is_first: `total` is not there yet.
+    """
+    size = _block_size(total)
+    for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
+        product = own.t() @ x
+        part.copy_(product) if is_first else part.add_(product)
+
+
+def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
+    return matrix.split(_block_size(matrix))
+
+
+def _block_size(matrix: Tensor) -> int:
+    """Rows of a matrix that make a block."""
+    return max(1, BLOCKS.get(matrix.device.type, BLOCKS["cpu"]) // matrix.shape[1])

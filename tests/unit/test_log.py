@@ -1,0 +1,66 @@
+"""The console's lines."""
+
+import logging
+import time
+
+import pytest
+
+from meshwright import log
+from meshwright.log import ConsoleFormatter, busy, log_to_console, logger
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = logger.handlers, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "60")
+
+
+def test_long_messages_are_wrapped_and_long_words_stay_whole(narrow, capsys) -> None:
+    log_to_console()
+    path = "/a/path/that/is/longer/than/a/line/of/this/console/is/wide/and/stays/whole"
+    logger.info("some words that do not fit into one line, and %s after them all", path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 60] == [" " * 11 + path]
+    assert " ".join(" ".join(lines).split()[1:]).startswith("some words that do not fit into one")
+
+
+def test_a_width_that_is_no_number_is_passed_over(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "wide")
+    log_to_console()
+    logger.info("word " * 100)
+    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_a_traceback_keeps_its_lines(narrow, capsys) -> None:
+    log_to_console()
+    try:
+        raise ValueError("a message that is a good deal longer than the console is wide " * 2)
+    except ValueError:
+        logger.exception("failed")
+    assert "a message that is a good deal longer than the console is wide " * 2 in (
+        capsys.readouterr().out
+    )
+
+
+def test_warnings_have_a_colour_only_where_there_is_colour() -> None:
+    record = logging.LogRecord("a", logging.WARNING, "", 0, "careful", None, None)
+    assert "\x1b[33m" in ConsoleFormatter(100, has_colour=True).format(record)
+    assert "\x1b" not in ConsoleFormatter(100, has_colour=False).format(record)
+
+
+def test_what_takes_long_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(log, "SPEAK_EVERY_S", 0.05)
+    log_to_console()
+    with busy("validating", lambda: "3 of 9 batches"):
+        time.sleep(0.18)
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert all(line.endswith("validating: 0 s so far, 3 of 9 batches") for line in lines)
+    time.sleep(0.1)
+    assert capsys.readouterr().out == ""  # over

@@ -1,0 +1,163 @@
+"""The loss in chunks against the plain formula, which makes whole logits."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.build import build_model
+from meshwright.config.loader import load_config
+from meshwright.models.layers import loss
+from meshwright.models.layers.loss import IGNORE, SummedLoss
+from meshwright.parallelisms.meshes import build_meshes
+from meshwright.preflight import preflight
+from tests.helpers.tiny import TIED, TINY, plain_model
+
+BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37
+CHUNKS = (0, 1, 7, 26, 1000)  # 0: DIM
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """States, weight and labels."""
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, SEQ_LEN, DIM).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, DIM).to(dtype).requires_grad_()
+    labels = torch.randint(VOCAB, (BATCH, SEQ_LEN))
+    labels[0, :9] = labels[1, ::4] = IGNORE  # a whole chunk of 7, too
+    return x, weight, labels
+
+
+def plain_loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(x, weight).float().flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def gradients(total: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    """Of a share of the mean, as a step takes it."""
+    return torch.autograd.grad(total / 11, of)
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_loss_and_gradients_equal_the_plain_formula(chunk_tokens, block, monkeypatch) -> None:
+    monkeypatch.setitem(loss.BLOCKS, "cpu", block)
+    x, weight, labels = inputs()
+    got, want = SummedLoss(chunk_tokens)(x, weight, labels), plain_loss(x, weight, labels)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    pairs = zip(gradients(got, x, weight), gradients(want, x, weight), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_in_bf16_it_is_as_near_to_fp32_as_the_plain_formula(chunk_tokens) -> None:
+    x, weight, labels = inputs(torch.bfloat16)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    exact = gradients(plain_loss(*exact_inputs, labels), *exact_inputs)
+    total = SummedLoss(chunk_tokens)(x, weight, labels)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, plain_loss(x, weight, labels), rtol=1e-6, atol=0)
+    ours, plain = (
+        [
+            ((grad - want).norm() / want.norm()).item()
+            for grad, want in zip(found, exact, strict=True)
+        ]
+        for found in (
+            gradients(total, x, weight),
+            gradients(plain_loss(x, weight, labels), x, weight),
+        )
+    )
+    for our, their in zip(ours, plain, strict=True):
+        assert our < 1.5 * their + 2**-9  # one rounding more: of what backward scales
+
+
+@pytest.mark.parametrize(("has_x", "has_weight"), itertools.product((True, False), repeat=2))
+def test_only_what_is_trained_gets_a_gradient(has_x, has_weight) -> None:
+    x, weight, labels = inputs()
+    x.requires_grad_(has_x), weight.requires_grad_(has_weight)
+    total = SummedLoss(7)(x, weight, labels)
+    assert total.requires_grad == (has_x or has_weight)
+    needed = [tensor for tensor in (x, weight) if tensor.requires_grad]
+    if needed:
+        wanted = gradients(plain_loss(x, weight, labels), *needed)
+        for got, want in zip(gradients(total, *needed), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        assert torch.equal(SummedLoss(7)(x, weight, labels), total)
+
+
+def test_backward_may_come_twice() -> None:
+    """As pipelines do that split it."""
+    x, weight, labels = inputs()
+    total = SummedLoss(7)(x, weight, labels)
+    first = torch.autograd.grad(total, (x, weight), retain_graph=True)
+    for one, two in zip(first, torch.autograd.grad(total, (x, weight)), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_labels_that_count_for_nothing_and_labels_that_are_none() -> None:
+    x, weight, labels = inputs()
+    total = SummedLoss(7)(x, weight, torch.full_like(labels, IGNORE))
+    assert total == 0
+    assert not any(grad.any() for grad in gradients(total, x, weight))
+    for wrong in (VOCAB, -1):  # not in silence: the step is bad
+        labels[1, 1] = wrong
+        assert SummedLoss(7)(x, weight, labels) == torch.inf
+    with pytest.raises(ValueError, match=r"states \(2, 13, 8\) and labels \(2, 12\) disagree"):
+        SummedLoss()(x, weight, labels[:, 1:])
+
+
+def test_compiled_it_gives_the_same() -> None:
+    x, weight, labels = inputs()
+    compiled = SummedLoss(7)
+    compiled.compile("inductor")
+    total, eager = compiled(x, weight, labels), SummedLoss(7)(x, weight, labels)
+    torch.testing.assert_close(total, eager, rtol=1e-6, atol=0)
+    pairs = zip(gradients(total, x, weight), gradients(eager, x, weight), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // 4)
+        return out
+
+
+@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
+def test_a_model_never_has_whole_logits(args) -> None:
+    """Not with labels: all that is made is smaller, forward and backward."""
+    model, tokens = plain_model(args), torch.zeros(8, 16, dtype=torch.int64)
+    whole = tokens.numel() * args.vocab_size
+    with Largest() as largest:
+        model(tokens, tokens).backward()
+    assert args.dim * args.vocab_size <= largest.elements < whole
+    with Largest() as largest:
+        model(tokens).sum().backward()
+    assert largest.elements >= whole
+
+
+def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkeypatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    compiled = []
+    monkeypatch.setattr(SummedLoss, "compile", lambda _, backend: compiled.append(backend))
+    words = ["--training.loss_chunk_tokens=5", "--compile.enable=true", "--compile.backend=eager"]
+    try:
+        plan = preflight(load_config([*words, "--model.tokenizer_path=bytes"])[0], 1)
+        model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert model.stages[0].output.loss.chunk_tokens == 5
+    assert compiled == ["eager"]

@@ -1,0 +1,164 @@
+"""`meshwright report`: a run as one HTML file."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
+from meshwright.errors import ConfigError
+from meshwright.report.charts import Chart, Curve, draw, short, thin, ticks
+from meshwright.report.run import read_run
+from tests.helpers.cli import command
+
+report = command("report")
+
+VOID = {"meta", "line", "polyline", "polygon", "path", "br"}
+
+
+class Checked(HTMLParser):
+    """Fails at a tag that is not closed, and collects the addresses of other files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "step": step,
+            "loss/train": 8 - step / 10,
+            "optim/lr": 1e-3,
+            "time/step_s": 0.5,
+            "time/forward_backward_s": 0.4,
+            "time/optimizer_s": 0.05,
+            "time/wps": 1000.0 + step,
+            "data/tokens": step * 4096,
+            "optim/grad_norm": None if step == 8 else 1.5,
+        }
+        for step in (1, *range(2, 41, 2))
+    ]
+    rows[10] |= {"validation/loss": 6.25, "time/validation_s": 4.0}
+    rows[20] |= {"validation/loss": 6.5, "time/validation_s": 4.0, "time/checkpoint_s": 3.0}
+    lines(tmp_path / "metrics.jsonl", rows)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "lo')  # killed here
+    start = {"event": "start", "ranks": 2, "host": "<node>", "mesh": "dp_shard 2"}
+    lines(
+        tmp_path / "history.jsonl",
+        [
+            {**start, "step": 0, "unix_s": 100.0, "config": {"optimizer": {"lr": 1e-3}}},
+            {**start, "step": 30, "unix_s": 900.0, "config": {"optimizer": {"lr": 5e-4}}},
+            {"event": "end", "step": 40, "unix_s": 990.0, "reason": "finished"},
+        ],
+    )
+    skipped = {"step": 7, "reason": "non-finite loss on rank 1", "loss": None, "grad_norm": 3.0}
+    lines(tmp_path / "skipped_steps.jsonl", [skipped | {"samples": {"stdlib": [48, 55]}}])
+    (tmp_path / "config.toml").write_text(to_toml(JobConfig()))
+    return tmp_path
+
+
+def lines(file: Path, rows: list) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> None:
+    report([str(folder)])
+    assert capsys.readouterr().out.split() == [str(folder / "report.html")]
+    page = (folder / "report.html").read_text()
+    checked = Checked()
+    checked.feed(page)
+    assert checked.open == []
+    assert checked.addresses == []
+    assert "http" not in page
+    assert page.count('class="chart"') == 5  # no memory, no bits per byte in these records
+    assert page.count('class="seam"') == page.count('class="skipped"') == 5
+    for words in ("finished", "step 40: finished", "resumed once", "2 on <node>", "6.2500"):
+        assert words in checked.text
+    assert "optimizer.lr: 0.001 -> 0.0005" in checked.text  # changed at the resume
+    assert "non-finite loss on rank 1" in checked.text
+    assert "stdlib 48 to 55" in checked.text
+    # 40 steps of 0.5 s, two validations, one save
+    assert "31.0 s" in checked.text
+    assert re.search("forward \\+ backward16.0 s51.6%", checked.text)
+
+
+def test_a_proof_in_the_folder_is_shown(folder) -> None:
+    (folder / "proof").mkdir()
+    case = {"name": "tp 2", "ranks": 2, "loss_error": 1e-7, "gradient_error": 0.5}
+    proof = {"proved": False, "cases": [case | {"failures": ["gradient"]}]}
+    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
+    report([str(folder), "--output", str(folder / "a.html")])
+    text = (folder / "a.html").read_text()
+    assert "0 of 1 meshes train the same model as one process" in text
+    assert "FAILED" in text
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    report([str(tmp_path)])
+    assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
+
+
+def test_names_of_before_are_understood(tmp_path) -> None:
+    lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0, "wps": 5.0, "epochs/a": 0.5}])
+    run = read_run(tmp_path)
+    assert run.records == [{"step": 1, "loss/train": 2.0, "time/wps": 5.0, "data/epochs/a": 0.5}]
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="RUN_DIR = .*: holds no metrics.jsonl\n  fix: "):
+        report([str(tmp_path)])
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0.0, 10.0) == [0, 2.5, 5, 7.5, 10]
+    assert ticks(1.2, 1.9) == pytest.approx([1.2, 1.4, 1.6, 1.8])
+    assert [short(value) for value in (0, 0.25, 12_345, 8_190_000, 2e-5)] == [
+        *("0", "0.25", "12.3k", "8.19M", "2e-05")
+    ]
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    points = [(step, 1.0) for step in range(10_000)]
+    points[5_013] = (5_013, 9.0)
+    kept = thin(points)
+    assert len(kept) <= 800
+    assert (5_013, 9.0) in kept
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_stacked_areas_lie_on_each_other() -> None:
+    curves = [Curve("a", [(0, 1.0), (10, 1.0)]), Curve("b", [(0, 3.0), (10, 3.0)])]
+    drawn = draw(Chart("t", "s", curves, is_stacked=True))
+    a, b = re.findall('points="([^"]*)"', drawn)
+    assert a.split()[:2] == b.split()[:1:-1]  # the upper edge of one is the lower of the other
+    heights = [300 - float(points.split(",")[1].split()[0]) for points in (a, b)]
+    assert heights[1] == pytest.approx(4 * heights[0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "points", [[(5, 2.0)], [(5, 0.0)], [(1, 3.0), (2, 3.0)], [(1, 1e-9), (2, 1e9)]]
+)
+def test_odd_curves_can_be_drawn(points) -> None:
+    assert "nan" not in draw(Chart("t", "", [Curve("a", points)]))
+    assert draw(Chart("t", "", [Curve("a", [])])) == ""
