@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from meshwright import hardware
 from meshwright.config.loader import load_config
-from meshwright.metrics.sinks import Record
+from meshwright.metrics.record import Record
 from meshwright.models.layers.block import Block
 from meshwright.preflight import preflight
 from meshwright.train import run

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.config.loader import load_config
-from meshwright.metrics.sinks import Record
+from meshwright.metrics.record import Record
 from meshwright.preflight import preflight
 from meshwright.train import run
 
