@@ -66,7 +66,7 @@ def test_blocks_rotate_by_positions_in_documents() -> None:
     """Which no loss shows: what rotary attention sees are differences of positions."""
     llama, batch, seen = plain_model(), packed(1), []
     llama.layers["1"].register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[1:3]))
-    llama(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
+    llama(batch.tokens, positions=torch.arange(SEQ_LEN), documents=batch.documents)
     within = positions_in_document(batch.documents)
     assert torch.equal(seen[0], llama.cos[within])
     assert torch.equal(seen[1], llama.sin[within])
@@ -91,7 +91,7 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
     for step in (1, 2, 3):
         batch = packed(step)
         with torch.no_grad():
-            got = compiled(batch.tokens, torch.arange(SEQ_LEN), batch.documents)
+            got = compiled(batch.tokens, positions=torch.arange(SEQ_LEN), documents=batch.documents)
             with monkeypatch.context() as patch:
                 patch.setattr(decoder, "build_mask", dense_mask)
                 want = plain(batch.tokens, documents=batch.documents)

@@ -52,7 +52,6 @@ def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
         schedule="1F1B",
         num_microbatches=1,
         activation_shape=(1, SEQ_LEN, args.dim),
-        vocab_size=args.vocab_size,
         dtype=torch.bfloat16,
         master_dtype=torch.bfloat16,
         fp32_modules=["layers.1"],
