@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.models.initialize import local_box
 from meshwright.models.layers.loss import SummedLoss
 from meshwright.parallelisms.all_gather import all_gather
 
@@ -36,7 +35,9 @@ class VocabularyParallelLoss(SummedLoss):
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(B, S/tp, D), a weight cut along the vocabulary, (B, S) -> () fp32."""
-        own, (first, _) = local_box(weight)
+        rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
+        first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
+        own = cast(DTensor, weight).to_local()
         return self.of_rows(self._gathered(x), own, labels, first)
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:

@@ -158,12 +158,27 @@ def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (
 
 
 def _log_sums_in_blocks(logits: Tensor) -> Tensor:
-    return torch.cat([log_sums(block) for block in _blocks(logits)])
+    log_sum = torch.empty(len(logits), device=logits.device)
+    for block, into, scratch in _with_scratch(logits, log_sum):
+        largest = scratch.copy_(block).amax(-1)
+        scratch.sub_(largest.unsqueeze(1)).exp_()
+        torch.sum(scratch, -1, out=into)
+        into.log_().add_(largest)
+    return log_sum
 
 
 def _exponentiate_in_blocks(logits: Tensor, log_sum: Tensor) -> None:
-    for block in zip(_blocks(logits), log_sum.split(_block_size(logits)), strict=True):
-        exponentiate_(*block)
+    for block, sums, scratch in _with_scratch(logits, log_sum):
+        block.copy_(scratch.copy_(block).sub_(sums.unsqueeze(1)).exp_())
+
+
+def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Blocks of `logits`, of `per_token`, and fp32 memory for each block, the same for all: to get
+    memory anew takes longer on a CPU than to compute in it."""
+    size = max(1, _block_size(logits) // 4)
+    scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
+    for block, part in zip(logits.split(size), per_token.split(size), strict=True):
+        yield block, part, scratch[: len(block)]
 
 
 def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
