@@ -1,4 +1,4 @@
-"""What a job says when it starts and when it ends, and keeps beside the results."""
+"""A job's messages at its start and end, and its records beside the results."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ CHECKED = "MESHWRIGHT_CHECKED"
 
 
 def announce(plan: Plan, device: torch.device) -> None:
-    """Say once what is going to run, and keep it beside the results."""
+    """Describe the job in the log, and keep its config beside the results."""
     config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
         logger.info("%s", config.job.description)
@@ -122,7 +122,7 @@ def _inline(value: Any) -> str:
 
 
 def announce_end(plan: Plan, reporter: Reporter, seconds: float) -> None:
-    """Say what a finished job has come to, and the commands that use it."""
+    """Log a finished job's results, and the commands that use them."""
     logger.info("finished: %s tokens in %s", f"{reporter.tokens_seen:,}", duration(seconds))
     if reporter.best_validation is not None:
         step, loss = reporter.best_validation

@@ -92,7 +92,7 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
     """Give parameters and buffers their values at step 0. Collective.
 
     Raises:
-        ConfigError: if what they are to be read from is not what preflight saw.
+        ConfigError: if their source is not the one that preflight saw.
     """
     config = plan.config.checkpoint
     if not config.initial_load_path:
@@ -230,7 +230,7 @@ def _until_stopped(
             batches = next(steps, None)
         except (ConfigError, OSError) as error:
             fail(error)
-        is_stopped()  # sends what this rank has to say
+        is_stopped()  # sends this rank's vote
         if is_stopped() or batches is None:  # after all have been heard
             return
         yield batches

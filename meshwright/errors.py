@@ -24,7 +24,7 @@ class ConfigError(ValueError):
     Args:
         key: dotted key of the config that is at fault ("" if there is none), from which whoever
             reports the error finds the file and the line.
-        message: what is wrong, then optionally a line `  fix: what to do`.
+        message: the fault, then optionally a line `  fix: ...`.
     """
 
     def __init__(self, key: str, message: str) -> None:
@@ -52,7 +52,7 @@ class CombinedConfigError(ConfigError):
 
 
 class Mistakes:
-    """Run checks that do not need each other, and raise all that they find at once."""
+    """Run checks that do not need each other, and raise every fault at once."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -68,7 +68,7 @@ class Mistakes:
             self.errors.append(error)
 
     def check(self) -> None:
-        """Raise what has been found, if anything."""
+        """Raise the faults found, if any."""
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else CombinedConfigError(self.errors)
 
@@ -82,7 +82,7 @@ class RecordError(ConfigError):
 
 
 class DataError(RuntimeError):
-    """The data cannot be read on. What was trained is saved. Raised on every rank."""
+    """The data cannot be read on. The last step is saved. Raised on every rank."""
 
 
 class SaveError(RuntimeError):
@@ -105,7 +105,7 @@ def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """What to write instead of the name `wrong`: the nearest of `valid`, or all of them."""
+    """A hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"

@@ -1,4 +1,4 @@
-"""What a rank runs on: its device, how fast that can be, and how much memory is in use."""
+"""A rank's device, its peak speed, and the memory in use."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Path) -> Peak:
-    """The published dense peak for bf16, or for what is not in the table a measured one.
+    """The published dense peak for bf16, or a measured one for devices not in the table.
 
     Other work on the machine makes a measurement too low, and none too high. So the highest that
     was ever measured for the same device, threads and number of ranks is kept in `cache`: runs can
@@ -101,7 +101,7 @@ def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Pat
         cache: JSON file of this user; where it cannot be written, each run has its own figure.
     """
     name = device_name(device)
-    is_whole = not re.search(r"\bMIG\b", name)  # else it is a slice of what the name says
+    is_whole = not re.search(r"\bMIG\b", name)  # otherwise it is a slice of the named device
     for words, flops_per_s, source in PEAKS if dtype == torch.bfloat16 and is_whole else ():
         if re.search(rf"\b{words}\b", name):
             return Peak(flops_per_s, source)

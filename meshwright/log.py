@@ -112,7 +112,7 @@ def console_width(stream: TextIO) -> int:
 
 
 def log_to_console() -> None:
-    """Send the log of this rank to stdout; the launcher shows those of LOG_RANK.
+    """Send the log of this rank to stdout; the launcher shows the log of LOG_RANK.
 
     A record with `is_said` (`extra`) is not shown: another process has shown it.
     """
@@ -155,7 +155,7 @@ def log_to_file(folder: Path, rank: int) -> None:
     """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # what no check of permissions foresees: a quota, /proc, ...
+    except OSError as error:  # not foreseen by checks of permissions: a quota, /proc, ...
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
     handler = RankFile(folder / f"rank_{rank}.log")

@@ -1,7 +1,7 @@
-"""All that can be found out about a job before a rank starts or memory is spent.
+"""Every check of a job that needs no rank and no memory.
 
 Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
-calls it again, for those who start torchrun themselves.
+calls it again, for users who start torchrun themselves.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Plan:
     stage_modules: list[list[str]]
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
-    """Names of those that `training.fp32_modules` matches."""
+    """Names of the modules that `training.fp32_modules` matches."""
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
     checkpoint_folder: Path
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def data_identity(self) -> dict[str, object]:
-        """On what, with the documents, the stream of samples depends."""
+        """Everything, apart from the documents, that determines the sample stream."""
         training = self.config.training
         keys = ("dataset", "dataset_subset", "dataset_split", "dataset_column")
         named = {f"training.{key}": getattr(training, key) for key in keys}
@@ -183,7 +183,7 @@ def check_alone(config: JobConfig) -> Tokenizer:
         The tokenizer.
 
     Raises:
-        ConfigError: for all that is wrong.
+        ConfigError: for every fault.
     """
     mistakes = Mistakes()
     with mistakes.collect():
@@ -223,10 +223,10 @@ def check_first_weights(plan: Plan) -> None:
 
 
 def check_data(config: JobConfig) -> Tokenizer:
-    """Check all that can be known of the data without reading it; the tokenizer.
+    """Check the data as far as possible without reading it; return the tokenizer.
 
     Raises:
-        ConfigError: for all that is wrong.
+        ConfigError: for every fault.
     """
     extend(config)
     mistakes = Mistakes()

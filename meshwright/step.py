@@ -23,7 +23,7 @@ from meshwright.parallelisms.meshes import Meshes
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves on the device."""
+    """The results of a step, on the device."""
 
     loss: Tensor
     """() fp32: mean over all counted labels of the global batch, the same on every rank."""

@@ -23,7 +23,7 @@ class Evaluation:
     loss: float
     """Nats per counted label, every label weighing the same; nan if none counts."""
     num_labels: int
-    """That count: those that are not `IGNORE`."""
+    """Number of labels that are not `IGNORE`."""
     num_bytes: int
     """Of text that they stand for; 0 if unknown."""
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """What the text would take, compressed by the model: unlike the loss, it can be compared
+        """Size of the text compressed by the model: unlike the loss, it can be compared
         between tokenizers. nan if the number of bytes is unknown."""
         if self.num_bytes == 0:
             return math.nan

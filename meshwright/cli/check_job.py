@@ -1,4 +1,4 @@
-"""`meshwright check`: find what would keep a job from running, without starting it."""
+"""`meshwright check`: find the faults that would keep a job from running, without starting it."""
 
 from argparse import Namespace
 
@@ -29,8 +29,8 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
     """Load a config and check it for a job of `world_size` ranks.
 
     Raises:
-        ConfigError: for all that is wrong. Beside keys that are wrong, only what was written is
-            checked, and only by itself: a rule could be broken by what is missing alone.
+        ConfigError: for every fault. Beside wrong keys, only written values are
+            checked, and only by themselves: absent values alone could break a rule.
     """
     try:
         config, provenance = load_given(given)

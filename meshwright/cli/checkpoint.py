@@ -160,7 +160,7 @@ def _verify(place: Place) -> bool:
             place.path.suffix not in (commit.UNFINISHED, commit.DELETED),
             "is not a complete checkpoint",
         )
-    else:  # what is set aside no resume looks at
+    else:  # no resume looks at checkpoints set aside
         paths = [path for path in paths if commit.STEP_FOLDER.fullmatch(path.name)]
         place.check(bool(paths), "holds no complete checkpoint")
     is_good = True
@@ -178,7 +178,7 @@ def _verify(place: Place) -> bool:
 
 
 def _damage(checkpoint: Path) -> list[str]:
-    """All that is wrong with it."""
+    """Every fault in it."""
     try:
         with being_read(checkpoint):
             manifest = commit.inspect(checkpoint)

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint diff`: in what two checkpoints differ."""
+"""`meshwright checkpoint diff`: the differences between two checkpoints."""
 
 import sys
 from argparse import Namespace
@@ -30,7 +30,7 @@ def run(given: Namespace) -> None:
 
 
 def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
-    """Print in what they differ; return whether they do not.
+    """Print the differences; return whether there are none.
 
     Raises:
         ConfigError: if there is no checkpoint, or it is damaged.

@@ -17,7 +17,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(given: Namespace) -> None:
-    """Export, and say what was compared.
+    """Export, and print the comparisons made.
 
     Raises:
         ConfigError: if the checkpoint cannot be exported.

@@ -35,7 +35,7 @@ KEY = "CHECKPOINT_OR_HF_FOLDER"
 
 @dataclass(frozen=True)
 class Source:
-    """What text is made with."""
+    """The parts that make text."""
 
     args: DecoderArgs
     weights: CheckpointWeights | HuggingFaceWeights
@@ -45,7 +45,7 @@ class Source:
 
 
 def run(given: Namespace) -> None:
-    """Print the prompt and what follows.
+    """Print the prompt and its continuation.
 
     Raises:
         ConfigError: if there is no model, or an option is out of bounds.
@@ -81,7 +81,7 @@ def _encode(source: Source, text: str) -> list[int]:
 
 
 def _print_text(source: Source, prompt: str, tokens: Iterator[int]) -> None:
-    """Print `prompt` and what `tokens` stand for, as they come."""
+    """Print `prompt` and the text of `tokens`, as they come."""
     tokenizer, new = source.tokenizer, list[int]()
     shown = tokenizer.decode(tokenizer.encode(prompt))
     print(shown, end="", flush=True)
@@ -150,7 +150,7 @@ def _stops(place: Place) -> frozenset[int]:
 def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
     """The model with its weights, on the first GPU, else on the CPU."""
     device = hardware.pick_device(0)
-    if dtype_name == "auto":  # what the device computes best
+    if dtype_name == "auto":  # the device's fastest type
         dtype_name = "bfloat16" if device.type == "cuda" else "float32"
     with torch.device("meta"):
         model = Decoder(source.args, seq_len)

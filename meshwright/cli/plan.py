@@ -15,7 +15,7 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if the job cannot run.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no part of the plan
+    with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
         text = _answer(given)
     print(text)
 

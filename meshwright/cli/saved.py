@@ -1,4 +1,4 @@
-"""What goes with a checkpoint besides its tensors: the model's family and the tokenizer."""
+"""A checkpoint's model family and tokenizer."""
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place

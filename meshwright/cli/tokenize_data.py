@@ -10,7 +10,7 @@ from meshwright.preflight import check_data
 
 
 def run(given: Namespace) -> None:
-    """Tokenise what the job reads and is not tokenised yet.
+    """Tokenise the job's data that is not tokenised yet.
 
     Raises:
         ConfigError: if the config is wrong or its data cannot be read.

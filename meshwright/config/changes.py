@@ -1,4 +1,4 @@
-"""What differs between two configs, and what a difference means to a run that resumes. No torch."""
+"""Differences between two configs, and the effect of each on a run that resumes. No torch."""
 
 import json
 import re
@@ -79,7 +79,7 @@ EFFECTS: dict[str, Effect] = {
         checkpoint="exclude_from_loading",
     ),
     f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is
-    # what counts are the dimensions that they come to, which a checkpoint has beside its config
+    # only the resolved dimensions count, which a checkpoint has beside its config
     **_keys("model", model="name flavor args"),
     # likewise the identity and the content of the data: a place in it means something in the same
     # samples in the same order
@@ -90,7 +90,7 @@ EFFECTS: dict[str, Effect] = {
         "dataset_column dataset_format dataset_mode shuffle_window stream_shards seq_len seed",
     ),
 }
-"""What a change of each key does to a run that resumes."""
+"""The effect of a change of each key on a run that resumes."""
 
 
 def effect_of(key: str) -> Effect | None:
@@ -152,7 +152,7 @@ def changes(
 
 
 BEFORE_THE_KEY = {"optimizer.decay_norm_and_bias": True}
-"""What a job did that was saved before there was the key, where that is not today's default."""
+"""The behaviour of jobs saved before the key existed, where it is not today's default."""
 
 
 def config_defaults() -> dict[str, Any]:

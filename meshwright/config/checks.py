@@ -14,11 +14,11 @@ from meshwright.errors import check, did_you_mean, divisors_of
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
 CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
 HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
-"""Names of the modules whose precision is that of attention."""
+"""Names of the modules that share attention's precision."""
 
 
 def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
-    """`config` with every -1 replaced by what it stands for on `world_size` ranks.
+    """Return `config` with every -1 replaced by its value on `world_size` ranks.
 
     Args:
         num_stages: of the pipeline, over all ranks; a batch that is not given fills them once.
@@ -94,7 +94,7 @@ def check_device(
     Args:
         waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
-        fp32_modules: what `find_fp32_modules` found.
+        fp32_modules: the result of `find_fp32_modules`.
 
     Raises:
         ConfigError: naming the first that is broken.
@@ -178,7 +178,7 @@ class HasParts(Protocol):
 
 
 def check_divisible(config: JobConfig, model: HasParts) -> None:
-    """What each rank gets an equal part of must divide by the number of ranks.
+    """Check that every dimension split over ranks is divisible by their number.
 
     Raises:
         ConfigError: naming the first that does not, and the degrees that would do.
@@ -233,7 +233,7 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
     """Names of the modules that `training.fp32_modules` matches, without those inside another.
 
     Raises:
-        ConfigError: if a pattern matches none, or one that cannot differ from what is around it.
+        ConfigError: if a pattern matches none, or one that cannot differ from its surroundings.
     """
     key, patterns, names = "training.fp32_modules", config.training.fp32_modules, args.module_names
     valid = {re.sub(r"\d+", "*", name) for name in names}

@@ -1,4 +1,4 @@
-"""One table of what contradicts in a config, and one of options that are idle in it.
+"""One table of contradictions in a config, and one of options that are idle in it.
 
 A contradiction asks for something that this config cannot do, on any mesh that it names: an error.
 An idle option has nothing to act on here, and would have on another mesh or beside another value:
@@ -315,7 +315,7 @@ def check_contradictions(config: JobConfig) -> None:
     """Check the rules between keys that need nothing but the config.
 
     Raises:
-        ConfigError: naming those that are broken.
+        ConfigError: naming the broken rules.
     """
     mistakes = Mistakes()
     for row in CONTRADICTIONS:

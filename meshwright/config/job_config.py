@@ -74,7 +74,7 @@ class Section(BaseModel):
 
 
 class Job(Section):
-    """[job] What this run is, and where its output goes."""
+    """[job] This run, and where its output goes."""
 
     config_file: InputPath = ""
     """TOML to read (command line only)."""
@@ -88,7 +88,7 @@ class Job(Section):
     """Free text, repeated in the log."""
 
     device_memory_gib: NonNegativeFloat = 0
-    """Memory of one GPU in GiB, for what is decided and checked before one is seen: a job that
+    """Memory of one GPU in GiB, for decisions and checks made before one is seen: a job that
     surely does not fit is refused, and fsdp_reduce_gradients = "auto" counts with it. 0: not known;
     what the GPU has is compared when the job runs on it."""
 
@@ -156,7 +156,7 @@ class Source(Section):
 
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenised once, into files that every later job maps into memory; any sample can be
-    read, and all are shuffled. streamed: tokenised as it is read, for what is too large to be
+    read, and all are shuffled. streamed: tokenised as it is read, for data too large to be
     tokenised first. auto: streamed for datasets of the hub, else cached."""
 
 
@@ -164,7 +164,7 @@ class NamedSource(Source):
     """[[validation.datasets]] One of several."""
 
     name: str = ""
-    """What it is called in figures. Absent: the dataset's name."""
+    """Its name in figures. Absent: the dataset's name."""
 
 
 class WeightedSource(NamedSource):
@@ -181,7 +181,7 @@ class Training(Source):
     """[training] Data, batch, length and precision."""
 
     datasets: list[WeightedSource] = []
-    """A mixture, instead of `dataset` and what goes with it. At any moment the samples drawn from
+    """A mixture, instead of `dataset` and its keys. At any moment the samples drawn from
     each are within one of its share."""
 
     max_epochs: NonNegativeInt = 0
@@ -234,7 +234,7 @@ class Training(Source):
 
     fp32_modules: list[str] = []
     """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
-    stay fp32; what they hand on is in mixed_precision_param again, but for the output's logits."""
+    stay fp32; their outputs are cast to mixed_precision_param, except the output's logits."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
@@ -246,7 +246,7 @@ class Training(Source):
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
-    there; the device gets parameters layer by layer. Slow: for what does not fit otherwise."""
+    there; the device gets parameters layer by layer. Slow: for models that do not fit otherwise."""
 
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which happen at no other time."""
@@ -273,7 +273,7 @@ class Validation(Source):
     a streamed one)."""
 
     datasets: list[NamedSource] = []
-    """Several datasets, each with its own loss, instead of `dataset` and what goes with it."""
+    """Several datasets, each with its own loss, instead of `dataset` and its keys."""
 
 
 class ParameterGroup(Section):
@@ -324,12 +324,12 @@ class Optimizer(Section):
 
 
 class BadSteps(Section):
-    """[bad_steps] What becomes of a step whose loss or gradient norm cannot be right."""
+    """[bad_steps] Steps whose loss or gradient norm cannot be right."""
 
     policy: Literal["stop", "skip"] = "stop"
     """stop: the job ends at the next report or save (exit code 3), with the weights as they were
     before the step. skip: the step's update is left out, as if the step had not been, but data and
-    learning rate move on; what was skipped is in the log and in {dump_folder}/skipped_steps.jsonl,
+    learning rate move on; skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl,
     with the samples' indices. Not with `optimizer.early_step_in_backward`."""
 
     budget: Annotated[int, Field(ge=1, le=10_000)] = 10
@@ -337,7 +337,7 @@ class BadSteps(Section):
 
     spike_std: NonNegativeFloat = 0.0
     """A step is bad, too, if its loss or its gradient norm is more than so many standard deviations
-    above its running mean; 6 is usual. 0: only what is not finite is bad."""
+    above its running mean; 6 is usual. 0: only figures that are not finite are bad."""
 
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Good steps that the running means and deviations look back over; before there have been as
@@ -351,7 +351,7 @@ class LRScheduler(Section):
     """Optimizer steps from 0 to the peak."""
 
     total_steps: PositiveInt | None = None
-    """Steps of the schedule, if it is that of a longer job: `training.steps` then ends it early.
+    """Steps of the schedule, if it belongs to a longer job: `training.steps` then ends it early.
     Absent: `training.steps`."""
 
     decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -437,10 +437,10 @@ SAVED_OPS = [
 
 
 class ActivationCheckpoint(Section):
-    """[activation_checkpoint] What backward recomputes instead of keeping in memory."""
+    """[activation_checkpoint] Activations that backward recomputes instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: every block. memory_budget: what the compiler finds cheapest (`compile.enable`)."""
+    """full: every block. memory_budget: as the compiler finds cheapest (`compile.enable`)."""
 
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
@@ -452,7 +452,7 @@ class ActivationCheckpoint(Section):
     as compiled blocks and as eager ones call it; "_c10d_functional" collectives."""
 
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With mode = memory_budget: how much is kept of what a compiled block would keep otherwise.
+    """With mode = memory_budget: the share kept of a compiled block's usual activations.
     1: as without recomputation; 0: as with full."""
 
 
@@ -476,7 +476,7 @@ class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
     enable: bool = False
-    """Save, and resume from what the dump folder holds."""
+    """Save, and resume from the dump folder."""
 
     folder: Annotated[LocalPath, Field(min_length=1)] = "checkpoint"
     """Folder inside `job.dump_folder`."""
@@ -504,11 +504,11 @@ class Checkpoint(Section):
     memory, as large as the rank's part."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
-    """What a checkpoint that cannot be written (disk full, folder not writable) does to the job:
-    it warns and goes on, or stops with exit code 4. That of the last step always stops it."""
+    """If a checkpoint cannot be written (disk full, folder not writable), the job
+    warns and goes on, or stops with exit code 4. The last step's always stops it."""
 
     exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
-    """What a resume does not load: "optimizer", to begin with a fresh one; "dataloader", to begin
+    """Parts that a resume does not load: "optimizer", for a fresh one; "dataloader", to begin
     with the first sample, of other data if need be. The step goes on, and the learning rate and the
     schedule follow from it and the config. Left out once: not of the checkpoints that a job with
     the same exclusion saves, unless `load_step` names them."""
@@ -520,7 +520,7 @@ class Checkpoint(Section):
     Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
 
     load_only: bool = False
-    """Resume from what the dump folder holds, and save nothing."""
+    """Resume from the dump folder, and save nothing."""
 
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too: whether the storage can be written shows at once."""
@@ -543,7 +543,7 @@ class Checkpoint(Section):
 
 
 class Metrics(Section):
-    """[metrics] What is reported, and where to. {dump_folder}/metrics.jsonl is always written."""
+    """[metrics] Reports and their destinations. {dump_folder}/metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
     """Steps between reports; the device is waited for only then."""
@@ -617,7 +617,7 @@ class Experimental(Section):
 
 
 class JobConfig(Section):
-    """All that a job is told. Read from a TOML, overridden by `--section.key value`."""
+    """A job's whole configuration. Read from a TOML, overridden by `--section.key value`."""
 
     job: Job = Job()
     model: Model = Model()

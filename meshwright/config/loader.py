@@ -49,7 +49,7 @@ class InvalidConfigError(ConfigError):
 
 
 def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
-    """Load what a command line of `[CONFIG] [--section.key value ...]` describes.
+    """Load the config of a command line `[CONFIG] [--section.key value ...]`.
 
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
@@ -100,12 +100,12 @@ def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, A
 
 
 def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
-    """The config that `raw` is without what stands in `places`, if that is one."""
+    """The config of `raw` without the values in `places`, if that is valid."""
     for place in places:
         table: Any = raw
         for part in place[:-1]:
             inner = table.get(part)
-            if not isinstance(inner, dict):  # a list, or what should have been a table
+            if not isinstance(inner, dict):  # a list, or a value in the place of a table
                 break
             table = inner
         else:
@@ -224,7 +224,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:
-    """The config as TOML that loads to the same config; or only what differs from the defaults."""
+    """The config as TOML that loads to the same config; or only values that are not defaults."""
     table = config.model_dump(exclude_none=True, exclude_defaults=only_changes)
     table.get("job", {}).pop("config_file", None)
     return tomli_w.dumps({name: section for name, section in table.items() if section})

@@ -66,7 +66,7 @@ class Provenance:
             self._origins[_split(key)] = self._nearest(other)[1]
 
     def _forget_below(self, key: Key) -> None:
-        """What was written of the inside of `key` counts no longer."""
+        """Forget values written inside `key`."""
         for inner in [inner for inner in self._origins if inner[: len(key)] == key]:
             del self._origins[inner]
 
@@ -83,7 +83,7 @@ class Provenance:
         parts = tuple(key.split("."))
         inside = any(given[: len(parts)] == parts for given in self._origins)
         found, origin = self._nearest(key)
-        # an inline table gives all that is in it; the header of a table gives nothing
+        # an inline table gives everything in it; the header of a table gives nothing
         is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
         return origin.where if inside or is_inline else "default"
 

@@ -57,7 +57,7 @@ def suggest_section(name: str, keys: Iterable[str]) -> str:
     """Return advice on an unknown section, as the text of a `fix:` line.
 
     Args:
-        keys: those that it holds.
+        keys: the section's keys.
     """
     sections = list(JobConfig.model_fields)
     if _bare(name) in SECTIONS:

@@ -1,4 +1,4 @@
-"""torchrun with the job's own exit code, and without its report of what the job has said.
+"""torchrun with the job's own exit code, and without a second report of its errors.
 
 python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
 """
@@ -10,9 +10,9 @@ from meshwright.log import busy, log_to_console
 
 
 def main() -> None:
-    """Run the job. What asks it to stop before there is a rank ends it here."""
+    """Run the job. A request to stop before there is a rank ends it here."""
     exit_when_asked()
-    # asks ranks for their stacks; who sends it to all that runs train.py means no harm
+    # asks ranks for their stacks; sent to every process of the job, it must not end this one
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     log_to_console()
     with busy("loading torch"):

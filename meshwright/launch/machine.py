@@ -1,4 +1,4 @@
-"""How many processes a job has, and what this machine has for them. Free of torch."""
+"""How many processes a job has, and this machine's devices for them. Free of torch."""
 
 import os
 import subprocess

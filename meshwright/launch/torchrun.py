@@ -22,7 +22,7 @@ from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
 from meshwright.log import TERMINAL, logger
 
 OWN_CODES = tuple(EXIT_CODES.values())
-"""What the ranks have said themselves."""
+"""Exit codes whose cause the ranks have reported themselves."""
 INTERRUPTED = signal.SIGINT.name
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """It ends the ranks that are left, by a signal that they may take time over."""
@@ -37,7 +37,7 @@ def launch() -> None:
     A signal that asks to stop is left to the ranks, by way of a file; a second one kills them.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # torchrun copies what ranks print to files, and leaves them behind
+    # torchrun copies ranks' output to files, and leaves them behind
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / "stop"
         os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
@@ -84,7 +84,7 @@ def _report(
     error: ChildFailedError, is_asked: bool, args: argparse.Namespace | None = None
 ) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
-    # what `record` in train.py has caught, if the rank got that far
+    # the exception that `record` in main.py has caught, if the rank got that far
     recorded = (failure.error_file_data or {}).get("message")
     caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
     if failure.exitcode == EXIT_STOPPED:
@@ -113,7 +113,7 @@ FAULT = "Fatal Python error"
 
 
 def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -> None:
-    """Keep the ends of what the ranks of this machine wrote to stderr, and print that of `rank`.
+    """Keep the ends of the stderr of this machine's ranks, and print the end of `rank`'s.
 
     C++ has no traceback that could reach us: NCCL's watchdog says why it aborts on stderr.
     """

@@ -11,7 +11,7 @@ NUM_RECENT = 10
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a job does at which steps."""
+    """The steps at which a job validates and saves."""
 
     steps: int
     validation_interval: int = 0

@@ -1,4 +1,4 @@
-"""`history.jsonl` in the dump folder: when a process of the job began and ended, and on what."""
+"""`history.jsonl` in the dump folder: when each process of the job began and ended, and where."""
 
 import json
 import time

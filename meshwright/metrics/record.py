@@ -1,4 +1,4 @@
-"""The figures of a logged step, by name; docs/metrics.md says what each means."""
+"""The figures of a logged step, by name; docs/metrics.md has their meanings."""
 
 import math
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ class Work:
 
 
 class Reporter:
-    """Times steps, and writes a record for those that are logged, to every sink.
+    """Times steps, and writes a record of each logged step to every sink.
 
     Rates are averages over the steps since the last record. Only the first rank has sinks.
 

@@ -16,7 +16,7 @@ class Spared:
     """A sink whose files may fail: it warns once, and tries again with every record.
 
     Args:
-        name: of what is written, for the warning.
+        name: of the destination, for the warning.
         make: the sink.
     """
 
@@ -65,9 +65,9 @@ class WholeRecords:
 
 
 class JsonLines:
-    """One JSON object a line. What an earlier run wrote after the step to resume from goes.
+    """One JSON object a line. Lines of an earlier run after the step to resume from are removed.
 
-    What is not finite becomes null: JSON has no word for it.
+    Figures that are not finite become null: JSON has no word for them.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:

@@ -24,7 +24,7 @@ SHOWN_BESIDE = ("loss/train", "validation/loss")
 class TensorBoard:
     """TensorBoard's scalars, hyperparameters and the config as text.
 
-    It hides what an earlier run wrote after the step to resume from.
+    It hides events of an earlier run after the step to resume from.
 
     Not torch's SummaryWriter, whose thread writes half a record to a full disk, and dies of it.
     """

@@ -47,7 +47,7 @@ class EarlyStep:
         square_sum = local_square_sum([parameter], self.square_sum.device)
         self.square_sum += square_sum
         optimizer = self._optimizer
-        # what other parameters and ranks have got is not known yet
+        # gradients of other parameters and ranks are not known yet
         is_bad = self._is_held_back | ~torch.isfinite(square_sum)
         groups = optimizer.param_groups
         optimizer.param_groups = [groups[group] | {"params": [parameter]}]

@@ -93,7 +93,7 @@ def idle_groups(
 
 
 def fitted_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[ParameterGroup]:
-    """Return the groups without what matches nothing in a model of fewer parameters, `names`."""
+    """Return the groups that match something in a model of fewer parameters, `names`."""
     fitted = []
     for group in groups:
         patterns = [p for p in group.parameters if any(fnmatchcase(name, p) for name in names)]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward computes again instead of keeping in memory."""
+"""Activation checkpointing: activations that backward computes again instead of keeping them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def apply_ac(
 
 @functools.cache  # the compiler takes equal graphs with another backend for others
 def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = False) -> Backend:
-    """The compiler `backend`, keeping this part, in [0, 1], of what it would keep for backward.
+    """The compiler `backend`, keeping this share, in [0, 1], of the activations it would keep.
 
     Args:
         has_meshes: graphs have device meshes among their inputs, as under tensor parallelism.
@@ -88,7 +88,7 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 
 @functools.cache  # blocks with the same function share a compiled graph
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
-    """What `checkpoint` takes as `context_fn`, to keep what the operators of these names give."""
+    """The `context_fn` of `checkpoint` that keeps outputs of the operators with these names."""
     saved = frozenset(find_ops(names))
 
     # a function and not a list: 2.13 takes operators of higher order in one, older torch may not

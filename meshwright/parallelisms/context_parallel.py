@@ -88,13 +88,13 @@ def attend(
     # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
     is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)
     width = v.shape[-1]
-    if q.shape[-1] != width:  # zeros change neither scores nor what comes of other columns
+    if q.shape[-1] != width:  # zeros change neither scores nor other columns
         widest = max(q.shape[-1], width)
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if ring is not None and mask is None and is_flash:
         return ring_attention(q, k, v, ring, scale)[0][..., :width]
     k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
-    if isinstance(mask, BlockMask):  # leaves out by itself what comes later
+    if isinstance(mask, BlockMask):  # skips later keys by itself
         return masked_attention(q, k, v, mask, scale=scale)[..., :width]
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)

@@ -92,14 +92,14 @@ def apply_fsdp(
         layers.append([group(*ends, reshard_after_forward=at_end)])
     # a tied embedding, needed at both ends, stays in the root's group
     root = group(model, reshard_after_forward=False)
-    if prefetch_layers > 1:  # one is what FSDP2 does by itself
+    if prefetch_layers > 1:  # FSDP2 prefetches one by itself
         _prefetch(root, layers, prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
 
 
 def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
-    """Cast what goes into `module` to fp32, and what it gives to `output_dtype`.
+    """Cast inputs of `module` to fp32, and its output to `output_dtype`.
 
     FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
     """
@@ -163,13 +163,13 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
 
 
 def forget_forward(model: Decoder) -> None:
-    """After forwards of `model` without gradients: free what is gathered, and leave FSDP2 as a
+    """After forwards of `model` without gradients: free gathered parameters, and leave FSDP2 as a
     backward would, which never comes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     if isinstance(model, FSDPModule):
-        # FSDP2 notes every forward, to gather in backward what was used before; notes of one that
+        # FSDP2 notes every forward, to prefetch in backward in reverse order; notes of one that
         # has no backward make the next gather in vain. Only `reset_iter_state` clears them too,
         # which torch 2.11 lacks. If the name is gone, look whether they are still made.
         model._get_fsdp_state()._comm_ctx.post_forward_order.clear()

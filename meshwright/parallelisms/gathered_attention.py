@@ -41,7 +41,7 @@ def gathered_attention(
         is_flash: on GPUs, whether flash attention takes it; memory-efficient attention if not.
     """
     width = q.shape[-1]
-    scale = width**-0.5 if scale is None else scale  # of the heads, not of what pads them
+    scale = width**-0.5 if scale is None else scale  # of the heads, without padding
     if q.is_cuda and width % WIDTHS:
         q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
     apply: Callable[..., Tensor] = _GatheredAttention.apply

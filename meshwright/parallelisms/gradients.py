@@ -82,7 +82,7 @@ def _square_sum(grads: Sequence[Tensor]) -> Tensor:
         # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
         # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low)
         parts += grad.flatten().split(CPU_CHUNK) if grad.device.type == "cpu" else [grad]
-    # What torch.nn.utils.get_total_norm calls, which cannot be told a type: it would round the
+    # Called by torch.nn.utils.get_total_norm, which cannot be told a type: it would round the
     # norm of bf16 gradients to bf16. If it goes, one torch.linalg.vector_norm a part would do.
     norms = torch._foreach_norm(parts, 2, torch.float32)
     return torch.stack(norms).square().sum()

@@ -1,4 +1,4 @@
-"""What one rank has of the model."""
+"""One rank's part of the model."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -33,7 +33,7 @@ class LocalModel(nn.Module):
 
 
 def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Give what is on meta in `model` memory on these devices; values are arbitrary."""
+    """Give tensors of `model` on meta memory on these devices; values are arbitrary."""
     model.to_empty(device=parameters)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -111,7 +111,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
 def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[str, float]:
     """Bytes that the rank with the heaviest load surely has on its device at once, by purpose.
 
-    Without activations, buffers and what FSDP2 gathers for a moment. The moment is the end of the
+    Without activations, buffers and gathered parameters. The moment is the end of the
     last backward or the optimizer step, whichever needs more.
 
     Args:
@@ -140,14 +140,14 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
 
 
 def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: float) -> None:
-    """Check that what a rank surely needs is there.
+    """Check that the device has the memory that a rank surely needs.
 
     Args:
         needed: bytes, by purpose, of `least_memory`.
         device_gib: memory of a device.
 
     Raises:
-        ConfigError: if it is not, with what it takes.
+        ConfigError: if not, with the amount that would do.
     """
     parallelism, total = config.parallelism, sum(needed.values()) / GIB
     parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items() if size)

@@ -39,8 +39,8 @@ def parallelize(
 
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
        the model's table.
-    2. Context parallelism, inside of all that wraps a block.
-    3. Activation checkpointing before compile, so that the compiler sees what will be recomputed.
+    2. Context parallelism, inside of every wrapper of a block.
+    3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        cast to `param_dtype` or to offload, which is its work (else it would only copy).

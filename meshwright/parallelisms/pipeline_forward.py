@@ -28,14 +28,14 @@ def forward_all(
 ) -> None:
     """Send every microbatch through all stages; at each beat every one moves on by one stage.
 
-    So in beat t stage s has microbatch t - s. All that is sent in a beat is exchanged at once and
+    So in beat t stage s has microbatch t - s. All messages of a beat are exchanged at once and
     in the order of stages, hence two ranks cannot wait for each other. Collective over `group`.
 
     Args:
         stages: this rank's, by index.
         ranks: of each stage, within `group`.
         positions: (S/cp,) int64 of the tokens.
-        activation: (B, S/cp/tp, D), what stages hand on; only its shape and type count.
+        activation: (B, S/cp/tp, D), a stage's output; only its shape and type count.
         take: called with the summed loss of each microbatch, on the rank of the last stage.
     """
     rank = dist.get_rank(group)

@@ -58,7 +58,7 @@ class Pipeline:
         first_trained: index of the first stage that has a parameter to train.
         mesh: the pp axis.
         seq_len: S/cp.
-        activation: (B, S/cp/tp, D) on meta: what stages hand on.
+        activation: (B, S/cp/tp, D) on meta: a stage's output.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Pipeline:
         self._num_labels = torch.empty(())
 
     def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Of the mean, what the last stage's `loss` of a microbatch makes."""
+        """The share of the mean loss that `loss`, of a microbatch, makes."""
         return loss / self._num_labels
 
     def run(self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from meshwright.errors import check, did_you_mean
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule of `torch.distributed.pipelining` asks for."""
+    """The requirements of a schedule of `torch.distributed.pipelining`."""
 
     stages_per_rank: tuple[int, int | None]
     """Fewest and most."""
@@ -64,7 +64,7 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
         per_microbatch: sequences in one over all ranks.
 
     Raises:
-        ConfigError: if it has too few microbatches, or cannot be combined with what else is asked.
+        ConfigError: if it has too few microbatches, or cannot be combined with other options.
     """
     parallelism = config.parallelism
     ranks, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule

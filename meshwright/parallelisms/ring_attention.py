@@ -63,7 +63,7 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     tensors = grad_out, query, key, value, out, logsumexp
     lengths = None, None, query.shape[SEQUENCE], key.shape[SEQUENCE]
-    # what dropout would need; without it nothing looks (flash_api.cpp, mha_bwd)
+    # for dropout; without it nothing looks (flash_api.cpp, mha_bwd)
     unused = torch.zeros(2, dtype=torch.int64, device=query.device)
     return aten._scaled_dot_product_flash_attention_backward(
         *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
@@ -119,7 +119,7 @@ def _efficient_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_heads, n_kv_heads = query.shape[1], key.shape[1]
     padding = -logsumexp.shape[-1] % LSE_ALIGNMENT
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # what dropout would need
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out.contiguous(),  # of a sum all strides are 0
         query,
@@ -140,7 +140,7 @@ def _efficient_attention_backward(
 
 
 # An operator, so that the compiler leaves its insides alone, and so that activation checkpointing
-# by op can keep what it gives: to compute it again would send keys and values around once more.
+# by op can keep its output: to compute it again would send keys and values around once more.
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group_name: str, scale: float | None = None
@@ -236,7 +236,7 @@ def _backward(
 def _flops(
     q: torch.Size, k: torch.Size, v: torch.Size, group_name: str, *_: object, **__: object
 ) -> int:
-    """Shapes -> FLOPs, as torch counts attention: without regard to what is masked."""
+    """Shapes -> FLOPs, as torch counts attention: without regard to masks."""
     return 2 * 2 * q.numel() * k[SEQUENCE] * _group(group_name).size()  # two products
 
 

@@ -1,4 +1,4 @@
-"""From what was simulated to figures: the peak, its ledger, the curve, traffic and FLOPs."""
+"""From a simulation to figures: the peak, its ledger, the curve, traffic and FLOPs."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ Entry = Operator | Collective
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends along one axis by one kind of collective, per step."""
+    """One rank's messages along one axis by one kind of collective, per step."""
 
     axis: str
     kind: str

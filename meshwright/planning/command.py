@@ -1,4 +1,4 @@
-"""What `meshwright plan` does, once its command line is read."""
+"""`meshwright plan`, once its command line is read."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Overhead:
 
 
 def overheads(device: Device, peak: int, rounded: int, num_groups: int) -> list[Overhead]:
-    """Model what a rank needs besides its tensors.
+    """Model a rank's memory besides its tensors.
 
     Args:
         peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
@@ -103,7 +103,7 @@ def overheads(device: Device, peak: int, rounded: int, num_groups: int) -> list[
 
 
 def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:
-    """Return "fits", "tight" (it depends on what is modelled) or "does not fit"."""
+    """Return "fits", "tight" (it depends on the modelled part) or "does not fit"."""
     memory = device.memory_gib * GIB
     if peak + sum(part.high for part in modelled) <= memory:
         return "fits"

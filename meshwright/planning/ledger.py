@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors, operator by operator, and says what each tensor is for.
+"""Counts the bytes of live tensors, operator by operator, and attributes each tensor to a purpose.
 
 A tensor's purpose may become known late: a gradient is one when the optimizer meets it, an
 activation when the forward that made it is over and it is still there. So the ledger notes births,
@@ -172,7 +172,7 @@ class Ledger(torch_names.TorchDispatchMode):
             self.record.events.append(Event(number, -self._size.pop(key), self._place))
 
     def settle(self) -> None:
-        """Call what a forward made and left behind its activations."""
+        """Attribute tensors that a forward made and left behind to its activations."""
         for key in self._pending:
             if key in self._number:
                 item = self.record.items[self._number[key]]

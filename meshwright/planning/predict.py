@@ -72,7 +72,7 @@ def figures_of(
 def predict(
     config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None = None
 ) -> Figures:
-    """Predict a rank's figures from two depths; all that a layer adds is the same for each.
+    """Predict a rank's figures from two depths; each layer adds the same.
 
     Raises:
         ConfigError: if the job cannot run.

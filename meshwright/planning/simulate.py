@@ -66,7 +66,7 @@ def run_step(
     """Take a step of this rank with a ledger.
 
     Args:
-        is_gpu: what the job offloads is not in the memory that is planned.
+        is_gpu: offloaded tensors are not in the planned memory.
         fake: mode of the tensors; None: real ones.
     """
     simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
@@ -154,7 +154,7 @@ class Rank:
             with self._mode:
                 _allocate_fake(model, parameters, buffers)
 
-        # meshes and modules outside of fake mode, which is for what takes memory
+        # meshes and modules outside of fake mode, which is for tensors with memory
         self.trainer = Trainer(
             plan, meshes, CPU, allocate=allocate if fake is None else allocate_fake
         )
@@ -186,7 +186,7 @@ class Rank:
             self.optimizer.zero_grad()
 
     def buffers_of(self, left_out: int) -> list[Tensor]:
-        """What a pipeline keeps for each microbatch of a step, of `left_out` that it is spared.
+        """The memory that a pipeline keeps for each of `left_out` microbatches not simulated.
 
         torch makes buffers for the activations and gradients that a stage receives, for every
         microbatch at the start; and a step makes one batch of all.

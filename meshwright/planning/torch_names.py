@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Registers what collectives return for fake tensors. Gone: ImportError at the start.
+# Registers results of collectives for fake tensors. Gone: ImportError at the start.
 import torch.distributed._tools.fake_collectives
 
 # Tensors with shapes and no memory. Gone: ImportError when `meshwright plan` starts.
@@ -44,7 +44,7 @@ def start_fake_process_group(rank: int, world_size: int) -> None:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what tells live storages apart. Gone: AttributeError at the first operator."""
+    """Return a key that tells live storages apart. Gone: AttributeError at the first operator."""
     return storage._cdata
 
 

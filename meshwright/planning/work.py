@@ -1,4 +1,4 @@
-"""What a step computes and sends: one entry for each operator and collective."""
+"""The work of a step: one entry for each operator and collective."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Operator:
     """Of all tensors that it reads and writes."""
     dtype: str
     is_copy_out: bool = False
-    """It takes parameters out of what FSDP2 has gathered, so it waits for that."""
+    """It takes parameters out of FSDP2's gathered buffer, so it waits for the gather."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Collective:
     span: int
     """Distance of the group's first and last rank."""
     num_bytes: int
-    """Of the larger of what goes in and what comes out, on one rank."""
+    """Of the larger of input and output, on one rank."""
     sent_bytes: float
     """That this rank sends, in a ring."""
     phase: str
@@ -176,7 +176,7 @@ def _axes(meshes: Meshes) -> dict[str, tuple[str, int, int]]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether all that comes out is memory of what goes in, unwritten."""
+    """Whether all outputs are memory of the inputs, unwritten."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.returns:
         return False

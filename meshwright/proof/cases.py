@@ -65,7 +65,7 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
-    """The config's own shape, each of its axes alone, and what users switch on and off."""
+    """The config's own shape, each of its axes alone, and options that users switch."""
     used = _used_axes(config, args)
     cases = _own_cases(config, small, args, used)
     shape = cases[0].mesh
@@ -106,7 +106,7 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
             continue
         if mesh.get("tp", 1) <= largest_tp(args):
             cases.append(build_case("mesh", small, mesh))
-    each = {"fsdp_reduce_gradients": "every_microbatch"}  # what "auto" becomes for large models
+    each = {"fsdp_reduce_gradients": "every_microbatch"}  # "auto" of large models
     for mesh in ({"dp_shard": 2}, HSDP):
         name = "2 microbatches, each reduced"
         cases.append(build_case(name, small, mesh, num_microbatches=2, parallelism=each))
@@ -158,7 +158,7 @@ def _own_cases(
 
 
 def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """How the config computes, without its degrees and what depends on the size of the model."""
+    """The config's options, without its degrees and those tied to the size of the model."""
     left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
     idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
@@ -255,7 +255,7 @@ def build_case(
 
     Args:
         num_microbatches: of a rank in a step; 0: a single one, or with a pipeline as many as can
-            be. A sum in bf16 has those of its reference.
+            be. A sum in bf16 has its reference's.
     """
     dp = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
     if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
@@ -277,7 +277,7 @@ def build_case(
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:
-    """The first of those that would run the same."""
+    """Without cases that would run the same as an earlier one."""
     found: dict[str, Case] = {}
     for case in cases:
         found.setdefault(case.config.model_dump_json(), case)

@@ -18,10 +18,10 @@ class Bounds:
     gradient: float
     """For a parameter: norm of the difference over the norm."""
     update: float
-    """For a parameter, of what the first steps have added to it: norm of the difference over the
+    """For a parameter, of its change by the first steps: norm of the difference over the
     norm."""
     later_loss: float
-    """Of the steps after the first, when weights differ by what rounding has made of them; and of
+    """Of the steps after the first, when weights differ by rounding; and of
     the validation, which is after it."""
     later_grad_norm: float
     rounding: float = 0.0
@@ -41,12 +41,12 @@ BOUNDS = {
     # and of numbers that were added up in parts, and rounded
     "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, rounding=2.0),
 }
-"""By what a case is to be held against."""
+"""By kind of case."""
 
 
 @dataclass
 class Verdict:
-    """How far a case is from the reference, where, and what that breaks."""
+    """How far a case is from the reference, where, and the failures."""
 
     failures: list[str] = field(default_factory=list)
     """One line each, naming the quantity or the parameter; none: the case is proved."""
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process has seen."""
+    """The measurements of one process."""
 
     seen: Measurement
     shapes: Mapping[str, tuple[int, ...]]
@@ -73,7 +73,7 @@ class Reference:
     gradient_norms: Mapping[str, float]
     """2-norm of every parameter's gradient."""
     update_norms: Mapping[str, float]
-    """2-norm of what the first steps have added to every parameter."""
+    """2-norm of every parameter's change by the first steps."""
     roundings: Mapping[str, float] = field(default_factory=dict)
     """Relative error of every parameter's gradient, against one process in fp32."""
 
@@ -198,7 +198,7 @@ def _compare_updates(
 
 
 def _errors(norms: Mapping[str, float], ranks: Sequence[Mapping[str, Box]]) -> dict[str, float]:
-    """Relative error of every tensor, put together from what ranks hold of it."""
+    """Relative error of every tensor, put together from the ranks' shards."""
     errors = {}
     for name, norm in norms.items():
         worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part

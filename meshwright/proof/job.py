@@ -63,11 +63,11 @@ class Job:
 
     @property
     def tensors(self) -> TrainingTensors:
-        """All that a checkpoint holds."""
+        """Everything that a checkpoint holds as tensors."""
         return self._trainer.tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of `tensors`, those of the model and of the optimizer."""
+        """The model's and the optimizer's `tensors`."""
         state = self.tensors.state_dict()
         return {name: tensor for name, tensor in state.items() if not name.startswith(RNG)}
 
@@ -79,7 +79,7 @@ class Job:
 def show_attention(stage: Decoder) -> None:
     """Stretch the rotary cache of `stage`, more towards its end, in place.
 
-    Initial queries and keys are so small that attention is nearly a mean of what it sees: which
+    Initial queries and keys are so small that attention is nearly a mean of its inputs: which
     token is where would hardly show. And rotary attention sees nothing but distances: if documents
     did not begin at position 0, each query would still see its own keys at the right ones. Here
     scores are of order 1, and depend on places. Queries and keys that are normalised make such

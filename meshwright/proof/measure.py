@@ -1,4 +1,4 @@
-"""What one rank sees when it trains a few steps, held against the reference."""
+"""One rank's figures of a few steps, compared with the reference."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank holds of a tensor, and how far it is from the same part of the reference."""
+    """A rank's shard of a tensor, and its distance from the same part of the reference."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Measurement:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By step and index in the global batch: hash of what was read."""
+    """By step and index in the global batch: hash of the sample."""
     weights: dict[str, Box] = field(default_factory=dict)
     """Initial ones, by name."""
     gradients: dict[str, Box] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Measurement:
     wrong_after_load: list[str] = field(default_factory=list)
     """Tensors that differ between the job that has loaded it and the one that has saved it."""
     wrong_after_resume: list[str] = field(default_factory=list)
-    """What differs, to the bit, between the resumed job and the one that went on."""
+    """Differences, to the bit, between the resumed job and the one that went on."""
     resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """As `samples`, of the steps after the resume."""
 
@@ -96,7 +96,7 @@ def _measure(
     Args:
         folder: where the checkpoint goes, the same on every rank.
     """
-    torch.compiler.reset()  # what other cases compiled in this process counts against a limit
+    torch.compiler.reset()  # graphs of other cases in this process count against a limit
     plan = preflight(config, world_size)
     vocabulary = Vocabulary(plan.model_args.vocab_size)
     plan, seen = dataclasses.replace(plan, tokenizer=vocabulary), Measurement()
@@ -172,7 +172,7 @@ def _keep_gradients(
 
 
 def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:
-    """Compare what this rank holds of each tensor with that part of the reference's."""
+    """Compare this rank's shard of each tensor with that part of the reference's."""
     boxes = {}
     for name, tensor in local.items():
         mine, offset = local_box(tensor)

@@ -25,7 +25,7 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what came of it."""
+    """A case and its result."""
 
     case: Case
     verdict: Verdict
@@ -89,7 +89,7 @@ def record_references(
 
 
 def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tuple[Reference, Path]:
-    """Run one process and read what it wrote.
+    """Run one process and read its output.
 
     Args:
         exact: file of the same in fp32, if that is another.

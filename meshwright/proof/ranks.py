@@ -47,7 +47,7 @@ class RankPool:
             theirs.close()  # else a rank that dies is never noticed
 
     def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
-        """`fn(*args)` on every rank; what each returned. `fn` must be a module's own function.
+        """Call `fn(*args)` on every rank; return each result. `fn` must be a module's own function.
 
         Raises:
             RankError: with the traceback of the first rank to fail; the pool is then closed.

@@ -1,4 +1,4 @@
-"""A checkpoint of a small job, held against what was to be saved, and resumed from."""
+"""A checkpoint of a small job, compared with the saved state, and resumed from."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ NOTHING: dict[str, Any] = {
     **{key: {} for key in ("data_identity", "data_content", "model_args", "mesh")},
     **{key: {} for key in ("versions", "config")},
 }
-"""In a manifest: by what a resume finds out that the job is another one, which it is not."""
+"""Manifest keys by which a resume tells another job; this is the same job."""
 
 
 @functools.cache  # it makes a process group, which is never freed: one for all cases of a pool
@@ -50,7 +50,7 @@ class SmallCheckpoint:
     def __init__(self, root: Path, world_size: int) -> None:
         self._folder = root / f"checkpoints of {world_size}"
         self._manager = _manager(self._folder)
-        if dist.get_rank() == 0:  # that of the case before, or of one that broke off
+        if dist.get_rank() == 0:  # from the case before, or from one that broke off
             shutil.rmtree(self._folder, ignore_errors=True)
         dist.barrier()
 
@@ -72,19 +72,19 @@ class SmallCheckpoint:
         }
         CheckpointWeights(Place("proof", path), str).load(whole)
         saved = {name: part_of(tensor, local[name]) for name, tensor in whole.items()}
-        wrong = different(local, saved)  # which includes what is not there
+        wrong = different(local, saved)  # missing ones included
         dist.barrier()  # nobody goes on, and saves anew, while another reads
         return wrong
 
     def resume(
         self, plan: Plan, meshes: Meshes, source: OpenSource
     ) -> tuple[Job | None, list[str]]:
-        """A new job, that goes on from what was saved; or None, if for some rank there is something
-        missing, and names of what is missing for this one."""
+        """A new job that resumes from the checkpoint; or None, if some rank misses something,
+        and the names that this rank misses."""
         manifest = self._manager.find()
         assert manifest is not None
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
-        for parameter in job.model.parameters():  # memory might hold what the job before left there
+        for parameter in job.model.parameters():  # memory might still hold the job before
             local_box(parameter.detach())[0].fill_(torch.nan)
         path = commit.step_folder(self._folder, manifest["step"])
         missing = sorted(job.state_dict().keys() - _names(path))
@@ -105,7 +105,7 @@ def _names(checkpoint: Path) -> set[str]:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Of `whole` what this rank holds of `like`, which is sharded or not."""
+    """The part of `whole` that this rank holds of `like`, which is sharded or not."""
     mine, offset = local_box(like)
     for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)

@@ -73,7 +73,7 @@ def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
 
 
 def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Those of `patterns` that the small model has a name for."""
+    """The patterns that match a name of the small model."""
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
@@ -94,7 +94,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         n_layers=_num_layers(config.parallelism, args.n_layers),
         n_heads=heads,
         n_kv_heads=kv_heads,
-        hidden_dim=22 * max(tp, 2),  # divides by tp, but what is left not by 4 ranks
+        hidden_dim=22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
         vocab_size=VOCAB_SIZE,
         head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
     )
@@ -134,7 +134,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
         "mixed_precision_reduce": "float32",
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
-        "enable_cpu_offload": False,  # cases have it, as all that must not change the model
+        "enable_cpu_offload": False,  # cases have it: it must not change the model
     }
     optimizer = {"early_step_in_backward": False, "groups": groups}
     warmup_steps = min(config.lr_scheduler.warmup_steps, 2)

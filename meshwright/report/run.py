@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as its files have it; what is not there is empty."""
+    """A run, as its files have it; absent parts are empty."""
 
     folder: Path
     records: Sequence[Row]
@@ -54,7 +54,7 @@ class Run:
         return [int(row["step"]) for row in self.starts[1:]]
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a figure, without those that are not finite."""
+        """Return the steps and values of a figure, without values that are not finite."""
         return [
             (int(row["step"]), float(row[name]))
             for row in self.records

@@ -405,7 +405,7 @@ dataset_path = "data"
     assert result.returncode == 0, result.stdout + result.stderr
     last = records(tmp_path / "out")[-1]
     assert last["validation/words/loss"] != last["validation/python_stdlib/loss"]
-    assert "validation/words/loss" in result.stdout
+    assert "validation/words: loss " in result.stdout
     too_many = ("--validation.num_samples", 100000)
     result = train_alone(tmp_path / "no", *too_many, **job)
     assert result.returncode == 2

@@ -56,7 +56,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     """Turn the table of a torchtitan TOML into one of ours; keys of ours in it count as they are.
 
     Args:
-        folder: where relative paths start: torchtitan's are those of the working directory.
+        folder: where relative paths start: torchtitan's start at the working directory.
 
     Raises:
         ConfigError: for every key that asks for a feature that Meshwright lacks.

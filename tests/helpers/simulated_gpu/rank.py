@@ -80,7 +80,7 @@ def simulate(case: Case) -> Figures:
 def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
     """`local_model.allocate`, whose `to_empty` cannot replace plain fake parameters."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        _plain_allocate(model, parameters, buffers)
+        local_model.allocate(model, parameters, buffers)
         return
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -90,15 +90,13 @@ def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device)
             setattr(module, name, torch.empty_like(buffer, device=buffers))
 
 
-_plain_allocate = local_model.allocate
-local_model.allocate = _allocate
 initialize.compute_local_shape_and_global_offset = fake_cuda.real(
     initialize.compute_local_shape_and_global_offset  # of meshes, on the host
 )
 
 
 def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
-    rank = OneRank(plan, meshes, DEVICE)
+    rank = OneRank(plan, meshes, DEVICE, _allocate)
     model, optimizer = rank.model, rank.optimizer
     watch.begin()
     rank.initialize()
