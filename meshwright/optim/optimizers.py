@@ -125,13 +125,11 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(parameter: DTensor, shard: Tensor) -> DTensor:
-    """Return the DTensor of all ranks' `shard`, laid out as `parameter`."""
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _like(parameter: DTensor, shard: Tensor) -> Tensor:
+    """Return the DTensor of all ranks' `shard`, laid out as `parameter`.
+
+    Not by `DTensor.from_local`: it would move the shard of an offloaded parameter to the device.
+    """
+    whole = torch.empty_like(parameter, dtype=shard.dtype)
+    _local(whole).copy_(shard)
+    return whole

@@ -110,4 +110,4 @@ def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
     assert figures["one GPU, fp32"]["peak_bytes"] < 1.5 * scores
     for what in ("", ", fp32"):
         gathered = figures[f"CP 4, gather{what}"]["peak_bytes"]
-        assert gathered < 1.5 * figures["CP 4, ring"]["peak_bytes"]
+        assert gathered - figures["CP 4, ring"]["peak_bytes"] < scores / 4
