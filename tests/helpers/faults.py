@@ -187,7 +187,7 @@ def loss_in_bf16() -> Iterator[None]:
     def low(logits):
         return logits.bfloat16().logsumexp(-1).float()
 
-    with patch.object(loss, "log_sums", low):
+    with patch.object(loss, "_log_sums_in_blocks", low):
         yield
 
 
