@@ -67,7 +67,7 @@ class SummedLoss:
         loss = apply(x.flatten(0, 1), weight, labels.flatten(), first, self, needed)
         # A node of its own for the output: schedules that split backward start the weights' part at
         # the loss's node, and the hooks of FSDP2 on this output must not be called then again.
-        return loss.view(())
+        return loss.clone()
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
