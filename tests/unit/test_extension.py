@@ -64,8 +64,8 @@ def test_a_sink(tmp_path) -> None:
     config, _ = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
     sink = Spared(name, lambda: build(config, tmp_path))
-    sink.write({"step": 1, "loss": 2.5})
-    sink.write({"step": 2, "loss": 2.25})
+    sink.write({"step": 1, "loss/train": 2.5})
+    sink.write({"step": 2, "loss/train": 2.25})
     sink.close()
     assert (tmp_path / "losses.csv").read_text().split() == ["1,2.5", "2,2.25"]
 
