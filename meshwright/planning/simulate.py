@@ -148,15 +148,15 @@ class Rank:
         self._plan = plan
         self._mode = fake or nullcontext()
 
-        def allocate_fake(
+        def allocate_in_mode(
             model: nn.Module, parameters: torch.device, buffers: torch.device
         ) -> None:
             with self._mode:
-                _allocate_fake(model, parameters, buffers)
+                allocate_fake(model, parameters, buffers)
 
         # meshes and modules outside of fake mode, which is for tensors with memory
         self.trainer = Trainer(
-            plan, meshes, CPU, allocate=allocate if fake is None else allocate_fake
+            plan, meshes, CPU, allocate=allocate if fake is None else allocate_in_mode
         )
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         with self._mode:
@@ -211,7 +211,7 @@ class Rank:
             self.trainer.step(number, batches, self.health)
 
 
-def _allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+def allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
     """Do the work of `local_model.allocate`, whose `to_empty` cannot replace plain parameters by
     fake ones."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

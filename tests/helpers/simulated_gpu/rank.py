@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 # registers what collectives give for fake tensors
 import torch.distributed._tools.fake_collectives
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,8 +21,8 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.loader import load_config
 from meshwright.models import initialize
-from meshwright.parallelisms import local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.planning.simulate import allocate_fake
 from meshwright.preflight import Plan, preflight
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu import fake_cuda
@@ -77,26 +75,13 @@ def simulate(case: Case) -> Figures:
         return _run(case, plan, meshes, watch)
 
 
-def _allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """`local_model.allocate`, whose `to_empty` cannot replace plain fake parameters."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        local_model.allocate(model, parameters, buffers)
-        return
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty_like(parameter, device=parameters)
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=buffers))
-
-
 initialize.compute_local_shape_and_global_offset = fake_cuda.real(
     initialize.compute_local_shape_and_global_offset  # of meshes, on the host
 )
 
 
 def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
-    rank = OneRank(plan, meshes, DEVICE, _allocate)
+    rank = OneRank(plan, meshes, DEVICE, allocate_fake)
     model, optimizer = rank.model, rank.optimizer
     watch.begin()
     rank.initialize()
