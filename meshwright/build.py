@@ -18,7 +18,7 @@ from meshwright.config.loader import to_toml
 from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
-from meshwright.datasets.sample import Sample
+from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.tokenizing import default_folder
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_read import HuggingFaceWeights
@@ -37,7 +37,13 @@ from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
-from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
+from meshwright.parallelisms.local_model import (
+    Allocate,
+    LocalModel,
+    ModelParts,
+    allocate,
+    build_local_model,
+)
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.parallelisms.process_group import barrier
@@ -49,43 +55,37 @@ def build_model(
     plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
 ) -> LocalModel:
     """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
-    config, args = plan.config, plan.model_args
-    training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    apply = partial(
-        parallelize,
+    config, training = plan.config, plan.config.training
+    applied: list[str] = []
+
+    def prepare(stage: Decoder) -> None:
+        applied.extend(
+            parallelize(
+                stage,
+                meshes,
+                training=training,
+                parallelism=config.parallelism,
+                recomputation=config.activation_checkpoint,
+                compilation=config.compile,
+                fp32_modules=plan.fp32_modules,
+            )
+        )
+        allocate(stage, torch.device("cpu") if training.enable_cpu_offload else device, device)
+
+    model = build_local_model(
+        partial(Decoder, plan.model_args, training.seq_len),
+        prepare,
+        ModelParts(plan.stage_modules, plan.frozen, plan.fp32_modules),
         meshes=meshes,
-        param_dtype=dtype,
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        fp32_modules=plan.fp32_modules,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        prefetch_layers=config.parallelism.fsdp_prefetch_layers,
-        enable_cpu_offload=training.enable_cpu_offload,
-        loss_chunk_tokens=training.loss_chunk_tokens,
-        enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
-        context_parallel_attention=config.parallelism.context_parallel_attention,
-        ac_mode=config.activation_checkpoint.mode,
-        selective_ac_option=config.activation_checkpoint.selective_ac_option,
-        saved_ops=config.activation_checkpoint.saved_ops,
-        memory_budget=config.activation_checkpoint.memory_budget,
-        compile_backend=config.compile.backend if config.compile.enable else None,
-    )
-    return build_local_model(
-        partial(Decoder, args, training.seq_len),
-        apply,
-        plan.stage_modules,
-        frozen=plan.frozen,
-        meshes=meshes,
+        training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
-        num_microbatches=plan.num_microbatches,
-        activation_shape=(training.local_batch_size, training.seq_len, args.dim),
-        dtype=dtype,
-        master_dtype=getattr(torch, training.dtype),
-        fp32_modules=plan.fp32_modules,
         device=device,
-        enable_cpu_offload=training.enable_cpu_offload,
-        allocate=allocate,
     )
+    if model.pipeline is not None:
+        logger.info("%s", model.pipeline.summary)
+    for line in dict.fromkeys(applied):  # of all stages
+        logger.info("%s", line)
+    return model
 
 
 def set_first_values(plan: Plan, model: LocalModel) -> None:
@@ -137,12 +137,11 @@ def build_loader(
         sources,
         weights(training.datasets),
         cursor,
-        length=training.seq_len + 1,
-        seed=training.seed,
-        max_epochs=training.max_epochs,
+        SampleRules(
+            training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
+        ),
         batch=shape.global_batch_size,
         slots=shape.slots,
-        max_bad_records=training.max_bad_records,
     )
     return Loader(
         order,
@@ -173,21 +172,16 @@ def build_validation(
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
 
+    # as they lie
+    rules = SampleRules(training.seq_len + 1, None, 1, training.max_bad_records)
+
     def read(source: OpenSource) -> Iterator[list[Sample]]:
         order = GlobalOrder(
-            [source],
-            [1],
-            Cursor(),
-            length=training.seq_len + 1,
-            seed=None,  # as they lie
-            max_epochs=1,
-            batch=shape.global_batch_size,
-            slots=shape.slots,
-            max_bad_records=training.max_bad_records,
+            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
         )
         num_samples = plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
-            num_samples = source.cache.num_tokens // order.length
+            num_samples = source.cache.num_tokens // rules.length
         return padded_samples(order, shape, num_samples)
 
     kept = {

@@ -173,7 +173,7 @@ def padded_samples(
     Raises:
         ConfigError: if the data ends before.
     """
-    padding, slots = blank_sample(order.length), frozenset(shape.slots)
+    padding, slots = blank_sample(order.rules.length), frozenset(shape.slots)
     for first in range(0, num_samples, shape.global_batch_size):
         left = num_samples - first
         try:
