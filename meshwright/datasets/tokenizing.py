@@ -27,9 +27,9 @@ from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
-    KEY,
+    CACHE_KEY,
     OF_PART,
-    DamagedError,
+    DamagedCacheError,
     Part,
     TokenCache,
     checksums,
@@ -78,10 +78,10 @@ def open_cache(
             return cache or _make(recipe, folder, num_workers, check_all)
     except OSError as error:
         raise ConfigError(
-            KEY,
+            CACHE_KEY,
             f"{error.filename or folder}: {error.strerror or error}, while tokens were to be "
             f"read or written in {folder}"
-            f"\n  fix: make room or give permission, or set {KEY} to another folder",
+            f"\n  fix: make room or give permission, or set {CACHE_KEY} to another folder",
         ) from error
 
 
@@ -90,7 +90,7 @@ def _open_if_complete(folder: Path) -> TokenCache | None:
         return None
     try:
         return TokenCache(folder)
-    except DamagedError as damage:
+    except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", folder, damage)
         return None
 
@@ -141,8 +141,8 @@ def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> To
     try:
         _join(entry, folder, parts, dtype)
         return TokenCache(folder)
-    except DamagedError as damage:  # someone else writes here, or the disk is failing
-        raise ConfigError(KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
+    except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
+        raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
 
 
 def _dtype(recipe: Recipe, is_chat: bool) -> str:
@@ -156,7 +156,7 @@ def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
         return False
     try:
         index = load_arrays(part.index, OF_PART)
-    except DamagedError as damage:
+    except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
         return False
     size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
@@ -204,7 +204,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
                         bar.update()
         except BrokenProcessPool as error:
             raise ConfigError(
-                KEY,
+                CACHE_KEY,
                 "a process that tokenised was killed: for want of memory?"
                 "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
             ) from error

@@ -18,7 +18,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.models.foreign import MetaForm, TorchtitanForm
 
-KEY = "checkpoint.initial_load_path"
+LOAD_KEY = "checkpoint.initial_load_path"
 
 
 class Initial(NamedTuple):
@@ -40,7 +40,7 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
     Raises:
         ConfigError: if it is not there, not of the kind that is said, or damaged.
     """
-    place = Place(KEY, Path(config.initial_load_path))
+    place = Place(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
         place.check(False, "no such folder", where_it_ends(place.path))
     place.check(place.path.is_dir(), "is not a folder")

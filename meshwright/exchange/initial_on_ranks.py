@@ -12,7 +12,7 @@ from meshwright.checkpoint.manifest import DamagedError
 from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
-from meshwright.exchange.initial_load import KEY, Initial, find_initial
+from meshwright.exchange.initial_load import LOAD_KEY, Initial, find_initial
 from meshwright.log import logger
 
 READING_TIMEOUT = timedelta(hours=1)
@@ -52,7 +52,7 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
         held.close()
         damaged[path] = wrong
         if dist.get_rank() == 0:
-            logger.warning("%s: passed over %s, which is damaged: %s", KEY, path, wrong)
+            logger.warning("%s: passed over %s, which is damaged: %s", LOAD_KEY, path, wrong)
 
 
 def _chosen_by_first(

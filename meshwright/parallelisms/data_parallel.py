@@ -51,29 +51,29 @@ def apply_fsdp(
         is_output = module is model.output
         dtype = "float32" if is_output else training.mixed_precision_param
         _compute_in_fp32(module, getattr(torch, dtype))
-    group = _sharding(mesh, training, kept)
+    shard = _sharding(mesh, training, kept)
     layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
     at_end = reshard_after_forward == "always"
     is_tied = isinstance(model.output, TiedProjection)
     if model.tok_embeddings is not None and not is_tied:
-        layers.append([group(model.tok_embeddings, reshard_after_forward=not never)])
+        layers.append([shard(model.tok_embeddings, reshard_after_forward=not never)])
     *_, last = model.layers.values()
     for block in model.layers.values():
         # backward begins with the last and the output: freed, they would be gathered twice in a row
         reshard = at_end if block is last else not never
         within = [module for module in block.modules() if module in kept and module is not block]
-        inner = [group(module, reshard_after_forward=reshard) for module in within]
-        layers.append([group(block, reshard_after_forward=reshard), *inner])
+        inner = [shard(module, reshard_after_forward=reshard) for module in within]
+        layers.append([shard(block, reshard_after_forward=reshard), *inner])
     ends = [end for end in (model.norm, model.output) if end is not None]
     if is_tied:
         ends = [end for end in ends if end in kept]
     if kept.intersection(ends):
-        layers += [[group(end, reshard_after_forward=at_end)] for end in ends]
+        layers += [[shard(end, reshard_after_forward=at_end)] for end in ends]
     elif ends:
-        layers.append([group(*ends, reshard_after_forward=at_end)])
+        layers.append([shard(*ends, reshard_after_forward=at_end)])
     # a tied embedding, needed at both ends, stays in the root's group
-    root = group(model, reshard_after_forward=False)
+    root = shard(model, reshard_after_forward=False)
     if parallelism.fsdp_prefetch_layers > 1:  # FSDP2 prefetches one by itself
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
@@ -108,7 +108,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
         # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
-    def group(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+    def shard(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
         return fully_shard(
             [*modules],
             mesh=mesh,
@@ -117,7 +117,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
             reshard_after_forward=reshard_after_forward,
         )[0]
 
-    return group
+    return shard
 
 
 def _describe(mesh: DeviceMesh, training: Training) -> str:

@@ -179,7 +179,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     assert code == 0
     assert "damaged: __0_0.distcp: No such file" in lines[3]
 
-    def look_and_delete(path: Path) -> survey.Entry:
+    def look_and_delete(path: Path) -> survey.FoundCheckpoint:
         entry = survey.look_at(path)
         if path.name == "step-5":
             shutil.rmtree(path)
@@ -191,7 +191,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
         "step-8.aside0",
     ]
 
-    def forbid(path: Path) -> survey.Entry:
+    def forbid(path: Path) -> survey.FoundCheckpoint:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("meshwright.cli.checkpoint.look_at", forbid)

@@ -20,7 +20,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
 from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import IndexedDocuments
-from meshwright.datasets.token_cache import DamagedError, TokenCache
+from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
@@ -246,7 +246,7 @@ def test_every_bit_of_an_index_is_guarded(tmp_path) -> None:
         path.write_bytes(damaged)
         try:
             found = vars(load_arrays_of(TokenCache(cache.folder)))
-        except DamagedError:
+        except DamagedCacheError:
             continue
         assert found == want
 
