@@ -32,7 +32,7 @@ def manifest_of(
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
-        bad_steps: `BadStepLog.state()`.
+        bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
     """
     return {

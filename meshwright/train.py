@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.agreement import check_agreement
 from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
-from meshwright.bad_steps import BadStepLog
+from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
     build_loader,
@@ -72,7 +72,7 @@ class Job:
     loader: Loader
     reporter: Reporter
     validate: Validate | None
-    bad_steps: BadStepLog
+    bad_steps: BadStepReporter
     resumed_step: int
     """The last step that was taken before this process; 0 at the start."""
     since: float
@@ -230,7 +230,7 @@ def _set_up(
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        bad_steps=BadStepLog(
+        bad_steps=BadStepReporter(
             config.bad_steps,
             device,
             is_early=config.optimizer.early_step_in_backward,
@@ -284,7 +284,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         is_first = step == job.resumed_step + 1
         with busy("first step, with compilation") if is_first else nullcontext():
-            result = job.trainer.step(step, batches, job.bad_steps.health)
+            result = job.trainer.step(step, batches, job.bad_steps.detector)
         taken = Taken(step, data, result)
         job.reporter.count(step, data_time_s)
         job.bad_steps.count(step, data.cursor)
@@ -299,7 +299,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
             is_asked_to_stop=stop.is_over(step),
         )
         if due.look:
-            job.bad_steps.look()
+            job.bad_steps.raise_or_report()
         if due.log:
             job.reporter.report(step, _figures(job, stop, taken, due))
         is_over = due.stop or (due.validate and stop.is_over(step))
@@ -349,7 +349,7 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
 def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
     """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
     config = job.plan.config.checkpoint
-    job.bad_steps.look()
+    job.bad_steps.raise_or_report()
     with job.reporter.paused("checkpoint"), busy("saving"):
         manifest = manifest_of(
             job.plan,
