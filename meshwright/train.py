@@ -41,7 +41,7 @@ from meshwright.errors import (
 )
 from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
-from meshwright.launch.stop import StopRequest
+from meshwright.launch.stop import StopCoordinator
 from meshwright.log import busy, log_to_file, logger
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
@@ -121,7 +121,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
         with note_failure(job.plan, job.reporter):
             with (
                 build_profiler(config.profiling, dump_folder, rank, first) as profiler,
-                StopRequest(dump_folder, config.job.max_run_seconds) as stop,
+                StopCoordinator(dump_folder, config.job.max_run_seconds) as stop,
                 checkpoints,
             ):
                 taken, is_done = _loop(job, stop, profiler)
@@ -202,7 +202,7 @@ def _set_up(
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan, found).log(_is_said(plan))
+        drift_of(plan, found).log(_is_printed(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -263,7 +263,7 @@ def _set_values(
     return cursor
 
 
-def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken | None, bool]:
+def _loop(job: Job, stop: StopCoordinator, profiler: Profiler | None) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -318,7 +318,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
     return taken, is_last
 
 
-def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, float]:
+def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[str, float]:
     """The figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
     figures = {
@@ -368,7 +368,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 
 
-def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
+def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps = job.plan.config, job.plan.config.training.steps
     is_new = step > job.resumed_step
@@ -376,7 +376,7 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     job.bad_steps.close()
     job.reporter.close()
     if stop.reason:
-        stop.heeded()
+        stop.clear_stop_file()
     if failures := stop.failures(step):
         _raise_data_error(config, failures, step, is_new=is_new)
     if not is_done:
@@ -395,7 +395,7 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     return is_done
 
 
-def _look_ahead(job: Job, stop: StopRequest, step: int) -> float:
+def _look_ahead(job: Job, stop: StopCoordinator, step: int) -> float:
     """Have the data of the two steps after `step` at hand, or tell the other ranks that this one
     cannot: they hear of it while they take the first of the two. Returns the seconds waited."""
     start, wanted = time.perf_counter(), min(2, job.plan.config.training.steps - step)
@@ -422,7 +422,7 @@ def _raise_data_error(
     raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
 
 
-def _is_said(plan: Plan) -> bool:
+def _is_printed(plan: Plan) -> bool:
     """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
     return CHECKED in os.environ and plan.resume_step == commit.choose_step(

@@ -100,13 +100,13 @@ class Drift:
             way = "checkpoint.load_step to its step"  # for it has been left out once
         return f"; or set {way}, to begin with {' and '.join(begins.values())}"
 
-    def log(self, is_said: bool = False) -> None:
+    def log(self, is_printed: bool = False) -> None:
         """Log the differences that do not prevent a resume: a line for each key that matters.
 
         Args:
-            is_said: on the console, so that it is to go to the log's file alone.
+            is_printed: on the console, so that it is to go to the log's file alone.
         """
-        extra, resuming = {"is_said": is_said}, f"resuming {self.checkpoint.name} with"
+        extra, resuming = {"is_printed": is_printed}, f"resuming {self.checkpoint.name} with"
         for difference in self.on_training:
             what = "a change that training will show"
             if effect_of(difference.key) is None:

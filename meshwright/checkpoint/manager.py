@@ -31,7 +31,7 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError, in_ranges
 from meshwright.log import logger
 
-PATIENCE = timedelta(hours=1)
+CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class CheckpointManager:
         self._folder, self._config = folder, config
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
         nonce = [new_nonce()]
         dist.broadcast_object_list(nonce, group=self._group)
         self._nonce, self._saves = nonce[0], 0

@@ -258,7 +258,7 @@ def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tm
     try:
         log_to_console()
         log_to_file(tmp_path, 0)
-        drift.log(is_said=True)
+        drift.log(is_printed=True)
         assert capsys.readouterr().out == ""
         drift.log()
     finally:
