@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.job_config import BadSteps
-from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import TrainingError
 from meshwright.health import FIGURES, BadStep, BadStepDetector
 from meshwright.log import logger

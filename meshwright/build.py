@@ -15,14 +15,14 @@ from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
 from meshwright.datasets.sample import Sample, SampleRules
+from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.datasets.tokenizing import default_folder
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_read import HuggingFaceWeights
-from meshwright.exchange.initial_load import Initial, meta_form, torchtitan_form
+from meshwright.exchange.initial_load import InitialWeights, meta_form, torchtitan_form
 from meshwright.exchange.initial_on_ranks import open_initial
 from meshwright.exchange.meta_read import MetaWeights
 from meshwright.exchange.torchtitan_folder import find_names
@@ -88,7 +88,7 @@ def build_model(
     return model
 
 
-def set_first_values(plan: Plan, model: LocalModel) -> None:
+def initialize_weights(plan: Plan, model: LocalModel) -> None:
     """Give parameters and buffers their values at step 0. Collective.
 
     Raises:
@@ -109,7 +109,7 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
 
 
 def _open_weights(
-    plan: Plan, initial: Initial
+    plan: Plan, initial: InitialWeights
 ) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
     spec, args, place = plan.spec, plan.model_args, initial.place
     match initial.kind:
@@ -133,7 +133,7 @@ def build_loader(
 ) -> Loader:
     """This rank's batches, from `cursor` on."""
     training, shape = plan.config.training, _batch_shape(plan, meshes)
-    order = GlobalOrder(
+    stream = SampleStream(
         sources,
         weights(training.datasets),
         cursor,
@@ -144,7 +144,7 @@ def build_loader(
         slots=shape.slots,
     )
     return Loader(
-        order,
+        stream,
         shape,
         mask_documents=training.mask_documents,
         pin_memory=device.type == "cuda",
@@ -176,13 +176,13 @@ def build_validation(
     rules = SampleRules(training.seq_len + 1, None, 1, training.max_bad_records)
 
     def read(source: OpenSource) -> Iterator[list[Sample]]:
-        order = GlobalOrder(
+        stream = SampleStream(
             [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
         )
         num_samples = plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
             num_samples = source.cache.num_tokens // rules.length
-        return padded_samples(order, shape, num_samples)
+        return padded_samples(stream, shape, num_samples)
 
     kept = {
         source.entry.key: list(read(source))

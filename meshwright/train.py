@@ -22,7 +22,7 @@ from meshwright.build import (
     build_loader,
     build_reporter,
     build_validation,
-    set_first_values,
+    initialize_weights,
 )
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager, HasState
@@ -30,9 +30,9 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import Checkpoint, JobConfig
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.due import Due, due_after, saves
 from meshwright.errors import (
     ConfigError,
@@ -52,7 +52,7 @@ from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
-from meshwright.preflight import Plan, check_first_weights, drift_of
+from meshwright.preflight import Plan, check_first_weights, resume_diff
 from meshwright.profiling import Profiler, build_profiler
 from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
@@ -182,10 +182,10 @@ def _set_up(
     """Resume or begin: build every part of the job. None if its last step is done already."""
     since = time.perf_counter()
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    found = checkpoints.find()
+    found = checkpoints.select_and_verify()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
     if found is not None:
-        drift_of(plan, found).check()
+        resume_diff(plan, found).check()
     else:
         checkpoints.tell(lambda: check_first_weights(plan))
     if plan.resume_step >= config.training.steps:
@@ -202,7 +202,7 @@ def _set_up(
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan, found).log(_is_printed(plan))
+        resume_diff(plan, found).log(_is_printed(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -254,7 +254,7 @@ def _set_values(
 ) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
-        set_first_values(plan, trainer.model)
+        initialize_weights(plan, trainer.model)
         return Cursor()
     cursor = place_in_data(plan, found, sources)
     checkpoints.load(trainer.tensors, found)
@@ -307,7 +307,7 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler | None) -> tuple[T
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and not is_over:
-            job.checkpoints.reserve(job.trainer.tensors)
+            job.checkpoints.preallocate(job.trainer.tensors)
         job.checkpoints.poll()
         if due.is_first or due.validate:
             set_timeout(job.meshes, config.comm.train_timeout_seconds)

@@ -77,7 +77,7 @@ class Staging:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._copied: list[torch.Event] = []
 
-    def reserve(self, state: Mapping[str, Tensor]) -> None:
+    def preallocate(self, state: Mapping[str, Tensor]) -> None:
         """Take the memory for a copy of `state`: slow the first time, so not for a step to do."""
         layout, num_bytes = _lay_out(_local(state))
         self._allocate(layout, num_bytes)

@@ -60,16 +60,16 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: 
     """
     dtype = getattr(torch, training.mixed_precision_param)
     has_kernel = is_available(mesh.device_type, dtype, model.table.rope.head_dim)
-    goes_around = is_ring(
+    uses_ring = is_ring(
         parallelism.context_parallel_attention, mesh.device_type, is_available=has_kernel
     )
-    ring = mesh.get_group().group_name if goes_around else None
+    ring = mesh.get_group().group_name if uses_ring else None
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, ring=ring, has_kernel=has_kernel)
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = shared
-    way = "go from rank to rank" if goes_around else "are gathered"
+    way = "go from rank to rank" if uses_ring else "are gathered"
     return f"context parallelism: sequences cut in {mesh.size()}; keys and values {way}"
 
 

@@ -95,7 +95,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
     """
     # Inputs of a block are in the compute type as they come: the embedding makes them so. Casting
     # them would also cast the fp32 rotary cache, which is an input of each block.
-    cast, keep = (
+    mixed_policy, fp32_policy = (
         MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -112,7 +112,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
         return fully_shard(
             [*modules],
             mesh=mesh,
-            mp_policy=keep if modules[0] in kept else cast,
+            mp_policy=fp32_policy if modules[0] in kept else mixed_policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
         )[0]
@@ -194,7 +194,7 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
                     parameter.to_accumulated_grad_if_needed()
 
 
-def forget_forward(model: Decoder) -> None:
+def reset_after_no_grad(model: Decoder) -> None:
     """After forwards of `model` without gradients: free gathered parameters, and leave FSDP2 as a
     backward would, which never comes."""
     for module in model.modules():

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from meshwright.build import build_loader
 from meshwright.checkpoint.state import RNG, TrainingTensors
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.health import BadStepDetector
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from meshwright.bad_steps import FILE, BadStepReporter
 from meshwright.batch import Batch
 from meshwright.config.job_config import BadSteps
-from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import TrainingError
 from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs

@@ -24,7 +24,7 @@ from meshwright.models.args import DecoderArgs
 
 
 @dataclass(frozen=True)
-class Drift:
+class ResumeDiff:
     """Differences between a job and the one that saved `checkpoint`, by their effect."""
 
     checkpoint: Path
@@ -122,14 +122,14 @@ def _change(difference: Difference) -> str:
     return f"{difference.key} = {shown(difference.new)} (was {shown(difference.old)})"
 
 
-def find_drift(
+def find_resume_diff(
     manifest: Manifest,
     checkpoint: Path,
     config: JobConfig,
     args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
-) -> Drift:
+) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 
     Args:
@@ -151,7 +151,7 @@ def find_drift(
     said = {difference.key for difference in on_training}
     of_data = identity if DATALOADER in excluded else weights
     on_training += [difference for difference in of_data if difference.key not in said]
-    return Drift(
+    return ResumeDiff(
         checkpoint=checkpoint,
         config=config,
         model=model,

@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizationSpec:
     """Everything that the tokens of a source depend on."""
 
     entry: Entry

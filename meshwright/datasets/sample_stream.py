@@ -62,7 +62,7 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
     return replace(first, places=places)
 
 
-class GlobalOrder:
+class SampleStream:
     """The samples of all sources, one after the other, from a cursor on.
 
     Args:
