@@ -118,7 +118,7 @@ def _damage(folder: str) -> None:
         assert "__0_0.distcp has " in messages[2]
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
-            make(folder, load_step=step).find()
+            make(folder, load_step=step).select_and_verify()
     state = State(0)
     manager.load(state, found)
     assert torch.equal(state.weight.full_tensor(), State(5).weight.full_tensor())
@@ -430,7 +430,7 @@ def _cannot_set_aside(folder: str) -> None:
         save(manager, step)
     dist.barrier()
     earlier = make(folder, load_step=5)
-    found = earlier.find()
+    found = earlier.select_and_verify()
     assert found is not None
     with (
         patch.object(Path, "rename", side_effect=OSError(30, "Read-only file system")),
