@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
+"""For chat templates that write the date (those of Meta's templates fall back to it): the same
 conversation has to be the same tokens tomorrow."""
 FORMAT = 1
 """Of the files; another number is another cache."""

@@ -25,7 +25,7 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
 
     The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
     attention that is the same work for every rank, where neighbouring chunks would give the last
-    rank most of it. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+    rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
     """
     if mesh.size() == 1:
         return torch.arange(seq_len, device=device)

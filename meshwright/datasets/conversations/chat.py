@@ -50,7 +50,7 @@ class ChatTemplate:
 
     Args:
         template: Jinja source, as `find_template` gives it.
-        now: the date, for templates that ask for it (Llama 3.1's do): the same for every
+        now: the date, for templates that ask for it: the same for every
             conversation, and to be kept over a resume if the ids are to be the same.
 
     Raises:
@@ -62,7 +62,7 @@ class ChatTemplate:
             raise ConfigError(
                 PATH_KEY,
                 f"{PATH_KEY}: a {type(tokenizer).__name__} cannot parse the special tokens of a "
-                "chat template\n  fix: use a tokenizer.json, or Llama 3's tokenizer.model",
+                "chat template\n  fix: use a tokenizer.json, or a tiktoken tokenizer.model",
             )
         self._tokenizer = tokenizer
         self._template = compile_template(template, now or datetime.now())
