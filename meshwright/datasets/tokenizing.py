@@ -40,6 +40,7 @@ from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
+from meshwright.file_system import lock, sync_file
 from meshwright.launch.process import die_with_parent
 from meshwright.log import busy, logger
 
@@ -99,9 +100,7 @@ def _open_if_complete(folder: Path) -> TokenCache | None:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of the cache, which its owner's death frees."""
     with open(folder / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file, fcntl.LOCK_EX, folder, "jobs must not tokenise the same data at once"):
             logger.info("another process is tokenising into %s: waiting for it", folder)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -241,7 +240,7 @@ def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
                     num_bytes += _num_bytes(document)
             token_checksums = file.finish()
             raw_file.flush()
-            os.fsync(raw_file.fileno())
+            sync_file(raw_file.fileno(), unfinished)
         os.replace(unfinished, part.tokens)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -317,7 +316,7 @@ def _join(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None
     with open(unfinished, "wb") as file:
         file.write(lengths.tobytes())
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno(), unfinished)
     os.replace(unfinished, folder / "lengths")
     firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
     per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
@@ -345,5 +344,5 @@ def _save(path: Path, **arrays: Any) -> None:
     with open(unfinished, "wb") as file:
         np.savez(file, **arrays)
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno(), unfinished)
     os.replace(unfinished, path)

@@ -15,7 +15,7 @@ PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
     "log hardware user_module families",
-    "config models batch",
+    "config models batch file_system",
     "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
