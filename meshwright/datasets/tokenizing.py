@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.indexing import index_tokens
-from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,

@@ -17,9 +17,9 @@ import pytest
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import tokenizing
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
-from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
