@@ -42,7 +42,7 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
-    for module in ("token_cache", "tokenizing"):
+    for module in ("token_cache", "cache_files"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_BYTES", 64)
     # a default argument, bound when the module was loaded
