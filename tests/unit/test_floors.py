@@ -21,7 +21,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "specs step bad_steps exchange due",
     "extension",
     "preflight",
-    "agreement build saved_job announce final_export",
+    "agreement build reporting saved_job announce final_export",
     "trainer",
     "train",
     "main",
