@@ -24,7 +24,12 @@ from meshwright.config.checks import (
     find_fp32_modules,
     resolve_auto_values,
 )
-from meshwright.config.conditions import check_contradictions, idle_options
+from meshwright.config.conditions import (
+    check_contradictions,
+    idle_options,
+    num_data_ranks,
+    num_microbatches,
+)
 from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
 from meshwright.datasets.checks import (
@@ -108,7 +113,7 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
-        return _num_microbatches(self.config)
+        return num_microbatches(self.config)
 
 
 def preflight(
@@ -293,13 +298,11 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
 
 def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
-    parallelism, training = config.parallelism, config.training
-    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    per_microbatch = dp * training.local_batch_size
+    parallelism = config.parallelism
     pipeline_split.check_schedule(
         config,
-        num_microbatches=training.global_batch_size // per_microbatch,
-        per_microbatch=per_microbatch,
+        num_microbatches=num_microbatches(config),
+        per_microbatch=num_data_ranks(config) * config.training.local_batch_size,
     )
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
@@ -330,18 +333,11 @@ def _plan_memory(
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
     load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
-    config = memory.choose_reduction(config, load, _num_microbatches(config))
-    needed = memory.least_memory(config, load, _num_microbatches(config))
+    config = memory.choose_reduction(config, load, num_microbatches(config))
+    needed = memory.least_memory(config, load, num_microbatches(config))
     if config.job.device_memory_gib and checks_memory:
         memory.check_memory(config, needed, config.job.device_memory_gib)
     return config, needed
-
-
-def _num_microbatches(config: JobConfig) -> int:
-    """Per rank and optimizer step."""
-    parallelism, training = config.parallelism, config.training
-    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    return training.global_batch_size // (dp * training.local_batch_size)
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:

@@ -50,9 +50,15 @@ def _has_inductor(c: JobConfig) -> bool:
     return c.compile.enable and c.compile.backend == "inductor"
 
 
-def _num_data_ranks(c: JobConfig) -> int:
+def num_data_ranks(c: JobConfig) -> int:
+    """Ranks that read different samples; of a config without -1."""
     p = c.parallelism
     return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+
+
+def num_microbatches(c: JobConfig) -> int:
+    """Per rank and optimizer step; of a config without -1."""
+    return c.training.global_batch_size // (num_data_ranks(c) * c.training.local_batch_size)
 
 
 def has_fsdp(c: JobConfig) -> bool:
@@ -60,12 +66,12 @@ def has_fsdp(c: JobConfig) -> bool:
     p, training = c.parallelism, c.training
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
     in_fp32 = training.mixed_precision_param == "float32"
-    return _num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+    return num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:
     training = c.training
-    return training.global_batch_size == _num_data_ranks(c) * training.local_batch_size
+    return training.global_batch_size == num_data_ranks(c) * training.local_batch_size
 
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
