@@ -56,11 +56,13 @@ def _num_data_ranks(c: JobConfig) -> int:
 
 
 def has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
+    """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
     p, training = c.parallelism, c.training
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    in_fp32 = training.mixed_precision_param == "float32"
-    return _num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+    adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
+        training.dtype == training.mixed_precision_reduce == "float32"
+    )
+    return _num_data_ranks(c) * cut > 1 or not adds_up_in_fp32 or training.enable_cpu_offload
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:
@@ -290,7 +292,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
         lambda c: not has_fsdp(c),
-        "one rank that computes in float32 uses no FSDP",
+        "one rank with float32 weights and gradients uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (

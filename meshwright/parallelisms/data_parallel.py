@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
+from meshwright.parallelisms.precision import compute_in_fp32
 
 Reshard = Literal["default", "always", "never"]
 
@@ -47,7 +48,7 @@ def apply_fsdp(
         prefetch_layers: layers gathered ahead of the one that computes, at least 1.
         enable_cpu_offload: keep shards on the CPU, where the model must then be given its memory.
     """
-    kept = {module for name, module in model.named_modules() if name in fp32_modules}
+    kept = compute_in_fp32(model, fp32_modules, param_dtype)
     # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
     # would also cast the fp32 rotary cache, which is an input of each block.
     low = MixedPrecisionPolicy(
@@ -56,8 +57,6 @@ def apply_fsdp(
     high = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    for module in kept:  # the loss takes fp32 logits as they are
-        _compute_in_fp32(module, torch.float32 if module is model.output else param_dtype)
     # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
@@ -96,26 +95,6 @@ def apply_fsdp(
         _prefetch(root, layers, prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
-
-
-def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
-    """Cast inputs of `module` to fp32, and its output to `output_dtype`.
-
-    FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
-    """
-
-    def raise_inputs(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(
-            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-        )
-
-    def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
-        return output.to(output_dtype)
-
-    # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
-    # else a compiled block would have a graph for each
-    module.register_forward_pre_hook(torch.compiler.disable(raise_inputs), prepend=True)
-    module.register_forward_hook(torch.compiler.disable(lower_output))
 
 
 def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:

@@ -10,6 +10,7 @@ from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
+    precision,
     ring_attention,
     tensor_parallel,
 )
@@ -42,8 +43,9 @@ def parallelize(
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss.
-    5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
-       cast to `param_dtype` or to offload, which is its work (else it would only copy).
+    5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if parameters
+       are offloaded, or gradients are not added up in their own type, fp32. Otherwise it would
+       only copy: layers cast their weights themselves.
     """
     if meshes.tp.size() > 1:
         tensor_parallel.apply_tp(model, meshes.tp)
@@ -76,7 +78,11 @@ def parallelize(
             model.output.loss.compile(compile_backend)  # which keeps nothing for backward
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
-    if meshes.world.size() > 1 or param_dtype != torch.float32 or enable_cpu_offload:
+    weights_and_sums = {reduce_dtype, *(parameter.dtype for parameter in model.parameters())}
+    adds_up_in_fp32 = param_dtype == torch.float32 or weights_and_sums == {torch.float32}
+    if meshes.world.size() == 1 and adds_up_in_fp32 and not enable_cpu_offload:
+        precision.compute_in(model, param_dtype, fp32_modules)
+    else:
         data_parallel.apply_fsdp(
             model,
             meshes.fsdp,

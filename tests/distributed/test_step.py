@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._functorch import config as partitioner
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
@@ -477,7 +478,9 @@ def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[flo
 
 
 def _assert_dtype(name: str, dtype: torch.dtype, module: torch.nn.Module, inputs: tuple) -> None:
-    assert (inputs[0].dtype, module.weight.dtype) == (dtype, dtype), name
+    assert inputs[0].dtype == dtype, name
+    if dist.get_world_size() > 1:  # one rank casts its weights as it uses them
+        assert module.weight.dtype == dtype, name
 
 
 def _step_with_fp32_modules(
