@@ -8,16 +8,22 @@ from torch import Tensor, nn
 from meshwright.models.decoder import Decoder
 
 
-def compute_in(model: Decoder, dtype: torch.dtype, fp32_modules: Collection[str] = ()) -> None:
-    """Make the layers of a whole model on one rank compute in `dtype`, as `apply_fsdp` would.
+def compute_in(model: Decoder, name: str, fp32_modules: Collection[str] = ()) -> str:
+    """Make the layers of a whole model on one rank compute in a type, as `apply_fsdp` would.
 
     Args:
+        name: of the type, e.g. "bfloat16".
         fp32_modules: as `apply_fsdp` takes them.
+
+    Returns:
+        A line for the log.
     """
+    dtype = getattr(torch, name)
     kept = compute_in_fp32(model, fp32_modules, dtype)
     assert model.tok_embeddings is not None
     if model.tok_embeddings not in kept:
         model.tok_embeddings.dtype = dtype  # and all others follow
+    return f"one rank without FSDP2: computes in {name}"
 
 
 def compute_in_fp32(

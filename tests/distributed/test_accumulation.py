@@ -4,7 +4,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
@@ -35,7 +35,7 @@ def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
         step=1,
         max_norm=float("inf"),
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
         reduce_every_microbatch=every,
     )
     return gradients

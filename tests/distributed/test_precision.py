@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
+from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.parallelisms.data_parallel import apply_fsdp
@@ -29,11 +30,10 @@ def _with_fsdp(meshes: Meshes, tie: bool, fp32_modules: tuple[str, ...]) -> Deco
         model = Decoder(TIED if tie else TINY, SEQ_LEN)
     apply_fsdp(
         model,
-        meshes.fsdp,
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        fp32_modules=fp32_modules,
-        reshard_after_forward="default",
+        meshes,
+        Training(mixed_precision_param="bfloat16"),
+        Parallelism(),
+        fp32_modules,
     )
     model.to_empty(device="cpu")
     initialize(model, 0)

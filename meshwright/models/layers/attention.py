@@ -58,7 +58,7 @@ def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
 class Attention(nn.Module):
     """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
 
-    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names follow Llama checkpoints.
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names are Meta's.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:

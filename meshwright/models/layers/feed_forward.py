@@ -10,7 +10,7 @@ from meshwright.models.table import FeedForwardSpec
 class FeedForward(nn.Module):
     """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
 
-    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Weight names follow Llama checkpoints.
+    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Names of weights are Meta's.
     """
 
     def __init__(self, spec: FeedForwardSpec) -> None:
