@@ -50,7 +50,7 @@ def _compare(tie: bool, fp32_modules: tuple[str, ...], ac_mode: str, compile_bac
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
         ac_mode=ac_mode,
-        compile_backend=compile_backend,
+        **({"compile_backend": compile_backend} if compile_backend else {}),
     )
     (model,) = local.stages
     assert not isinstance(model, FSDPModule)
