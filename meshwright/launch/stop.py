@@ -35,6 +35,9 @@ class StopRequest:
     As a context, in the main thread, it takes the signals; a second one ends the process at once.
     Collective: every rank makes one, and asks it as often.
 
+    Attributes:
+        limit: on waiting for the votes of other ranks.
+
     Args:
         folder: where the stop file may appear.
         max_run_s: seconds from now after which the job is to stop; 0: none.
@@ -57,6 +60,7 @@ class StopRequest:
         self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
         self._look_at = self._begun
+        self.limit = FARTHEST_APART
         self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
         self._vote = torch.zeros(2, dtype=torch.int64)  # the reason; the last step, negative
         self._voting: dist.Work | None = None
@@ -73,7 +77,7 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._voting is not None and kind is None:
-            self._voting.wait()
+            self._voting.wait(self.limit)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -119,7 +123,7 @@ class StopRequest:
         if self._voting is None:
             self._cast_vote()
         assert self._voting is not None
-        self._voting.wait()
+        self._voting.wait(self.limit)
         self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
         self._voting = None
         if not self._agreed:
