@@ -606,7 +606,8 @@ class Comm(Section):
     """For a collective up to the end of the first step, compilation included."""
 
     train_timeout_seconds: PositiveInt = 100
-    """For a collective after that: a rank that is lost ends the job within this time."""
+    """For a collective after that, and for a rank that is stopped: then the job ends, and the rank
+    that the others wait for is named."""
 
 
 class Experimental(Section):
