@@ -61,7 +61,7 @@ from meshwright.parallelisms.process_group import (
     start_process_group,
 )
 from meshwright.preflight import Plan, check_first_weights, drift_of
-from meshwright.profiling import Profiler, build_profiler
+from meshwright.profiling import Profiler
 from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer
@@ -136,7 +136,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
         rank, first = dist.get_rank(), job.resumed_step
         with note_failure(job.plan, job.reporter):
             with (
-                build_profiler(config.profiling, dump_folder, rank, first) as profiler,
+                Profiler(config.profiling, dump_folder, rank, first) as profiler,
                 StopRequest(dump_folder, config.job.max_run_seconds) as stop,
                 checkpoints,
                 heart.guard(),
@@ -284,7 +284,7 @@ def _set_values(
     return cursor
 
 
-def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken | None, bool]:
+def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -336,8 +336,9 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
             _set_limit(job, stop, "train_timeout_seconds")
         if due.collect_garbage:
             gc.collect(1)
-        if profiler is not None:
-            profiler.step()
+        profiler.step()
+        if stop.takes_trace():
+            profiler.request()
     return taken, is_last
 
 

@@ -574,7 +574,8 @@ class Metrics(Section):
 
 
 class Profiling(Section):
-    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory."""
+    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory. Also
+    asked for at any time, by a file PROFILE in the dump folder."""
 
     enable_profiling: bool = False
     """Write traces."""
