@@ -283,12 +283,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
-    (
-        "profiling.enable_profiling",
-        _is_off,
-        "save_traces_folder profiler_warmup profiler_active",
-    ),
-    ("profiling.enable_memory_snapshot", _is_off, "save_memory_snapshot_folder"),
 )
 """A key, the values of it beside which others of its section have no effect, and these others."""
 

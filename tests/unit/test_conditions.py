@@ -128,8 +128,7 @@ OUTCOMES = {
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
         metrics="wandb_project wandb_entity wandb_name",
-        profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
-        "save_memory_snapshot_folder",
+        profiling="profile_freq",
     ),
     "acts": keys_of(
         job="config_file dump_folder description device_memory_gib",
@@ -146,7 +145,8 @@ OUTCOMES = {
         compile="enable",
         checkpoint="enable",
         metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder",
-        profiling="enable_profiling enable_memory_snapshot",
+        profiling="enable_profiling enable_memory_snapshot save_traces_folder profiler_warmup "
+        "profiler_active save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
 }
@@ -238,16 +238,12 @@ AWAKE: dict[str, dict[str, Any]] = {
         "checkpoint__enable": True,
         "checkpoint__last_save_model_only": True,
     },
-    "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
     **{
         f"metrics.{key}": {"metrics__enable_wandb": True}
         for key in ("wandb_project", "wandb_entity", "wandb_name")
     },
-    **{
-        f"profiling.{key}": {"profiling__enable_profiling": True}
-        for key in (*("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active"),)
-    },
+    "profiling.profile_freq": {"profiling__enable_profiling": True},
 }
 """Beside which values each key that can be idle has an effect."""
 ASLEEP: dict[str, dict[str, Any]] = {
