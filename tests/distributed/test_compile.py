@@ -21,7 +21,7 @@ AOT = {"compile_backend": "aot_eager"}
 OP, FULL, BUDGET = {"ac_mode": "selective"}, {"ac_mode": "full"}, {"ac_mode": "memory_budget"}
 RING = {"context_parallel_attention": "ring"}
 CASES = {
-    "fsdp": (FSDP, INDUCTOR),
+    "fsdp": (FSDP, AOT),
     "tp": (TP, INDUCTOR),
     "tp-op": (TP, AOT | OP),
     "tp-budget": (TP, AOT | BUDGET),
