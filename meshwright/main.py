@@ -23,6 +23,7 @@ from meshwright.errors import (
     SaveError,
     TrainingError,
 )
+from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.launch.process import LAUNCHER, die_with_parent
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import preflight
@@ -84,4 +85,5 @@ def _run_command_line() -> bool:
             logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        return run(preflight(config, world_size, looks_at_files=False))
+        plan = preflight(config, world_size, looks_at_files=False)
+        return run(plan, heart=heartbeat_of_this_rank())

@@ -1,6 +1,6 @@
 """This rank's model and its optimizer, and the step that the config asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from meshwright.batch import Batch
 from meshwright.build import build_model, learning_rate
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.health import BadStepDetector
-from meshwright.metrics.phases import Phases
+from meshwright.metrics.phases import Phase, Phases
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.gradients import group_of
@@ -37,7 +37,12 @@ class Trainer:
         device: torch.device,
         *,
         allocate: Allocate = allocate,
+        note: Callable[[Phase], None] | None = None,
     ) -> None:
+        """
+        Args:
+            note: gets each phase of each step as it begins.
+        """
         config = plan.config
         self._config, self._meshes = config, meshes
         self.model = build_model(plan, meshes, device, allocate=allocate)
@@ -45,7 +50,7 @@ class Trainer:
         is_early = config.optimizer.early_step_in_backward
         self._early = OptimizerInBackward(self.optimizer) if is_early else None
         self.lr_at = learning_rate(config)
-        self.phases = Phases(device)
+        self.phases = Phases(device, note)
         names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
         self.norm_groups = list(dict.fromkeys(map(group_of, names)))
 

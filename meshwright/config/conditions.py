@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import JobConfig, Source
+from meshwright.config.job_config import JobConfig, Source, Training
 from meshwright.errors import Mistakes, check
 
 
@@ -62,11 +62,18 @@ def num_microbatches(c: JobConfig) -> int:
 
 
 def has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
-    p, training = c.parallelism, c.training
+    """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
+    p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    in_fp32 = training.mixed_precision_param == "float32"
-    return num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
+
+
+def needs_fsdp_alone(training: Training) -> bool:
+    """Whether one rank needs FSDP2: to offload, or since autograd would not add up in fp32."""
+    adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
+        training.dtype == training.mixed_precision_reduce == "float32"
+    )
+    return training.enable_cpu_offload or not adds_up_in_fp32
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:
@@ -282,12 +289,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
-    (
-        "profiling.enable_profiling",
-        _is_off,
-        "save_traces_folder profiler_warmup profiler_active",
-    ),
-    ("profiling.enable_memory_snapshot", _is_off, "save_memory_snapshot_folder"),
 )
 """A key, the values of it beside which others of its section have no effect, and these others."""
 
@@ -296,7 +297,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
         lambda c: not has_fsdp(c),
-        "one rank that computes in float32 uses no FSDP",
+        "one rank with float32 weights and gradients uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,6 +19,7 @@ from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.precision import compute_in_fp32
 
 
 def apply_fsdp(
@@ -46,11 +47,8 @@ def apply_fsdp(
     reshard_after_forward = parallelism.fsdp_reshard_after_forward
     if reshard_after_forward == "default" and meshes.pp.size() > 1:
         reshard_after_forward = "never"  # else every microbatch would gather them again
-    kept = {module for name, module in model.named_modules() if name in fp32_modules}
-    for module in kept:  # the loss takes fp32 logits as they are
-        is_output = module is model.output
-        dtype = "float32" if is_output else training.mixed_precision_param
-        _compute_in_fp32(module, getattr(torch, dtype))
+    param_dtype = getattr(torch, training.mixed_precision_param)
+    kept = compute_in_fp32(model, fp32_modules, param_dtype)
     shard = _sharding(mesh, training, kept)
     layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
@@ -128,26 +126,6 @@ def _describe(mesh: DeviceMesh, training: Training) -> str:
         + f", reduces in {training.mixed_precision_reduce}" * (mesh.size() > 1)
         + "; shards in host memory" * training.enable_cpu_offload
     )
-
-
-def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
-    """Cast inputs of `module` to fp32, and its output to `output_dtype`.
-
-    FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
-    """
-
-    def raise_inputs(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(
-            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-        )
-
-    def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
-        return output.to(output_dtype)
-
-    # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
-    # else a compiled block would have a graph for each
-    module.register_forward_pre_hook(torch.compiler.disable(raise_inputs), prepend=True)
-    module.register_forward_hook(torch.compiler.disable(lower_output))
 
 
 def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 
+from meshwright.config.conditions import needs_fsdp_alone
 from meshwright.config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
+    precision,
     tensor_parallel,
 )
 from meshwright.parallelisms.meshes import Meshes
@@ -31,7 +33,7 @@ def parallelize(
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
-       cast to the compute type or to offload, which is its work (else it would only copy).
+       offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
     Args:
         fp32_modules: as `apply_fsdp` takes them.
@@ -53,8 +55,9 @@ def parallelize(
     if compilation.enable:
         has_meshes = meshes.tp.size() > 1
         applied.append(_compile(model, compilation.backend, recomputation, has_meshes=has_meshes))
-    needs_cast = training.mixed_precision_param != "float32"
-    if meshes.world.size() > 1 or needs_cast or training.enable_cpu_offload:
+    if meshes.world.size() == 1 and not needs_fsdp_alone(training):
+        applied.append(precision.compute_in(model, training.mixed_precision_param, fp32_modules))
+    else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
     return applied
 

@@ -66,7 +66,11 @@ def test_bf16_reduction_adds_up_microbatches_in_fp32_if_each_is_reduced(on_ranks
 def _sums_of_weights_alone() -> set[float]:
     """As a schedule leaves them that computes gradients of weights one after the other, without
     those of inputs between, in which FSDP2 would add them up itself."""
-    model, _ = parallel_model(ParallelDims(dp_replicate=1, dp_shard=1), param_dtype=torch.bfloat16)
+    model, _ = parallel_model(
+        ParallelDims(dp_replicate=1, dp_shard=1),
+        param_dtype=torch.bfloat16,
+        enable_cpu_offload=True,  # otherwise one rank would do without FSDP2
+    )
     stage, sums = model.stages[0], set[float]()
     modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     for module in modules:

@@ -14,7 +14,7 @@ from meshwright.checkpoint import commit
 from meshwright.errors import EXIT_INTERRUPTED
 from meshwright.launch import stop as preemption
 from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS
-from meshwright.launch.stop import STOP_FILE, StopCoordinator
+from meshwright.launch.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,37 @@ def test_all_ranks_stop_where_the_data_of_one_ends(on_ranks, tmp_path) -> None:
 
 def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
     assert on_ranks(2, steps_until_stopped, tmp_path, "") == [(STEPS, ""), (STEPS, "")]
+
+
+def steps_of_traces(folder: Path) -> list[int]:
+    """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
+    traced, rank = [], dist.get_rank()
+    with StopCoordinator(folder, 0) as stop:
+        for step in range(1, 16):
+            if rank == 0 and step in (3, 10):
+                (folder / PROFILE_FILE).touch()
+            time.sleep(0.001 + 0.002 * rank)
+            stop.is_over(step)
+            if stop.takes_trace():
+                traced.append(step)
+    return traced
+
+
+def _traces_without_delay(folder: Path) -> list[int]:
+    preemption.LOOK_EVERY_S, before = 0.0, preemption.LOOK_EVERY_S
+    try:
+        return steps_of_traces(folder)
+    finally:
+        preemption.LOOK_EVERY_S = before
+
+
+def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Path) -> None:
+    traced, other = on_ranks(2, _traces_without_delay, tmp_path)
+    assert traced == other
+    assert len(traced) == 2
+    assert 3 <= traced[0] <= 5
+    assert 10 <= traced[1] <= 12
+    assert not (tmp_path / PROFILE_FILE).exists()
 
 
 ALONE = """

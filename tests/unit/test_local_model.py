@@ -45,6 +45,7 @@ def test_every_type_is_the_configs(monkeypatch, dtype, param, reduce) -> None:
     words = ["--job.config_file", "tests/integration/tiny.toml", "--training.dtype", dtype]
     words += ["--training.mixed_precision_param", param]
     words += ["--training.mixed_precision_reduce", reduce, "--training.global_batch_size", "2"]
+    words += ["--training.enable_cpu_offload"]  # otherwise one rank may do without FSDP2
     seen = []
 
     def note(modules: object, *, mp_policy: MixedPrecisionPolicy, **_: object) -> list[Mock]:

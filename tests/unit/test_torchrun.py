@@ -36,5 +36,11 @@ def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, 
         os.utime(file, (when, when))
         failures[rank] = ProcessFailure(rank, 7, 1, str(file))
     with pytest.raises(SystemExit, match="1"):
-        _report(ChildFailedError("job", failures), is_asked=False)
-    assert capsys.readouterr().err == "meshwright: rank 1 failed (exit 1)\ncallstack of 1"
+        _report(ChildFailedError("job", failures), is_asked=False, last_place=_place)
+    assert capsys.readouterr().err == (
+        "callstack of 1\nmeshwright: rank 1 failed (exit 1), in the data of step 1\n"
+    )
+
+
+def _place(rank: int) -> str:
+    return f"the data of step {rank}"
