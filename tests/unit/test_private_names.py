@@ -20,7 +20,7 @@ KNOWN = {
     "parallelisms/all_gather.py": "_functional_collectives",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
     "parallelisms/gradients.py": "_foreach_mul_ _foreach_norm",
-    "parallelisms/process_group.py": "_set_pg_timeout",
+    "parallelisms/process_group.py": "_C _distributed_c10d _set_pg_timeout",
     "parallelisms/ring_attention.py": (
         "_RotateMethod _cp_options _resolve_process_group _templated_ring_attention "
         "_templated_ring_attention_backward _scaled_dot_product_efficient_attention "
@@ -43,7 +43,7 @@ KNOWN = {
         "torch.distributed.tensor._sharding_prop torch.testing._internal.distributed.fake_pg "
         "torch.utils._python_dispatch torch.utils._pytree"
     ),
-    "profiling.py": "_dump_snapshot _record_memory_history",
+    "profiling.py": "_dump_snapshot _record_memory_history _snapshot",
     "proof/ranks.py": "_Options _devices _threads _timeout",
 }
 
