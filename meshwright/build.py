@@ -157,8 +157,12 @@ def build_validation(
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
 
-    # as they lie
-    rules = SampleRules(training.seq_len + 1, None, 1, training.max_bad_records)
+    rules = SampleRules(
+        training.seq_len + 1,
+        seed=None,  # as they lie
+        max_epochs=1,
+        max_bad_records=training.max_bad_records,
+    )
 
     def read(source: OpenSource) -> Iterator[list[Sample]]:
         stream = SampleStream(

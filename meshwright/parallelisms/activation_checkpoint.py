@@ -110,14 +110,17 @@ def find_ops(names: Sequence[str]) -> list[Operator]:
     for name in names:
         namespace, _, operator = name.partition(".")
         packet: Any = getattr(getattr(torch.ops, namespace), operator, None)
+        has_overloads = hasattr(packet, "overloads")
         check(
-            callable(packet) or name in SAVED_OPS,
+            has_overloads
+            or (namespace == "higher_order" and callable(packet))
+            or name in SAVED_OPS,
             "activation_checkpoint.saved_ops",
             name,
             f"torch {torch.__version__} has no such operator",
             'names are those of torch.ops, like "aten.mm"',
         )
-        if hasattr(packet, "overloads"):
+        if has_overloads:
             found += [getattr(packet, overload) for overload in packet.overloads()]
         elif packet is not None:
             found.append(packet)
