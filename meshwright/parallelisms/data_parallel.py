@@ -119,8 +119,9 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
 
 
 def _describe(mesh: DeviceMesh, training: Training) -> str:
+    parts = mesh.size(-1)
     return (
-        f"FSDP2: parameters cut in {mesh.size(-1)}"
+        f"FSDP2: parameters {f'cut in {parts}' if parts > 1 else 'whole'}"
         + f", {mesh.size(0)} copies" * (mesh.ndim > 1)
         + f"; computes in {training.mixed_precision_param}"
         + f", reduces in {training.mixed_precision_reduce}" * (mesh.size() > 1)
