@@ -24,12 +24,8 @@ from meshwright.config.checks import (
     find_fp32_modules,
     resolve_auto_values,
 )
-from meshwright.config.conditions import (
-    check_contradictions,
-    idle_options,
-    num_data_ranks,
-    num_microbatches,
-)
+from meshwright.config.conditions import idle_options, num_data_ranks, num_microbatches
+from meshwright.config.contradictions import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
 from meshwright.datasets.checks import (
