@@ -18,9 +18,10 @@ from typing import Any, Literal, Protocol
 
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.faulty_files import find_fault
+from meshwright.datasets.faulty_files import find_fault, has_lines
 from meshwright.datasets.rows import ToDocument, line_reader, row_reader
 from meshwright.datasets.token_files import TokenFiles, token_paths
+from meshwright.datasets.zstd_frames import CutError, check_whole
 from meshwright.errors import ConfigError, RecordError, check, where_it_ends
 
 SUFFIXES = {
@@ -32,7 +33,7 @@ SUFFIXES = {
     "tokens": (".npy", ".bin"),
 }
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-"""Files with a record a line."""
+"""Files with a record per line, without a look at them."""
 
 
 NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
@@ -301,13 +302,21 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
+    for file in (file for file in files if file.endswith(".zst")):
+        try:
+            check_whole(file)
+        except CutError as error:
+            raise entry.error("dataset_path", f"{file}: cannot be read: {error}") from error
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
-    if streamed and all(file.endswith(LINES) for file in files):
-        lines = {"data_files": names, "split": "train", "sample_by": "line"}
-        return _load(entry, True, "text", files, line_reader(entry), **lines)
-    kept_in = _arrow_folder(entry, files)
-    options["data_files"] = names
-    return _load(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
+    options |= {"data_files": names, "split": "train"}
+    if not streamed:
+        options["cache_dir"] = _arrow_folder(entry, files)
+    if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
+        # its own reader makes text of numbers, and JSON of objects, in files after the first
+        return _load(
+            entry, streamed, "text", files, line_reader(entry), sample_by="line", **options
+        )
+    return _load(entry, streamed, builder, files, **options)
 
 
 def token_files(kind: str, entry: Entry) -> list[str]:
@@ -403,7 +412,7 @@ def _load(
 
     def get(index: int) -> Document:
         with _openable(entry, lambda: files):  # JSON is decoded only now
-            return to_document(rows[index], f"row {index}")
+            return (from_line or to_document)(rows[index], f"row {index}")
 
     return IndexedDocuments(len(rows), get)
 
