@@ -114,12 +114,12 @@ def console_width(stream: TextIO) -> int:
 def log_to_console() -> None:
     """Send the log of this rank to stdout; the launcher shows the log of LOG_RANK.
 
-    A record with `is_said` (`extra`) is not shown: another process has shown it.
+    A record with `is_printed` (`extra`) is not shown: another process has shown it.
     """
     stream = _terminal() or sys.stdout
     handler = ConsoleHandler(stream)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
-    handler.addFilter(lambda record: not getattr(record, "is_said", False))
+    handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False

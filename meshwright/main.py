@@ -59,12 +59,12 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if code in EXIT_CODES.values() and int(os.environ.get("RANK", "0")) > 0:
-        time.sleep(SAID_BY_FIRST_S)
+        time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
 
 
-SAID_BY_FIRST_S = 5
+FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
 

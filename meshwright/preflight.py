@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
-    fill_in,
     find_fp32_modules,
+    resolve_auto_values,
 )
 from meshwright.config.conditions import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
@@ -126,7 +126,7 @@ def preflight(
         ConfigError: for the first thing that would keep it from running.
     """
     tokenizer = check_alone(config)
-    config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
+    config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"name": spec.name})}
@@ -170,7 +170,7 @@ def preflight(
         resume_step=resume_step or 0,
     )
     if resume_step is not None:
-        drift_of(plan).check()
+        resume_diff(plan).check()
     elif looks_at_files:
         check_first_weights(plan)
     return plan
@@ -407,7 +407,7 @@ def _check_validation_data(validation: Validation) -> None:
     )
 
 
-def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
+def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     """How the job differs from the one that saved the checkpoint to resume from.
 
     Args:
@@ -416,4 +416,4 @@ def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
-    return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)
+    return find_resume_diff(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

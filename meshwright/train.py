@@ -18,13 +18,13 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.agreement import check_agreement
 from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
-from meshwright.bad_steps import BadStepLog
+from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
     build_loader,
     build_reporter,
     build_validation,
-    set_first_values,
+    initialize_weights,
 )
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager, HasState
@@ -32,9 +32,9 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import Checkpoint, JobConfig
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.due import Due, due_after, saves
 from meshwright.errors import (
     ConfigError,
@@ -44,7 +44,7 @@ from meshwright.errors import (
 from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.stop import StopRequest
+from meshwright.launch.stop import StopCoordinator
 from meshwright.log import busy, log_to_file, logger
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
@@ -60,7 +60,7 @@ from meshwright.parallelisms.process_group import (
     set_timeout,
     start_process_group,
 )
-from meshwright.preflight import Plan, check_first_weights, drift_of
+from meshwright.preflight import Plan, check_first_weights, resume_diff
 from meshwright.profiling import Profiler
 from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
@@ -80,7 +80,7 @@ class Job:
     loader: Loader
     reporter: Reporter
     validate: Validate | None
-    bad_steps: BadStepLog
+    bad_steps: BadStepReporter
     resumed_step: int
     """The last step that was taken before this process; 0 at the start."""
     since: float
@@ -137,7 +137,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
         with note_failure(job.plan, job.reporter):
             with (
                 Profiler(config.profiling, dump_folder, rank, first) as profiler,
-                StopRequest(dump_folder, config.job.max_run_seconds) as stop,
+                StopCoordinator(dump_folder, config.job.max_run_seconds) as stop,
                 checkpoints,
                 heart.guard(),
             ):
@@ -202,10 +202,10 @@ def _set_up(
     """Resume or begin: build every part of the job. None if its last step is done already."""
     since = time.perf_counter()
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    found = checkpoints.find()
+    found = checkpoints.select_and_verify()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
     if found is not None:
-        drift_of(plan, found).check()
+        resume_diff(plan, found).check()
     else:
         checkpoints.tell(lambda: check_first_weights(plan))
     if plan.resume_step >= config.training.steps:
@@ -222,7 +222,7 @@ def _set_up(
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan, found).log(_is_said(plan))
+        resume_diff(plan, found).log(_is_printed(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
@@ -250,7 +250,7 @@ def _set_up(
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        bad_steps=BadStepLog(
+        bad_steps=BadStepReporter(
             config.bad_steps,
             device,
             is_early=config.optimizer.early_step_in_backward,
@@ -275,7 +275,7 @@ def _set_values(
 ) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
-        set_first_values(plan, trainer.model)
+        initialize_weights(plan, trainer.model)
         return Cursor()
     cursor = place_in_data(plan, found, sources)
     checkpoints.load(trainer.tensors, found)
@@ -284,7 +284,7 @@ def _set_values(
     return cursor
 
 
-def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None, bool]:
+def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -306,7 +306,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         is_first = step == job.resumed_step + 1
         with busy("first step, with compilation") if is_first else nullcontext():
-            result = job.trainer.step(step, batches, job.bad_steps.health)
+            result = job.trainer.step(step, batches, job.bad_steps.detector)
         taken = Taken(step, data, result)
         job.reporter.count(step, data_time_s)
         job.bad_steps.count(step, data.cursor)
@@ -321,7 +321,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None
             is_asked_to_stop=stop.is_over(step),
         )
         if due.look:
-            job.bad_steps.look()
+            job.bad_steps.raise_or_report()
         if due.log:
             job.heart.beat("report", step)
             job.reporter.report(step, _figures(job, stop, taken, due))
@@ -330,7 +330,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and not is_over:
-            job.checkpoints.reserve(job.trainer.tensors)
+            job.checkpoints.preallocate(job.trainer.tensors)
         job.checkpoints.poll()
         if due.is_first or due.validate:
             _set_limit(job, stop, "train_timeout_seconds")
@@ -342,7 +342,7 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler) -> tuple[Taken | None
     return taken, is_last
 
 
-def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, float]:
+def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[str, float]:
     """The figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
     figures = {
@@ -379,7 +379,7 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
 
 def _set_limit(
     job: Job,
-    stop: StopRequest,
+    stop: StopCoordinator,
     key: Literal["init_timeout_seconds", "train_timeout_seconds"],
 ) -> None:
     """From now on let no rank wait for another longer than that key of [comm] says."""
@@ -393,7 +393,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
     """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
     config = job.plan.config.checkpoint
     job.heart.beat("save", taken.step)
-    job.bad_steps.look()
+    job.bad_steps.raise_or_report()
     with job.reporter.paused("checkpoint"), busy("saving"):
         manifest = manifest_of(
             job.plan,
@@ -412,7 +412,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 
 
-def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
+def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps = job.plan.config, job.plan.config.training.steps
     is_new = step > job.resumed_step
@@ -420,7 +420,7 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     job.bad_steps.close()
     job.reporter.close()
     if stop.reason:
-        stop.heeded()
+        stop.clear_stop_file()
     if failures := stop.failures(step):
         _raise_data_error(config, failures, step, is_new=is_new)
     if not is_done:
@@ -439,7 +439,7 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     return is_done
 
 
-def _look_ahead(job: Job, stop: StopRequest, step: int) -> float:
+def _look_ahead(job: Job, stop: StopCoordinator, step: int) -> float:
     """Have the data of the two steps after `step` at hand, or tell the other ranks that this one
     cannot: they hear of it while they take the first of the two. Returns the seconds waited."""
     job.heart.beat("data", step + 1)
@@ -468,7 +468,7 @@ def _raise_data_error(
     raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
 
 
-def _is_said(plan: Plan) -> bool:
+def _is_printed(plan: Plan) -> bool:
     """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
     return CHECKED in os.environ and plan.resume_step == commit.choose_step(

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from meshwright.batch import Batch
 from meshwright.build import build_model, learning_rate
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.metrics.phases import Phase, Phases
-from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.gradients import group_of
 from meshwright.parallelisms.local_model import Allocate, allocate
@@ -48,7 +48,7 @@ class Trainer:
         self.model = build_model(plan, meshes, device, allocate=allocate)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
-        self._early = EarlyStep(self.optimizer) if is_early else None
+        self._early = OptimizerInBackward(self.optimizer) if is_early else None
         self.lr_at = learning_rate(config)
         self.phases = Phases(device, note)
         names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
@@ -60,7 +60,11 @@ class Trainer:
         return TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
     def step(
-        self, step: int, batches: Sequence[Batch], health: Health, max_norm: float | None = None
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        detector: BadStepDetector,
+        max_norm: float | None = None,
     ) -> StepResult:
         """Take the optimizer step of that number.
 
@@ -78,7 +82,7 @@ class Trainer:
             step=step,
             max_norm=self._config.training.max_norm if max_norm is None else max_norm,
             meshes=self._meshes,
-            health=health,
+            detector=detector,
             reduce_every_microbatch=reduction == "every_microbatch",
             norm_groups=self.norm_groups,
             phases=self.phases,

@@ -63,7 +63,7 @@ class Retention:
 
     def _apply(self) -> None:
         best = mark_best(self._folder) if self._keep_best else None
-        for step in retire(self._folder, *self._kept, best):
+        for step in apply_retention(self._folder, *self._kept, best):
             checkpoint = step_folder(self._folder, step)
             logger.info("%s is being read: it is deleted another time", checkpoint)
 
@@ -88,7 +88,7 @@ def mark_best(folder: Path) -> int | None:
     return step
 
 
-def retire(
+def apply_retention(
     folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0, best: int | None = None
 ) -> list[int]:
     """Delete checkpoints that are no longer wanted.

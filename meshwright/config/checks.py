@@ -17,7 +17,7 @@ HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
 """Names of the modules that share attention's precision."""
 
 
-def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
+def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
     """Return `config` with every -1 replaced by its value on `world_size` ranks.
 
     Args:

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import JobConfig, Source
+from meshwright.config.job_config import JobConfig, Source, Training
 from meshwright.errors import Mistakes, check
 
 
@@ -56,11 +56,18 @@ def _num_data_ranks(c: JobConfig) -> int:
 
 
 def has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
-    p, training = c.parallelism, c.training
+    """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
+    p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    in_fp32 = training.mixed_precision_param == "float32"
-    return _num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+    return _num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
+
+
+def needs_fsdp_alone(training: Training) -> bool:
+    """Whether one rank needs FSDP2: to offload, or since autograd would not add up in fp32."""
+    adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
+        training.dtype == training.mixed_precision_reduce == "float32"
+    )
+    return training.enable_cpu_offload or not adds_up_in_fp32
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:
@@ -284,7 +291,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
         lambda c: not has_fsdp(c),
-        "one rank that computes in float32 uses no FSDP",
+        "one rank with float32 weights and gradients uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (

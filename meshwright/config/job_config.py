@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from meshwright.families import FIRST
+
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -100,7 +102,7 @@ class Job(Section):
 class Model(Section):
     """[model] Which model, how large, and its tokenizer."""
 
-    name: str = "llama"
+    name: str = FIRST
     """Model family."""
 
     flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"

@@ -22,14 +22,13 @@ from tqdm import tqdm
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.indexing import index_tokens
-from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
-    KEY,
+    CACHE_KEY,
     OF_PART,
-    DamagedError,
+    DamagedCacheError,
     Part,
     TokenCache,
     checksums,
@@ -37,6 +36,7 @@ from meshwright.datasets.token_cache import (
     save_sources,
 )
 from meshwright.datasets.token_files import FormatError, TokenFiles
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
@@ -51,7 +51,7 @@ def default_folder() -> Path:
 
 
 def open_cache(
-    recipe: Recipe, root: Path, *, num_workers: int = 0, check_all: bool = False
+    recipe: TokenizationSpec, root: Path, *, num_workers: int = 0, check_all: bool = False
 ) -> TokenCache:
     """The token cache of `recipe` below `root`, made first as far as it is not there.
 
@@ -78,10 +78,10 @@ def open_cache(
             return cache or _make(recipe, folder, num_workers, check_all)
     except OSError as error:
         raise ConfigError(
-            KEY,
+            CACHE_KEY,
             f"{error.filename or folder}: {error.strerror or error}, while tokens were to be "
             f"read or written in {folder}"
-            f"\n  fix: make room or give permission, or set {KEY} to another folder",
+            f"\n  fix: make room or give permission, or set {CACHE_KEY} to another folder",
         ) from error
 
 
@@ -90,7 +90,7 @@ def _open_if_complete(folder: Path) -> TokenCache | None:
         return None
     try:
         return TokenCache(folder)
-    except DamagedError as damage:
+    except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", folder, damage)
         return None
 
@@ -107,7 +107,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
+def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
     """Tokenise the parts that are not there, then join all."""
     for left_over in folder.glob("*.unfinished"):  # by processes that were killed
         left_over.unlink()
@@ -141,11 +141,11 @@ def _make(recipe: Recipe, folder: Path, num_workers: int, check_all: bool) -> To
     try:
         _join(entry, folder, parts, dtype)
         return TokenCache(folder)
-    except DamagedError as damage:  # someone else writes here, or the disk is failing
-        raise ConfigError(KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
+    except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
+        raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
 
 
-def _dtype(recipe: Recipe, is_chat: bool) -> str:
+def _dtype(recipe: TokenizationSpec, is_chat: bool) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
     vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
     return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
@@ -156,7 +156,7 @@ def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
         return False
     try:
         index = load_arrays(part.index, OF_PART)
-    except DamagedError as damage:
+    except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
         return False
     size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
@@ -169,7 +169,7 @@ def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
     return is_same
 
 
-def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: int) -> int:
+def _tokenize(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str, num_workers: int) -> int:
     """Write `parts`; the number of their tokens."""
     num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(parts))
     bar = tqdm(total=len(parts), unit="part", desc=recipe.entry.name, disable=None)
@@ -204,7 +204,7 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
                         bar.update()
         except BrokenProcessPool as error:
             raise ConfigError(
-                KEY,
+                CACHE_KEY,
                 "a process that tokenised was killed: for want of memory?"
                 "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
             ) from error
@@ -212,13 +212,13 @@ def _tokenize(recipe: Recipe, parts: Sequence[Part], dtype: str, num_workers: in
 
 
 @functools.lru_cache(1)
-def _opened(recipe: Recipe) -> tuple[Documents | TokenFiles, Encoder]:
+def _opened(recipe: TokenizationSpec) -> tuple[Documents | TokenFiles, Encoder]:
     """A worker opens its source once."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     return recipe.open(streamed=False), recipe.encoder()
 
 
-def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
+def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
     """Tokenise the documents of one part; the number of its tokens."""
     documents, encoder = _opened(recipe)
     if isinstance(documents, TokenFiles):
@@ -254,7 +254,7 @@ def write_part(recipe: Recipe, part: Part, dtype: str) -> int:
     return sum(lengths)
 
 
-def _index_part(recipe: Recipe, files: TokenFiles, part: Part) -> int:
+def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> int:
     """Write the index of one file of tokens; return the number of its tokens."""
     tokenizer = build_tokenizer(recipe.tokenizer_path)
     file = files.open(tokenizer.vocab_size)[part.number]

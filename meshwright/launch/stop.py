@@ -25,14 +25,14 @@ PROFILE_FILE = "PROFILE"
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 NO_LIMIT = 2**62
-PATIENCE_S = 20
+JOIN_TIMEOUT_S = 20
 """Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
 has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
-FARTHEST_APART = timedelta(hours=1)
+VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""
 
 
-class StopRequest:
+class StopCoordinator:
     """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
 
     As a context, in the main thread, it takes the signals; a second one ends the process at once.
@@ -65,13 +65,13 @@ class StopRequest:
         self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
         self._look_at = self._begun
-        self.limit = FARTHEST_APART
-        self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
+        self.limit = VOTE_TIMEOUT
+        self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted
         self._vote = torch.zeros(3, dtype=torch.int64)
         self._voting: dist.Work | None = None
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> "StopCoordinator":
         self._before = {number: signal.signal(number, _nothing) for number in stop_signals()}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -97,8 +97,8 @@ class StopRequest:
     def fail(self, error: Exception, last_step: int) -> None:
         """Say that this rank can take no step after `last_step`.
 
-        All ranks know it after the second call of `agreed` from now, without waiting for it after
-        the first. So to be known in time, it is to be said a step ahead.
+        All ranks know it after the second call of `should_stop` from now, without waiting for it
+        after the first. So to be known in time, it is to be said a step ahead.
         """
         if last_step >= self._own_last_step:
             return
@@ -108,7 +108,7 @@ class StopRequest:
 
     def is_over(self, step: int) -> bool:
         """Whether `step` is the last: some rank was asked to stop, or can take no other."""
-        return self.agreed() or step >= self._last_step
+        return self.should_stop() or step >= self._last_step
 
     def failures(self, step: int) -> dict[int, Exception]:
         """By rank, why there can be no step after `step`; empty if there can. Collective."""
@@ -119,7 +119,7 @@ class StopRequest:
         dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether any rank had been asked to stop as of the previous call.
 
         Ranks vote asynchronously during the step, so only the first call waits.
@@ -142,7 +142,7 @@ class StopRequest:
         takes, self._takes_trace = self._takes_trace, False
         return takes
 
-    def heeded(self) -> None:
+    def clear_stop_file(self) -> None:
         """Remove the stop file, for it has had its effect."""
         if dist.get_rank() == 0:
             try:
@@ -211,7 +211,7 @@ class StopRequest:
                     2, b"meshwright: SIGINT: the job saves and stops; again: it ends at once\n"
                 )
             if number == signal.SIGTERM and dist.is_torchelastic_launched():
-                end = threading.Timer(PATIENCE_S, self._end_if_alone)
+                end = threading.Timer(JOIN_TIMEOUT_S, self._end_if_alone)
                 end.daemon = True
                 end.start()
         os.close(self._read_end)

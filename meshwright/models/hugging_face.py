@@ -58,8 +58,9 @@ class HuggingFaceForm:
     """Keys of config.json that can have but one value for our model; absent, they have it."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that are absent, where transformers has others than most families."""
-    has_rope_scaling: bool = False
-    """It may stretch wavelengths as Llama 3.1 does."""
+    stretched_rope_type: str | None = None
+    """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
+    never are."""
 
     def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
         """Every parameter of the plain model, in its order."""
@@ -119,7 +120,7 @@ class HuggingFaceForm:
                 raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
             found[name] = Dimension(dimension.key, float(dimension.value))
         scaling = self._read_scaling(rope, rope_key)
-        if self.has_rope_scaling:
+        if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(rope_key, scaling)
         tied = config.get("tie_word_embeddings", False)
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
@@ -142,8 +143,9 @@ class HuggingFaceForm:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return None
-        kinds = "default and llama3" if self.has_rope_scaling else "default alone"
-        if kind != "llama3" or not self.has_rope_scaling:
+        stretched = self.stretched_rope_type
+        kinds = f"default and {stretched}" if stretched else "default alone"
+        if kind != stretched:
             raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
         values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
         for ours, value in values.items():
@@ -176,7 +178,7 @@ class HuggingFaceForm:
         if scaling := args.table.rope.scaling:
             stretching = RopeScaling(*scaling)
             table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
-            config["rope_scaling"] = {"rope_type": "llama3", **table}
+            config["rope_scaling"] = {"rope_type": self.stretched_rope_type, **table}
             stretched = round(stretching.factor * stretching.original_seq_len)
             config["max_position_embeddings"] = max(seq_len, stretched)
         return config

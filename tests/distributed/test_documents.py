@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
@@ -82,7 +82,7 @@ class PackedJob:
             step=step,
             max_norm=float("inf"),
             meshes=self.meshes,
-            health=Health.on(torch.device("cpu")),
+            detector=BadStepDetector.on(torch.device("cpu")),
         )
         return result.loss.item()
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import fill_normal, local_box
 from meshwright.parallelisms.local_model import LocalModel
@@ -83,7 +83,7 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
         step=1,
         max_norm=float("inf"),
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     what = f"{family} on {dims}, {options}"
     assert result.loss.item() == pytest.approx(want_loss, rel=2e-6), what

@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
-from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
@@ -39,7 +39,7 @@ class Job:
             dims, seed=seed, microbatches=microbatches, **options
         )
         self.optimizer = adamw(self.model)
-        self.early = EarlyStep(self.optimizer) if is_early else None
+        self.early = OptimizerInBackward(self.optimizer) if is_early else None
         self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
     def part(self, batch: Batch) -> list[Batch]:
@@ -64,7 +64,7 @@ class Job:
             step=step,
             max_norm=float("inf"),
             meshes=self.meshes,
-            health=Health.on(torch.device("cpu")),
+            detector=BadStepDetector.on(torch.device("cpu")),
         )
 
     def forward(self, step: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from meshwright.checkpoint import commit
 from meshwright.errors import EXIT_INTERRUPTED
 from meshwright.launch import stop as preemption
 from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS
-from meshwright.launch.stop import PROFILE_FILE, STOP_FILE, StopRequest
+from meshwright.launch.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     os.environ[FROM_LAUNCHER] = str(from_launcher)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     step = 0
-    with StopRequest(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
+    with StopCoordinator(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
         while not stop.is_over(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
             time.sleep(0.001 + 0.002 * rank)
@@ -46,7 +46,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
                     os.kill(os.getpid(), signal.Signals[way])
         reason = stop.reason
         if reason:
-            stop.heeded()
+            stop.clear_stop_file()
         if failures := stop.failures(step):
             reason = str(failures)
     del os.environ[FROM_LAUNCHER]
@@ -96,7 +96,7 @@ def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
 def steps_of_traces(folder: Path) -> list[int]:
     """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
     traced, rank = [], dist.get_rank()
-    with StopRequest(folder, 0) as stop:
+    with StopCoordinator(folder, 0) as stop:
         for step in range(1, 16):
             if rank == 0 and step in (3, 10):
                 (folder / PROFILE_FILE).touch()
@@ -131,11 +131,11 @@ import torch
 from meshwright.launch import stop as preemption
 from meshwright.parallelisms.process_group import start_process_group
 start_process_group(torch.device("cpu"), 60)
-preemption.PATIENCE_S = 1
-with preemption.StopRequest(Path(sys.argv[1]), 0) as stop:
+preemption.JOIN_TIMEOUT_S = 1
+with preemption.StopCoordinator(Path(sys.argv[1]), 0) as stop:
     print("ready", flush=True)
     {work}
-    print("asked" if stop.agreed() else "not asked", flush=True)
+    print("asked" if stop.should_stop() else "not asked", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 # one call without Python, of up to some seconds: Python's own handlers wait until it is over
@@ -166,7 +166,7 @@ IN_A_LOOK = """
         time.sleep(0.3)
         stop._asked = max(before, 0)
     stop._look = look
-    stop.agreed()
+    stop.should_stop()
 """
 FAILING = """
     def fail(*_, **__): raise OSError(116, "Stale file handle")

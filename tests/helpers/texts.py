@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: documents may be lists
 class TextsRecipe:
-    """In place of a `Recipe`: the texts themselves, as bytes."""
+    """In place of a `TokenizationSpec`: the texts themselves, as bytes."""
 
     texts: tuple[Document, ...] = TEXTS
     name: str = "texts"

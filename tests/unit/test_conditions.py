@@ -122,7 +122,7 @@ OUTCOMES = {
         bad_steps="budget spike_window",
         parallelism="enable_async_tensor_parallel context_parallel_attention "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
-        "fsdp_reduce_gradients",
+        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
@@ -140,7 +140,7 @@ OUTCOMES = {
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
         lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-        parallelism="data_parallel_shard_degree fsdp_reshard_after_forward fsdp_prefetch_layers",
+        parallelism="data_parallel_shard_degree",
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
@@ -194,7 +194,10 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"parallelism.{key}": TWO_IN_FP32
         for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers")
     },
-    "parallelism.fsdp_reduce_gradients": {"training__global_batch_size": 16},
+    "parallelism.fsdp_reduce_gradients": {
+        "training__global_batch_size": 16,
+        "training__enable_cpu_offload": True,
+    },
     "training.mixed_precision_reduce": TWO_IN_FP32,
     "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
     "training.dataset_column": JSON,
@@ -251,8 +254,8 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
     "training.fp32_modules": {"training__mixed_precision_param": "float32"},
     "training.token_cache_folder": STREAMED,
-    "parallelism.fsdp_reshard_after_forward": {"training__mixed_precision_param": "float32"},
-    "parallelism.fsdp_prefetch_layers": {"training__mixed_precision_param": "float32"},
+    "parallelism.fsdp_reshard_after_forward": {},
+    "parallelism.fsdp_prefetch_layers": {},
     "lr_scheduler.decay_type": {"training__steps": 100},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},

@@ -15,7 +15,6 @@ from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import faulty_files, find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import (
     Documents,
     IndexedDocuments,
@@ -23,6 +22,7 @@ from meshwright.datasets.sources import (
     fingerprint,
     may_pass,
 )
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError, RecordError
@@ -380,7 +380,7 @@ def test_conversations_from_file_to_labels(folder: Path) -> None:
     tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"), dataset_column="messages")
-    recipe = Recipe(Entry("training", "chat", source), str(tokenizer_file))
+    recipe = TokenizationSpec(Entry("training", "chat", source), str(tokenizer_file))
     cache = open_cache(recipe, folder / "cache", num_workers=1)
     assert cache.num_documents == 3
     sample = CachedSamples(cache, cache.num_tokens, seed=None).read(0)
@@ -399,7 +399,7 @@ def test_conversations_without_a_template_are_an_error(folder: Path) -> None:
     tokenizer_file = byte_level_json(folder / "tokenizer.json", ["<|im_start|>", "<|im_end|>"])
     source = Source(dataset="json", dataset_path=str(folder / "a.jsonl"))
     for tokenizer_path in (str(tokenizer_file), BYTES):
-        recipe = Recipe(Entry("training", "chat", source), tokenizer_path)
+        recipe = TokenizationSpec(Entry("training", "chat", source), tokenizer_path)
         with pytest.raises(ConfigError, match="model\\.(chat_template|tokenizer)_path"):
             open_cache(recipe, folder / "cache", num_workers=1)
 
@@ -478,8 +478,8 @@ def hub(monkeypatch) -> dict[str, object]:
 
 
 def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
-    def recipe(**keys: object) -> Recipe:
-        return Recipe(entry(dataset="owner/name", **keys), BYTES)
+    def recipe(**keys: object) -> TokenizationSpec:
+        return TokenizationSpec(entry(dataset="owner/name", **keys), BYTES)
 
     pinned, newest = recipe(dataset_revision=COMMITS[0]), recipe()
     assert (pinned.revision(), newest.revision()) == COMMITS

@@ -18,9 +18,9 @@ from meshwright.datasets import tokenizing
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
-from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import IndexedDocuments
-from meshwright.datasets.token_cache import DamagedError, TokenCache
+from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
@@ -143,7 +143,7 @@ def test_another_chat_template_is_another_cache(tmp_path) -> None:
     text, template = tmp_path / "a.txt", tmp_path / "chat_template.jinja"
     text.write_text("text")
     source = Source(dataset="text", dataset_path=str(text))
-    recipe = Recipe(Entry("training", "text", source), BYTES, str(template))
+    recipe = TokenizationSpec(Entry("training", "text", source), BYTES, str(template))
     identities = set()
     for content in ("{{ messages }}", "{{ messages[0] }}"):
         template.write_text(content)
@@ -246,7 +246,7 @@ def test_every_bit_of_an_index_is_guarded(tmp_path) -> None:
         path.write_bytes(damaged)
         try:
             found = vars(load_arrays_of(TokenCache(cache.folder)))
-        except DamagedError:
+        except DamagedCacheError:
             continue
         assert found == want
 
@@ -273,7 +273,7 @@ def test_a_process_opens_what_is_there_now(tmp_path) -> None:
     """Not what was behind the same path before."""
     (tmp_path / "a.txt").write_text("first text")
     source = Source(dataset="text", dataset_path=str(tmp_path / "a.txt"))
-    recipe = Recipe(Entry("training", "a", source), BYTES)
+    recipe = TokenizationSpec(Entry("training", "a", source), BYTES)
     first = open_cache(recipe, tmp_path / "cache", num_workers=1)
     stat = (tmp_path / "a.txt").stat()
     (tmp_path / "a.txt").write_text("another one")
@@ -288,7 +288,7 @@ def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
     is_made, may_go_on, made = threading.Event(), threading.Event(), []
     real = tokenizing._make
 
-    def slow(recipe: Recipe, *rest: object) -> TokenCache:
+    def slow(recipe: TokenizationSpec, *rest: object) -> TokenCache:
         made.append(recipe)
         is_made.set()
         may_go_on.wait(10)

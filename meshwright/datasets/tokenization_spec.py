@@ -16,14 +16,14 @@ from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
+"""For chat templates that write the date (those of Meta's templates fall back to it): the same
 conversation has to be the same tokens tomorrow."""
 FORMAT = 1
 """Of the files; another number is another cache."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizationSpec:
     """Everything that the tokens of a source depend on."""
 
     entry: Entry
