@@ -68,7 +68,12 @@ def stalled(
             *("--comm.train_timeout_seconds", str(limit_s), "--training.steps", "100"),
         ]
         variables = {"STALL": f"{rank} {STEP} {place} {way}", "STALLED": str(folder / "stalled")}
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        variables |= {
+            "MESHWRIGHT_COLUMNS": "1000",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         job = subprocess.Popen(
             words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, cwd=ROOT,

@@ -25,7 +25,7 @@ from meshwright.errors import (
 )
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.launch.process import LAUNCHER, die_with_parent
-from meshwright.log import log_to_console, logger
+from meshwright.log import log_to_console, logger, print_error
 from meshwright.preflight import preflight
 from meshwright.train import run
 
@@ -41,7 +41,7 @@ def main() -> None:
         if not _run_command_line():
             code = EXIT_STOPPED
     except ConfigError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print_error(error)
         code = EXIT_CONFIG
     except (TrainingError, DataError, SaveError) as error:
         logger.error("stopped: %s", error)

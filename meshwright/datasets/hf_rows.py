@@ -135,7 +135,7 @@ def load_rows(
 
     def get(index: int) -> Document:
         with openable(entry, lambda: files):  # JSON is decoded only now
-            return to_document(rows[index], f"row {index}")
+            return (from_line or to_document)(rows[index], f"row {index}")
 
     return IndexedDocuments(len(rows), get)
 

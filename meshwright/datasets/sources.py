@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Entry
+from meshwright.datasets.faulty_files import has_lines
 from meshwright.datasets.hf_rows import load_rows
 from meshwright.datasets.rows import line_reader, row_reader
 from meshwright.datasets.source_files import (
@@ -22,6 +23,7 @@ from meshwright.datasets.source_files import (
     subset_of,
 )
 from meshwright.datasets.token_files import TokenFiles, token_paths
+from meshwright.datasets.zstd_frames import CutError, check_whole
 from meshwright.errors import check, where_it_ends
 
 
@@ -59,13 +61,20 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
+    for file in (file for file in files if file.endswith(".zst")):
+        try:
+            check_whole(file)
+        except CutError as error:
+            raise entry.error("dataset_path", f"{file}: cannot be read: {error}") from error
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
-    if streamed and all(file.endswith(LINES) for file in files):
-        lines = {"data_files": names, "split": "train", "sample_by": "line"}
-        return load_rows(entry, True, "text", files, line_reader(entry), **lines)
-    kept_in = _arrow_folder(entry, files)
-    options["data_files"] = names
-    return load_rows(entry, streamed, builder, files, split="train", cache_dir=kept_in, **options)
+    options |= {"data_files": names, "split": "train"}
+    if not streamed:
+        options["cache_dir"] = _arrow_folder(entry, files)
+    if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
+        # its own reader makes text of numbers, and JSON of objects, in files after the first
+        options["sample_by"] = "line"
+        return load_rows(entry, streamed, "text", files, line_reader(entry), **options)
+    return load_rows(entry, streamed, builder, files, **options)
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:

@@ -21,7 +21,7 @@ from meshwright.config.loader import load_config
 from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.launch.process import FROM_LAUNCHER, HEARTBEATS, LAUNCHER, stop_signals
 from meshwright.launch.watch import Watch, tail
-from meshwright.log import TERMINAL, logger
+from meshwright.log import TERMINAL, logger, print_error
 
 OWN_CODES = tuple(EXIT_CODES.values())
 """Exit codes whose cause the ranks have reported themselves."""
@@ -58,7 +58,8 @@ def launch() -> None:
                 run(args)
         except ChildFailedError as error:
             if watch.verdict is not None:
-                print(*(f"meshwright: {line}" for line in watch.verdict), sep="\n", file=sys.stderr)
+                for line in watch.verdict:
+                    print_error(line)
                 sys.exit(EXIT_HANG)
             _report(error, is_asked=request.exists(), args=args, last_place=watch.last_place)
         except SignalException as signalled:
@@ -107,7 +108,7 @@ def _report(
         sys.exit(EXIT_STOPPED)
     if failure.exitcode in OWN_CODES:
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
-            print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
+            print_error(f"rank {rank}: {caught['message']}")
         sys.exit(failure.exitcode)
     place = last_place(rank)
     where = f", in {place}" if place else ""
@@ -121,7 +122,7 @@ def _report(
         how = f"failed (exit {code})"
     if callstack := caught.get("extraInfo", {}).get("py_callstack", ""):
         print(callstack.rstrip(), file=sys.stderr)
-    print(f"meshwright: rank {rank} {how}{where}", file=sys.stderr)
+    print_error(f"rank {rank} {how}{where}")
     # whoever asked may have signalled more processes than us: ranks that were starting, compilers
     sys.exit(EXIT_STOPPED if is_asked else code)
 
@@ -156,7 +157,7 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
         lines = (before or after).splitlines()[-TAIL_LINES:]
         if fault:
             lines += (fault + after).splitlines()[:TAIL_LINES]
-        print(f"meshwright: the end of rank {rank}'s stderr{where}:", file=sys.stderr)
+        print_error(f"the end of rank {rank}'s stderr{where}:")
         print(*lines, sep="\n", file=sys.stderr)
 
 

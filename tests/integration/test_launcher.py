@@ -355,6 +355,21 @@ def test_bf16_recomputation_and_traces_in_one_run(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
+def test_a_validation_that_is_the_best_so_far_is_saved(tmp_path: Path) -> None:
+    """Between two saves of the interval; this job gets better all the time."""
+    folder = tmp_path / "out"
+    result = train_alone(
+        folder,
+        *("--validation.enable", "--validation.freq", 3, "--validation.num_samples", 8),
+        *("--checkpoint.keep_best", "--checkpoint.interval", 100, "--training.steps", 9),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [row["validation/loss"] for row in records(folder) if "validation/loss" in row]
+    assert found == sorted(found, reverse=True)
+    assert commit.saved_steps(folder / "checkpoint") == [6, 9]
+    assert json.loads((folder / "checkpoint" / "best.json").read_text())["step"] == 9
+
+
 def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     """Here: the log folder of rank 1, whose console is not shown, cannot be written."""
     (tmp_path / "out" / "logs" / "rank_1.log").mkdir(parents=True)

@@ -105,9 +105,10 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all(tmp_path: Path, start) -
 
 def test_a_rank_in_a_loop_is_named_when_a_collective_of_another_times_out(tmp_path, start) -> None:
     """Both are in the same phase; the one that has not failed is no victim."""
-    start(0, "timeout")
+    victim = start(0, "timeout")
     start(1, "loop")
     text, _ = judge(tmp_path)
+    assert victim.wait(5) == -signal.SIGKILL  # it did not leave before, as the first to fail
     assert "rank 1 (on " in text.splitlines()[-1]
     assert text.endswith("computing")
     assert "dead_loop" in (tmp_path / "hang_0.txt").read_text()

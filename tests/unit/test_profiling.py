@@ -86,6 +86,7 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, monkeypatch, caplog) -> No
     summary = (folder / "rank_1.txt").read_text()
     assert summary.startswith("operators by their own time on the CPU: ")
     assert " 2 x  aten::mm\n" in summary
+    assert not summary.startswith("operators by their own time on the CPU: 0.0 ms")
 
 
 def test_a_job_that_ends_before_leaves_no_half_of_a_trace(tmp_path, monkeypatch, caplog) -> None:

@@ -16,7 +16,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     ("code", "seconds", "again"),
-    [(0, 9999, False), (75, 10, True), (5, 10, True), (6, 10, False), (6, 1801, True),
+    [(0, 9999, False), (75, 10, True), (5, 10, True), (6, 1700, False), (6, 1801, True),
      (1, 9999, False), (137, 9999, False)],
 )  # fmt: skip
 def test_it_starts_again_only_if_that_may_help(tmp_path, code, seconds, again) -> None:
