@@ -30,13 +30,13 @@ from torch.utils.data import DataLoader
 
 from meshwright.config.job_config import Source
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource
 from meshwright.datasets.sample_stream import Cursor, SampleStream
-from meshwright.datasets.sources import Documents, IndexedDocuments
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer

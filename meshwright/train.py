@@ -22,7 +22,6 @@ from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
     build_loader,
-    build_reporter,
     build_validation,
     initialize_weights,
 )
@@ -62,6 +61,7 @@ from meshwright.parallelisms.process_group import (
 )
 from meshwright.preflight import Plan, check_first_weights, resume_diff
 from meshwright.profiling import Profiler
+from meshwright.reporting import build_reporter
 from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.flushing import UNSUPPORTED
 from meshwright.errors import ConfigError
+from meshwright.file_system import UNSUPPORTED
 from meshwright.log import logger
 
 FILE = "job.lock"

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright.checkpoint import commit, exclude, shared_folder
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.exclude import left_out
-from meshwright.checkpoint.flushing import make_folder
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import SafeCheckpointReader
@@ -29,6 +28,7 @@ from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError, in_ranges
+from meshwright.file_system import make_folder
 from meshwright.log import logger
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)

@@ -50,16 +50,22 @@ def _has_inductor(c: JobConfig) -> bool:
     return c.compile.enable and c.compile.backend == "inductor"
 
 
-def _num_data_ranks(c: JobConfig) -> int:
+def num_data_ranks(c: JobConfig) -> int:
+    """Ranks that read different samples; of a config without -1."""
     p = c.parallelism
     return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+
+
+def num_microbatches(c: JobConfig) -> int:
+    """Per rank and optimizer step; of a config without -1."""
+    return c.training.global_batch_size // (num_data_ranks(c) * c.training.local_batch_size)
 
 
 def has_fsdp(c: JobConfig) -> bool:
     """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
     p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    return _num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
+    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
 
 
 def needs_fsdp_alone(training: Training) -> bool:
@@ -72,7 +78,7 @@ def needs_fsdp_alone(training: Training) -> bool:
 
 def _has_one_microbatch(c: JobConfig) -> bool:
     training = c.training
-    return training.global_batch_size == _num_data_ranks(c) * training.local_batch_size
+    return training.global_batch_size == num_data_ranks(c) * training.local_batch_size
 
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"

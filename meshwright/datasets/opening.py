@@ -6,9 +6,9 @@ from pathlib import Path
 
 from meshwright.config.job_config import JobConfig, Source, Training, Validation, WeightedSource
 from meshwright.datasets import find_dataset
+from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenization_spec import TokenizationSpec

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.documents import Reader
 from meshwright.datasets.entry import Document
+from meshwright.datasets.hf_rows import may_pass
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
 from meshwright.datasets.sample import Sample, SampleRules, to_sample
-from meshwright.datasets.sources import Reader, may_pass
 from meshwright.errors import RecordError
 from meshwright.log import logger
 

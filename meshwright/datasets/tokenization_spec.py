@@ -7,9 +7,11 @@ from datetime import datetime
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.chat import ChatTemplate, find_template
+from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.sources import DatasetSpec, Documents, fingerprint, revision, sampled
+from meshwright.datasets.source_files import fingerprint, revision, sampled
+from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError

@@ -188,7 +188,7 @@ class StopCoordinator:
         except OSError as error:
             if os.path.exists(path):  # or a file system fails for a moment
                 self._profile_file = None
-                logger.warning("%s cannot be removed, so it is not heeded: %s", path, error)
+                logger.warning("%s cannot be removed, so it has no effect: %s", path, error)
             return False
         return True
 

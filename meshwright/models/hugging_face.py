@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.models.args import DecoderArgs, RopeScaling
-from meshwright.models.foreign import Dimension, ForeignTensor
+from meshwright.models.foreign import Dimension, ForeignTensor, positive
 
 MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -132,11 +132,11 @@ class HuggingFaceForm:
             value = config.get(theirs)
             if value is None and theirs == "num_key_value_heads":
                 value = config.get("num_attention_heads")
-            found[ours] = Dimension(theirs, _positive(theirs, value))
+            found[ours] = Dimension(theirs, positive(theirs, value))
         head_dim = config.get("head_dim", self.defaults.get("head_dim"))
         if head_dim is None:
             head_dim = found["dim"].value // found["n_heads"].value
-        found["head_dim"] = Dimension("head_dim", _positive("head_dim", head_dim))
+        found["head_dim"] = Dimension("head_dim", positive("head_dim", head_dim))
         return found
 
     def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
@@ -182,9 +182,3 @@ class HuggingFaceForm:
             stretched = round(stretching.factor * stretching.original_seq_len)
             config["max_position_embeddings"] = max(seq_len, stretched)
         return config
-
-
-def _positive(key: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, not a positive integer")
-    return value

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend
 from torch._functorch import config as partitioner
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -18,7 +17,8 @@ from torch.utils.checkpoint import (
 from meshwright.config.job_config import SAVED_OPS, ActivationCheckpoint
 from meshwright.errors import check
 
-Operator = OpOverload | HigherOrderOperator
+Operator = Callable[..., Any]
+"""Of torch.ops: one overload, or an operator of higher order, which has none."""
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
@@ -109,18 +109,21 @@ def find_ops(names: Sequence[str]) -> list[Operator]:
     found: list[Operator] = []
     for name in names:
         namespace, _, operator = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
+        packet: Any = getattr(getattr(torch.ops, namespace), operator, None)
+        has_overloads = hasattr(packet, "overloads")
         check(
-            bool(overloads) or isinstance(packet, HigherOrderOperator) or name in SAVED_OPS,
+            has_overloads
+            or (namespace == "higher_order" and callable(packet))
+            or name in SAVED_OPS,
             "activation_checkpoint.saved_ops",
             name,
             f"torch {torch.__version__} has no such operator",
             'names are those of torch.ops, like "aten.mm"',
         )
-        if isinstance(packet, HigherOrderOperator):
+        if has_overloads:
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+        elif packet is not None:
             found.append(packet)
-        found += [getattr(packet, overload) for overload in overloads]
     return found
 
 

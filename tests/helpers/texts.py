@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.job_config import BYTES, Source
+from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Document, Entry, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.datasets.tokenizing import open_cache
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_launcher import ROOT, environment
+from tests.helpers.jobs import ROOT, environment
 
 CAMPAIGNS = {
     "kills and stops": ("--kills=1", "--stops=1", "--steps=80", "--seed=51"),

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.test_launcher import ROOT, environment
+from tests.helpers.jobs import ROOT, environment
 
 OPTIONS = ("--configs=4", "--seed=11", "--most-ranks=2")
 

@@ -97,7 +97,7 @@ def test_what_is_saved_is_not_recomputed(saved: str) -> None:
     assert_equal(gradients, plain_gradients)
 
 
-@pytest.mark.parametrize("name", ["aten.mmm", "atn.mm", "aten.__name__"])
+@pytest.mark.parametrize("name", ["aten.mmm", "atn.mm", "aten.__name__", "aten.__dir__"])
 def test_an_op_that_torch_does_not_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"saved_ops = {name!r}: torch .* has no such operator"):
         find_ops(["aten.mm", name])

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit, locks
-from meshwright.checkpoint.flushing import warn_once
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import apply_retention, clean_up, mark_best, set_aside_later
 from meshwright.errors import ConfigError
+from meshwright.file_system import warn_once
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import flip_bit, tree
 

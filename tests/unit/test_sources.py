@@ -14,14 +14,11 @@ from pyarrow import parquet
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import faulty_files, find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.sources import (
-    Documents,
-    IndexedDocuments,
-    check_path,
-    fingerprint,
-    may_pass,
-)
+from meshwright.datasets.hf_rows import may_pass
+from meshwright.datasets.source_files import fingerprint
+from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache

@@ -1,5 +1,6 @@
 """Tokens are written once and read back as they were, or not at all."""
 
+import errno
 import os
 import random
 import resource
@@ -16,13 +17,14 @@ import pytest
 from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import tokenizing
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
-from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
+from meshwright.file_system import warn_once
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
@@ -40,7 +42,7 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
-    for module in ("token_cache", "tokenizing"):
+    for module in ("token_cache", "cache_files"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_BYTES", 64)
     # a default argument, bound when the module was loaded
@@ -325,3 +327,21 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) ->
     monkeypatch.setattr(os, "replace", note_name)
     open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
     assert named >= {"00000.tokens", "00000.npz", "lengths", "cache.npz"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_flock_or_fsync_holds_a_cache(
+    tmp_path, monkeypatch, caplog, number
+) -> None:
+    def lacks(*of_call: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", lacks)
+    monkeypatch.setattr("os.fsync", lacks)
+    monkeypatch.setattr("meshwright.log.logger.propagate", True)
+    warn_once.cache_clear()
+    cache = open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    assert cache.num_tokens == sum(len(encode(text)) for text in TEXTS)
+    said = [record.getMessage() for record in caplog.records]
+    for what in ("has no flock", "cannot flush a file to the disk"):
+        assert sum(what in line for line in said) == 1
