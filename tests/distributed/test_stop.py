@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -207,24 +205,25 @@ class Stopper:
     def write(self, record): Path(sys.argv[1], "STOP").touch()
     def close(self): pass
 
-preemption.LOOK_EVERY_S = 0
-toml = "tests/integration/tiny.toml"
-words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
-try:
-    print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
-except TrainingError as error:
-    print("result", error)
-sys.stdout.flush()
-os._exit(0)
+if __name__ == "__main__":  # the job tokenises, by processes that import this again
+    preemption.LOOK_EVERY_S = 0
+    toml = "tests/integration/tiny.toml"
+    words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
+    try:
+        print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
+    except TrainingError as error:
+        print("result", error)
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
 def result_of_stopping(folder: Path, *overrides: str) -> str:
-    # not `Forked`: the job tokenises, by processes that could not import their main module again
-    words = [sys.executable, "-c", STOPPED_SOON, str(folder), *overrides]
-    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    (script := folder / "stopped_soon.py").write_text(STOPPED_SOON)
+    done = Forked([script, folder, *overrides], os.environ, cwd=ROOT).wait()
+    assert done.returncode == 0, done.stderr
     assert not (folder / STOP_FILE).exists()
-    return output.splitlines()[-1]
+    return done.stdout.splitlines()[-1]
 
 
 def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
