@@ -24,7 +24,7 @@ SUFFIXES = {
 }
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-"""Files with a record a line."""
+"""Files with a record per line, without a look at them."""
 
 
 def stdlib_files(entry: Entry) -> list[str]:

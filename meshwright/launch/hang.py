@@ -90,7 +90,8 @@ def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[st
         where: file with the stacks; "" if there is none.
     """
     silent = set(range(num_ranks)) - {rank.rank for rank in evidence}
-    if silent:
+    is_stopped = any(rank.state and rank.state in STOPPED for rank in evidence)
+    if silent and not is_stopped:
         guilty = []
         are, of = ("hangs", "it") if len(silent) == 1 else ("hang", "them")
         cause = [f"{_ranks(silent)} {are}: nothing is heard of {of}"]

@@ -22,6 +22,8 @@ ANSWER_S = 1.5
 """Seconds that ranks get to write their stacks and last collectives."""
 MACHINES_S = 8.0
 """Seconds that other machines get to tell of their ranks."""
+WRITE_S = 3.0
+"""Seconds to write the report."""
 ASK_MACHINES_EVERY_S = 2.0
 LONGEST_GAP_S = 5.0
 """Between two looks; after a longer one this process was stopped itself, and so was the job."""
@@ -165,14 +167,26 @@ class Watch:
             with suppress(RuntimeError):
                 self._machines = self._machines or Machines(beats[0])
                 evidence = self._machines.exchange(evidence)
-        where = ""
-        with suppress(OSError, ConfigError):
-            path = self._reports() / f"hang_{facts['machine']}.txt"
-            path.write_text(report(evidence), "utf-8")
-            where = str(path)
+        where = self._write(f"hang_{facts['machine']}.txt", report(evidence))
         self.verdict = verdict(evidence, facts["world_size"], where)
         for beat in beats:
             _kill(beat.pid, signal.SIGKILL)
+
+    def _write(self, name: str, text: str) -> str:
+        """Write a report; return its path, or "" if that fails or takes too long: the file system
+        may be the very cause of the hang."""
+        written: list[str] = []
+
+        def write() -> None:
+            with suppress(OSError, ConfigError):
+                path = self._reports() / name
+                path.write_text(text, "utf-8")
+                written.append(str(path))
+
+        thread = threading.Thread(target=write, name="report", daemon=True)
+        thread.start()
+        thread.join(WRITE_S)
+        return written[0] if written else ""
 
 
 class Machines:

@@ -114,6 +114,17 @@ def test_a_rank_in_a_loop_is_named_when_a_collective_of_another_times_out(tmp_pa
     assert "dead_loop" in (tmp_path / "hang_0.txt").read_text()
 
 
+def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(watch, "WRITE_S", 0.2)
+    rank = start(0, "wait")
+    start(1, "wait")
+    os.kill(rank.pid, signal.SIGSTOP)
+    with Watch(tmp_path, lambda rank: None, lambda: time.sleep(30) or tmp_path, print) as launcher:
+        assert rank.wait(8) == -signal.SIGKILL
+    assert launcher.verdict[-1].startswith("rank 0 (on ")
+    assert not any("stacks of all ranks" in line for line in launcher.verdict)
+
+
 def test_an_early_error_is_no_hang(tmp_path: Path) -> None:
     """Though its text is that of a timeout; and an error of the config is none at all."""
     heart = Heartbeat(tmp_path, {"rank": 0})
@@ -203,6 +214,8 @@ def test_without_a_difference_nobody_is_blamed() -> None:
         "ranks hang, and none is behind the others or does anything but wait"
     )
     assert verdict(SAME[:2], 4, "")[-1].startswith("ranks 2-3 hang: nothing is heard of them")
+    stopped = [SAME[0], replace(SAME[1], state="T")]
+    assert verdict(stopped, 4, "")[-1].startswith("rank 1 (on a) hangs")
 
 
 def test_a_beat_is_cheap(tmp_path: Path) -> None:
