@@ -167,7 +167,7 @@ def test_no_flipped_bit_goes_unnoticed(check_all, tmp_path) -> None:
     files = sorted(path.name for path in cache.folder.iterdir() if path.stat().st_size)
     assert len(files) == 2 * 8 + 2
     noticed_when_read = 0
-    for name in files * 3:
+    for name in files:
         folder = tmp_path / "bad" / cache.folder.name
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(cache.folder, folder)
@@ -181,7 +181,7 @@ def test_no_flipped_bit_goes_unnoticed(check_all, tmp_path) -> None:
             noticed_when_read += 1
             got = read_all(open_cache(recipe, tmp_path / "bad", num_workers=1))
         assert np.array_equal(got, want), name
-    assert check_all or noticed_when_read >= 3 * 8  # every file of tokens
+    assert check_all or noticed_when_read >= 8  # every file of tokens
 
 
 @pytest.mark.parametrize("name", ["00002.tokens", "00002.npz", "lengths", "cache.npz"])
@@ -242,7 +242,7 @@ def test_every_bit_of_an_index_is_guarded(tmp_path) -> None:
     cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
     path = cache.folder / "cache.npz"
     content, want = path.read_bytes(), vars(load_arrays_of(cache))
-    for position in range(0, len(content), 3):
+    for position in range(0, len(content), 7):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
