@@ -95,8 +95,8 @@ def steps_of_traces(folder: Path) -> list[int]:
     """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
     traced, rank = [], dist.get_rank()
     with StopCoordinator(folder, 0) as stop:
-        for step in range(1, 16):
-            if rank == 0 and step in (3, 10):
+        for step in range(1, 61):
+            if rank == 0 and step in (3, 30):
                 (folder / PROFILE_FILE).touch()
             time.sleep(0.001 + 0.002 * rank)
             stop.is_over(step)
@@ -106,7 +106,7 @@ def steps_of_traces(folder: Path) -> list[int]:
 
 
 def _traces_without_delay(folder: Path) -> list[int]:
-    preemption.LOOK_EVERY_S, before = 0.0, preemption.LOOK_EVERY_S
+    preemption.LOOK_EVERY_S, before = 0.01, preemption.LOOK_EVERY_S
     try:
         return steps_of_traces(folder)
     finally:
@@ -117,8 +117,7 @@ def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Pat
     traced, other = on_ranks(2, _traces_without_delay, tmp_path)
     assert traced == other
     assert len(traced) == 2
-    assert 3 <= traced[0] <= 5
-    assert 10 <= traced[1] <= 12
+    assert 3 <= traced[0] < 30 <= traced[1]
     assert not (tmp_path / PROFILE_FILE).exists()
 
 
