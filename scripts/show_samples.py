@@ -11,9 +11,10 @@ from pathlib import Path
 
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.sample import SampleRules
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -38,10 +39,8 @@ for step in commit.saved_steps(checkpoints):
         before = (cursor.counts[number], cursor)
 
 tokenizer = build_tokenizer(config.model.tokenizer_path)
-length, seed = config.training.seq_len + 1, config.training.seed
-samples = find_samples(
-    sources[number], args.first, args.last, length=length, seed=seed, before=before
-)
+rules = SampleRules(config.training.seq_len + 1, config.training.seed)
+samples = find_samples(sources[number], args.first, args.last, rules, before)
 for index, sample in enumerate(samples, args.first):
     print(f"--- sample {index} of {args.source}")
     print(tokenizer.decode(sample.tokens.tolist()))

@@ -20,6 +20,7 @@ from meshwright.datasets.loader import (
     padded_samples,
     to_batches,
 )
+from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.sample import SampleRules
@@ -149,6 +150,18 @@ def test_a_stream_resumes_at_any_sample(window: int) -> None:
     for i, (_, cursor) in enumerate(want):
         saved = json.loads(json.dumps(dataclasses.asdict(cursor)))
         assert take(source, 119 - i, Cursor.from_json(saved)) == want[i + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["cached", "streamed"])
+def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path) -> None:
+    source = cached(tmp_path) if kind == "cached" else streamed()
+    want, rules = take(source, 60), SampleRules(LENGTH, seed=0)
+    for first, last, known in ((0, 0, 0), (7, 9, 0), (41, 59, 0), (41, 43, 41), (50, 52, 30)):
+        before = (known, want[known - 1][1]) if known else (0, Cursor())
+        found = find_samples(source, first, last, rules, before)
+        assert [sample.tokens.tolist() for sample in found] == [
+            tokens for tokens, _ in want[first : last + 1]
+        ]
 
 
 def test_a_stream_holds_every_token_once_an_epoch() -> None:
