@@ -95,7 +95,7 @@ class Scope:
                 purpose = purpose or "communication buffers"
             elif "/optim/" in file:
                 phase = UPDATE if phase == OTHER else phase
-            elif file.endswith("meshwright/loss.py"):
+            elif file.endswith("models/layers/loss.py"):
                 is_loss = True
             elif name == LAST_FRAME:
                 break

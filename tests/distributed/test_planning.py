@@ -39,6 +39,7 @@ def test_a_plan_is_what_torch_allocates(name, figures) -> None:
     assert "error" not in found, found.get("error")
     # where the loss holds the peak, temporaries inside of its kernels on CPUs are not seen
     assert found["planned"] == pytest.approx(found["allocated"], rel=0.01)
+    assert (found["module"] == "loss") == (name in PEAK_IN_LOSS)
     if name not in PEAK_IN_LOSS:
         assert found["planned"] == found["allocated"]
     ledger = found["by_purpose"]
