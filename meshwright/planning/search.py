@@ -72,18 +72,27 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     fitting = {c: p for c, p in plans.items() if _least(p) <= device.memory_gib * GIB}
     board = Board(fitting, device, rates)
     with processes(workers) as pool, tqdm(desc="simulated", disable=None, file=sys.stderr) as bar:
-        running: dict[Future[Figures], Choice] = {}
+        running: dict[Future[Figures], tuple[Choice, Figures | None]] = {}
         while True:
             while (
                 len(running) < workers
                 and len(board.found) + len(running) < MOST_SIMULATED
                 and (choice := board.next()) is not None
             ):
-                running[pool.submit(size, fitting[choice].config, ranks, device, rates)] = choice
+                task = (plans[choice].config, ranks, 0, device, rates)
+                running[pool.submit(_predict, *task)] = choice, None
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                board.note(running.pop(done), done.result())
+                (choice, first), figures = running.pop(done), done.result()
+                plan = plans[choice]
+                if first is not None:
+                    figures = _most([first, figures])
+                elif plan.dims.pp > 1 and _fits(figures, plan, device):  # the last stage, too
+                    task = (plan.config, ranks, _ends(plan)[-1], device, rates)
+                    running[pool.submit(_predict, *task)] = choice, figures
+                    continue
+                board.note(choice, figures)
                 bar.update()
         ranked = board.ranked()
         num_simulated = len(board.found)
@@ -113,7 +122,8 @@ class Board:
     """Decides which candidate is simulated next, and which need not be.
 
     Next is the one with the lowest estimate: its bound, times the ratio of time to bound of
-    simulated candidates with the same degree of tensor parallelism. Left out are those that fit worse or run slower than one that is known: on the same mesh, modes
+    simulated candidates with the same degree of tensor parallelism. Left out are those that fit
+    worse or run slower than one that is known: on the same mesh, modes
     that keep more than one that does not fit, and modes that do more than one that fits; and every
     candidate whose time is more than the best one's even by `least_seconds` alone.
 
@@ -246,25 +256,35 @@ def least_seconds(plan: Plan, device: Device, rates: Rates) -> float:
     return max(compute / (1 - waiting(plan)), sent / link)
 
 
-def size(config: JobConfig, ranks: int, device: Device, rates: Rates) -> Figures:
-    """Predict the first rank and, of a pipeline, the first of the last stage: the most of both."""
-    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    found = predict(plan, ranks, 0, device, rates)
-    stages = plan.dims.pp
-    if stages == 1 or not _fits(found, plan, device):
-        return found
-    last = predict(plan, ranks, (stages - 1) * (ranks // stages), device, rates)
-    more = max(found, last, key=lambda figures: figures.rounded_bytes)
-    return replace(more, seconds=max(found.seconds, last.seconds))
+def _ends(plan: Plan) -> list[int]:
+    """The first rank, and of a pipeline the first of the last stage: they have embedding or output.
+
+    Each is simulated in a process of its own, as torch keeps groups of gone meshes in caches.
+    """
+    ranks = plan.dims.pp * plan.dims.dp * plan.dims.cp * plan.dims.tp
+    return sorted({0, (plan.dims.pp - 1) * (ranks // plan.dims.pp)})
 
 
-def _measure_ends(config: JobConfig, ranks: int, device: Device, rates: Rates) -> Figures:
-    """The same of all layers."""
-    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    ends = {0, (plan.dims.pp - 1) * (ranks // plan.dims.pp)}
-    found = [measure(plan, ranks, rank, device, rates) for rank in sorted(ends)]
-    more = max(found, key=lambda figures: figures.rounded_bytes)
-    return replace(more, seconds=max(figures.seconds for figures in found))
+def _most(found: list[Figures]) -> Figures:
+    """Of several ranks, the figures of the one with the highest peak; the time of the slowest."""
+    most = max(found, key=lambda figures: figures.rounded_bytes)
+    return replace(most, seconds=max(figures.seconds for figures in found))
+
+
+def _predict(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
+    return predict(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
+
+
+def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
+    """All layers."""
+    return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
+
+
+def _whole(
+    plan: Plan, ranks: int, device: Device, rates: Rates, pool: Executor
+) -> list[Future[Figures]]:
+    ends = _ends(plan)
+    return [pool.submit(_measure, plan.config, ranks, rank, device, rates) for rank in ends]
 
 
 def _fits(figures: Figures, plan: Plan, device: Device) -> bool:
@@ -281,20 +301,19 @@ def _checked(
     Returns:
         Those that still fit, and how many were simulated whole.
     """
-    configs = [one.plan.config for one in best]
     errors = [
-        pool.submit(error_of_line, config, ranks, one.figures, device, rates)
-        for config, one in zip(configs, best, strict=True)
+        pool.submit(error_of_line, one.plan.config, ranks, one.figures, device, rates)
+        for one in best
     ]
-    wrong = [error.result() > FARTHEST_OFF for error in errors]
     whole = {
-        index: pool.submit(_measure_ends, config, ranks, device, rates)
-        for index, config in enumerate(configs)
-        if wrong[index]
+        index: _whole(one.plan, ranks, device, rates, pool)
+        for index, one in enumerate(best)
+        if errors[index].result() > FARTHEST_OFF
     }
     found = list(best)
-    for index, figures in whole.items():
-        found[index] = replace(best[index], figures=figures.result())
+    for index, futures in whole.items():
+        figures = _most([future.result() for future in futures])
+        found[index] = replace(best[index], figures=figures)
     return [one for one in found if _fits(one.figures, one.plan, device)], len(whole)
 
 
@@ -305,7 +324,8 @@ def _first_that_fits(
     for index, one in enumerate(ranked):
         figures = one.figures
         if figures.line is not None:
-            figures = pool.submit(_measure_ends, one.plan.config, ranks, device, rates).result()
+            futures = _whole(one.plan, ranks, device, rates, pool)
+            figures = _most([future.result() for future in futures])
         if _fits(figures, one.plan, device):
             return figures.peak_bytes, ranked[index:]
     check(False, "--device", device.name, "no candidate fits with all of its layers")
