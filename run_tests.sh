@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Set up if need be, then test; arguments go to pytest.
+# Set up if need be, then test, two files at a time; arguments go to pytest.
 #
 #   ./run_tests.sh                         everything
 #   ./run_tests.sh tests/unit -k rope
+#   ./run_tests.sh -n 0 --pdb              one test at a time, in this process
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/scripts/environment.sh"
 prepare_environment test
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
-exec "$python" -m pytest "$@"
+workers=2
+if nvidia-smi -L >/dev/null 2>&1; then
+    workers=0 # tests measure a GPU's memory, and two jobs would share it
+fi
+# a file stays on one worker, with its fixtures; in order, so that ranks live on from file to file
+exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

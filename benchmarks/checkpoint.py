@@ -124,7 +124,7 @@ def measure(mode: str, folder: Path, saves: int, results: Any) -> None:
     before = peak_bytes_now()
     forget_peak()
     with manager:
-        manager.reserve(job.tensors)
+        manager.preallocate(job.tensors)
         while manager.is_writing:
             job.take_step()
         for number in range(1, saves + 1):
@@ -141,7 +141,7 @@ def measure(mode: str, folder: Path, saves: int, results: Any) -> None:
     figures |= {"write_s": statistics.median(writes[1:]), "disk": statistics.median(rates)}
     figures["step_during_s"] = statistics.median(during) if during else None
     start = time.perf_counter()
-    found = CheckpointManager(folder / "checkpoint", config).find()
+    found = CheckpointManager(folder / "checkpoint", config).select_and_verify()
     figures["verify_s"] = time.perf_counter() - start
     assert found is not None
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def flip(folder: Path, flips: int) -> None:
 
     def is_whole() -> bool:
         try:
-            return manager.find() is not None
+            return manager.select_and_verify() is not None
         except commit.ConfigError:
             return False
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.batch import Batch
 from meshwright.config.loader import load_config
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -117,7 +117,7 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
         watch.counts.clear()
         watch.bytes.clear()
         with watch:
-            trainer.step(step, [Batch(batch, batch)], Health.on(device))
+            trainer.step(step, [Batch(batch, batch)], BadStepDetector.on(device))
     return dict(watch.counts), dict(watch.bytes)
 
 

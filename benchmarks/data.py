@@ -30,15 +30,15 @@ from torch.utils.data import DataLoader
 
 from meshwright.config.job_config import Source
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource
-from meshwright.datasets.recipe import Recipe
-from meshwright.datasets.sources import Documents, IndexedDocuments
+from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizing import open_cache
 
@@ -87,7 +87,7 @@ def rates(megabytes: int) -> None:
         )
         print(f"corpus: {num_bytes / 1e6:.0f} MB, {len(rows)} documents; samples of {LENGTH}")
         source = Source(dataset="json", dataset_path=str(folder / "corpus.jsonl"))
-        recipe = Recipe(Entry("training", "corpus", source), TOKENIZER)
+        recipe = TokenizationSpec(Entry("training", "corpus", source), TOKENIZER)
 
         def ours(num_workers: int) -> Callable[[int], float]:
             return lambda turn: timed(
@@ -146,7 +146,7 @@ def read_rates(source: CachedSource, theirs: datasets.Dataset) -> None:
 
     def ours(turn: int) -> float:
         shape = BatchShape(BATCH, 1, 0, 1)
-        order = GlobalOrder(
+        order = SampleStream(
             [source],
             [1],
             Cursor(),
@@ -179,7 +179,7 @@ def read_rates(source: CachedSource, theirs: datasets.Dataset) -> None:
     print(f"ratio to the better: {min(seconds[1:]) / seconds[0]:.1f}")
 
 
-class RandomTokens(Recipe):
+class RandomTokens(TokenizationSpec):
     """Documents of random tokens, to make a large cache quickly."""
 
     def open(self, streamed: bool) -> Documents:
@@ -242,7 +242,7 @@ def resume() -> None:
 
             def run(turn: int) -> float:
                 start = time.perf_counter()
-                order = GlobalOrder(
+                order = SampleStream(
                     [source, CachedSource(Entry("training", "b", Source()), source.cache)],
                     [0.75, 0.25],
                     Cursor(sample, tuple(share)),

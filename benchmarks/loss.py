@@ -30,7 +30,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
     from meshwright.batch import Batch
     from meshwright.build import build_model
     from meshwright.config.loader import load_config
-    from meshwright.health import Health
+    from meshwright.health import BadStepDetector
     from meshwright.models.initialize import local_box
     from meshwright.optim.optimizers import build_optimizer
     from meshwright.parallelisms.meshes import build_meshes
@@ -59,7 +59,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
                 step=step,
                 max_norm=1.0,
                 meshes=meshes,
-                health=Health.on(cpu),
+                detector=BadStepDetector.on(cpu),
             )
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()

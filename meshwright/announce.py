@@ -42,7 +42,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     for line in compact_toml(to_toml(config, True)):
         logger.info("  %s", line)
     for text in plan.idle_options:
-        logger.info("%s", text, extra={"is_said": CHECKED in os.environ})
+        logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
     logger.info(
         "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
     )

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.job_config import BadSteps
-from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import TrainingError
-from meshwright.health import FIGURES, BadStep, Health
+from meshwright.health import FIGURES, BadStep, BadStepDetector
 from meshwright.log import logger
 from meshwright.metrics.sinks import JsonLines, Spared
 
 FILE = "skipped_steps.jsonl"
 
 
-class BadStepLog:
+class BadStepReporter:
     """Reports steps that were skipped, once each, and ends the job at one that is too many.
 
     Args:
@@ -46,7 +46,7 @@ class BadStepLog:
         saved = saved or {}
         self._config, self._is_early, self._sources = config, is_early, sources
         self._skipped: list[int] = list(saved.get("skipped", ()))
-        self.health = Health(device, config, len(self._skipped), saved.get("statistics"))
+        self.detector = BadStepDetector(device, config, len(self._skipped), saved.get("statistics"))
         self._num_seen = 0
         # by step: how many samples of each source had been read behind it
         self._counts = {step: cursor.counts or (0,) * len(sources)}
@@ -62,24 +62,24 @@ class BadStepLog:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, on any mesh: JSON. Call after `look`."""
-        return {"skipped": list(self._skipped), "statistics": self.health.statistics()}
+        return {"skipped": list(self._skipped), "statistics": self.detector.statistics()}
 
     def count(self, step: int, cursor: Cursor) -> None:
         """Note where the samples of `step` end; waits for nothing."""
         self._counts[step] = cursor.counts
 
-    def look(self) -> None:
+    def raise_or_report(self) -> None:
         """Report the steps skipped since the last look; waits for the device. Call before
         every save. Collective.
 
         Raises:
             TrainingError: on every rank, if there were more bad steps than allowed.
         """
-        num_bad = self.health.num_bad()
+        num_bad = self.detector.num_bad()
         if num_bad > self._num_seen:
-            bad_steps = self.health.bad_steps(self._num_seen, num_bad)
+            bad_steps = self.detector.bad_steps(self._num_seen, num_bad)
             for number, (bad, ranks) in enumerate(_with_ranks(bad_steps), self._num_seen):
-                if self.health.is_too_many(number):
+                if self.detector.is_too_many(number):
                     raise TrainingError(self._why_it_ends(bad, ranks))
                 self._report(bad, ranks)
             self._num_seen = num_bad

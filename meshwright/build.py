@@ -1,46 +1,37 @@
 """From a plan to the parts of a job."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import to_toml
-from meshwright.datasets.global_order import Cursor, GlobalOrder
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
-from meshwright.datasets.sample import Sample
-from meshwright.datasets.tokenizing import default_folder
+from meshwright.datasets.sample import Sample, SampleRules
+from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_read import HuggingFaceWeights
-from meshwright.exchange.initial_load import Initial, meta_form, torchtitan_form
+from meshwright.exchange.initial_load import InitialWeights, meta_form, torchtitan_form
 from meshwright.exchange.initial_on_ranks import open_initial
 from meshwright.exchange.meta_read import MetaWeights
 from meshwright.exchange.torchtitan_folder import find_names
 from meshwright.log import logger
-from meshwright.metrics import sinks
-from meshwright.metrics.console import Console
-from meshwright.metrics.eta import Schedule
-from meshwright.metrics.phases import Phases
-from meshwright.metrics.record import Sink
-from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.optim.schedules import warmup_stable_decay
-from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate, build_local_model
+from meshwright.parallelisms.local_model import (
+    Allocate,
+    LocalModel,
+    ModelParts,
+    allocate,
+    build_local_model,
+)
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
-from meshwright.parallelisms.process_group import barrier
 from meshwright.preflight import Plan
 from meshwright.validation import evaluate
 
@@ -49,46 +40,40 @@ def build_model(
     plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
 ) -> LocalModel:
     """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
-    config, args = plan.config, plan.model_args
-    training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    apply = partial(
-        parallelize,
+    config, training = plan.config, plan.config.training
+    applied: list[str] = []
+
+    def prepare(stage: Decoder) -> None:
+        applied.extend(
+            parallelize(
+                stage,
+                meshes,
+                training=training,
+                parallelism=config.parallelism,
+                recomputation=config.activation_checkpoint,
+                compilation=config.compile,
+                fp32_modules=plan.fp32_modules,
+            )
+        )
+        allocate(stage, torch.device("cpu") if training.enable_cpu_offload else device, device)
+
+    model = build_local_model(
+        partial(Decoder, plan.model_args, training.seq_len),
+        prepare,
+        ModelParts(plan.stage_modules, plan.frozen, plan.fp32_modules),
         meshes=meshes,
-        param_dtype=dtype,
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        fp32_modules=plan.fp32_modules,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        prefetch_layers=config.parallelism.fsdp_prefetch_layers,
-        enable_cpu_offload=training.enable_cpu_offload,
-        loss_chunk_tokens=training.loss_chunk_tokens,
-        enable_async_tensor_parallel=config.parallelism.enable_async_tensor_parallel,
-        context_parallel_attention=config.parallelism.context_parallel_attention,
-        ac_mode=config.activation_checkpoint.mode,
-        selective_ac_option=config.activation_checkpoint.selective_ac_option,
-        saved_ops=config.activation_checkpoint.saved_ops,
-        memory_budget=config.activation_checkpoint.memory_budget,
-        compile_backend=config.compile.backend if config.compile.enable else None,
-    )
-    return build_local_model(
-        partial(Decoder, args, training.seq_len),
-        apply,
-        plan.stage_modules,
-        frozen=plan.frozen,
-        meshes=meshes,
+        training=training,
         schedule=config.parallelism.pipeline_parallel_schedule,
-        num_microbatches=plan.num_microbatches,
-        activation_shape=(training.local_batch_size, training.seq_len, args.dim),
-        dtype=dtype,
-        master_dtype=getattr(torch, training.dtype),
-        fp32_modules=plan.fp32_modules,
         device=device,
-        enable_cpu_offload=training.enable_cpu_offload,
-        allocate=allocate,
     )
+    if model.pipeline is not None:
+        logger.info("%s", model.pipeline.summary)
+    for line in dict.fromkeys(applied):  # of all stages
+        logger.info("%s", line)
+    return model
 
 
-def set_first_values(plan: Plan, model: LocalModel) -> None:
+def initialize_weights(plan: Plan, model: LocalModel) -> None:
     """Give parameters and buffers their values at step 0. Collective.
 
     Raises:
@@ -109,7 +94,7 @@ def set_first_values(plan: Plan, model: LocalModel) -> None:
 
 
 def _open_weights(
-    plan: Plan, initial: Initial
+    plan: Plan, initial: InitialWeights
 ) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
     spec, args, place = plan.spec, plan.model_args, initial.place
     match initial.kind:
@@ -133,19 +118,18 @@ def build_loader(
 ) -> Loader:
     """This rank's batches, from `cursor` on."""
     training, shape = plan.config.training, _batch_shape(plan, meshes)
-    order = GlobalOrder(
+    stream = SampleStream(
         sources,
         weights(training.datasets),
         cursor,
-        length=training.seq_len + 1,
-        seed=training.seed,
-        max_epochs=training.max_epochs,
+        SampleRules(
+            training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
+        ),
         batch=shape.global_batch_size,
         slots=shape.slots,
-        max_bad_records=training.max_bad_records,
     )
     return Loader(
-        order,
+        stream,
         shape,
         mask_documents=training.mask_documents,
         pin_memory=device.type == "cuda",
@@ -173,22 +157,21 @@ def build_validation(
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
 
+    rules = SampleRules(
+        training.seq_len + 1,
+        seed=None,  # as they lie
+        max_epochs=1,
+        max_bad_records=training.max_bad_records,
+    )
+
     def read(source: OpenSource) -> Iterator[list[Sample]]:
-        order = GlobalOrder(
-            [source],
-            [1],
-            Cursor(),
-            length=training.seq_len + 1,
-            seed=None,  # as they lie
-            max_epochs=1,
-            batch=shape.global_batch_size,
-            slots=shape.slots,
-            max_bad_records=training.max_bad_records,
+        stream = SampleStream(
+            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
         )
         num_samples = plan.config.validation.num_samples
         if isinstance(source, CachedSource) and num_samples == -1:
-            num_samples = source.cache.num_tokens // order.length
-        return padded_samples(order, shape, num_samples)
+            num_samples = source.cache.num_tokens // rules.length
+        return padded_samples(stream, shape, num_samples)
 
     kept = {
         source.entry.key: list(read(source))
@@ -257,80 +240,3 @@ def learning_rate(config: JobConfig) -> Callable[[int], float]:
         min_lr_factor=schedule.min_lr_factor,
     )
     return lambda step: config.optimizer.lr * fraction(step)
-
-
-def build_reporter(
-    plan: Plan,
-    device: torch.device,
-    phases: Phases,
-    extra_sinks: Sequence[Sink],
-    resumed_step: int,
-    tokens_seen: int,
-    best_validation: tuple[int, float] | None,
-) -> Reporter:
-    """The figures of the job; its first rank writes them. Collective where the peak is measured."""
-    config = plan.config
-    training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    barrier()  # a peak that is measured, is so on all ranks at once, as they will work
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    peak = hardware.peak_of(device, dtype, num_here, default_folder() / "peaks.json")
-    logger.info(
-        "peak for mfu: %.4g TFLOP/s per device in %s (%s)",
-        peak.flops_per_s / 1e12,
-        str(dtype).removeprefix("torch."),
-        peak.source,
-    )
-    work = Work(
-        tokens_per_step=training.global_batch_size * training.seq_len,
-        flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
-        num_devices=dist.get_world_size(),
-        peak_flops_per_s=peak.flops_per_s,
-    )
-    if dist.get_rank() > 0:
-        return Reporter(
-            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
-        )
-    console = Console(_schedule(config), resumed_step)
-    destinations = [console, *_files(config, resumed_step), *extra_sinks]
-    return Reporter(
-        work, device, phases, destinations, tokens_seen, console.advance, best_validation
-    )
-
-
-def _schedule(config: JobConfig) -> Schedule:
-    return Schedule(
-        config.training.steps,
-        config.validation.freq if config.validation.enable else 0,
-        config.checkpoint.interval if config.checkpoint.enable else 0,
-    )
-
-
-def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
-    """Every sink that the config asks for beside the console."""
-    metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
-    lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
-    yield sinks.Spared("metrics.jsonl", lines)
-    if metrics.enable_tensorboard:
-        # 0.1 s, which other ranks and jobs without it need not spend
-        from meshwright.metrics.tensorboard_events import TensorBoard
-
-        folder = dump_folder / metrics.save_tb_folder
-        values = {
-            f"{section}.{key}": value
-            for section, table in to_json(config).items()
-            for key, value in table.items()
-        }
-        events = partial(TensorBoard, folder, resumed_step, to_toml(config), values)
-        yield sinks.Spared(f"{folder}, for TensorBoard,", events)
-    if metrics.enable_wandb:
-        tracked = partial(
-            WeightsAndBiases,
-            dump_folder,
-            to_json(config),
-            project=metrics.wandb_project,
-            entity=metrics.wandb_entity,
-            name=metrics.wandb_name,
-            is_resumed=resumed_step > 0,
-        )
-        yield sinks.Spared("the run for Weights & Biases", tracked)

@@ -11,6 +11,8 @@ EXIT_CONFIG = 2
 EXIT_TRAINING = 3
 EXIT_SAVE = 4
 EXIT_DATA = 5
+EXIT_HANG = 6
+"""A rank did not go on, and the others waited for it in vain."""
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
 <sysexits.h>."""

@@ -13,7 +13,7 @@ from meshwright.models.family import Family
 from meshwright.specs import MODELS
 from meshwright.user_module import import_user_module
 
-KEY = "experimental.custom_import"
+IMPORT_KEY = "experimental.custom_import"
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "MODELS": ("Family", lambda value: isinstance(value, Family)),
     "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
@@ -67,4 +67,4 @@ def _table(module: ModuleType, name: str, table: str) -> Mapping[str, Any]:
 
 def _error(name: str, what: str) -> ConfigError:
     fix = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return ConfigError(KEY, f"{KEY} = {name!r}: {what}\n  fix: {fix}")
+    return ConfigError(IMPORT_KEY, f"{IMPORT_KEY} = {name!r}: {what}\n  fix: {fix}")

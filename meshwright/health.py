@@ -30,13 +30,13 @@ class BadStep:
 
     @classmethod
     def of_row(cls, row: list[float]) -> "BadStep":
-        """Undo `Health._row`."""
+        """Undo `BadStepDetector._row`."""
         step, *numbers, is_finite_here = row
         values, means, deviations, limits = ((numbers[i], numbers[i + 1]) for i in range(0, 8, 2))
         return cls(int(step), values, means, deviations, limits, bool(is_finite_here))
 
 
-class Health:
+class BadStepDetector:
     """Judges each step on the device, by its global loss and gradient norm.
 
     A bad step is one whose figures are not finite, or one of whose figures is more than
@@ -83,7 +83,7 @@ class Health:
         )
 
     @classmethod
-    def on(cls, device: torch.device) -> "Health":
+    def on(cls, device: torch.device) -> "BadStepDetector":
         """With what is the default: the first figure that is not finite is one too many."""
         return cls(device, BadSteps())
 

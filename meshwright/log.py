@@ -24,6 +24,7 @@ COLUMNS = "MESHWRIGHT_COLUMNS"
 """Environment variable with another number of them."""
 INDENT = " " * 9
 """As wide as the time that begins each line."""
+EXCERPT = " " * 4
 SPEAK_EVERY_S = 10.0
 TERMINAL = "MESHWRIGHT_TERMINAL"
 """Environment variable of the ranks: the local rank that is shown and the launcher's terminal, as
@@ -62,16 +63,32 @@ class ConsoleFormatter(logging.Formatter):
         return text
 
     def _wrap(self, line: str) -> str:
-        if len(line) <= self._width:
-            return line
-        return textwrap.fill(
-            line,
-            self._width,
-            subsequent_indent=INDENT + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
+        return wrap(line, self._width, INDENT + "  ")
+
+
+def wrap(line: str, width: int, indent: str) -> str:
+    """Return `line` in lines of at most `width` columns, all but the first after `indent`."""
+    if len(line) <= width:
+        return line
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+def print_error(text: object) -> None:
+    """Print a message to stderr, headed by our name, in lines that fit the console.
+
+    Lines of a config, which are shown indented with carets below them, stay whole.
+    """
+    width = console_width(sys.stderr)
+    for line in f"meshwright: {text}".split("\n"):
+        is_excerpt = line.startswith(EXCERPT)
+        print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -114,12 +131,12 @@ def console_width(stream: TextIO) -> int:
 def log_to_console() -> None:
     """Send the log of this rank to stdout; the launcher shows the log of LOG_RANK.
 
-    A record with `is_said` (`extra`) is not shown: another process has shown it.
+    A record with `is_printed` (`extra`) is not shown: another process has shown it.
     """
     stream = _terminal() or sys.stdout
     handler = ConsoleHandler(stream)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
-    handler.addFilter(lambda record: not getattr(record, "is_said", False))
+    handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -23,8 +23,9 @@ from meshwright.errors import (
     SaveError,
     TrainingError,
 )
+from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.launch.process import LAUNCHER, die_with_parent
-from meshwright.log import log_to_console, logger
+from meshwright.log import log_to_console, logger, print_error
 from meshwright.preflight import preflight
 from meshwright.train import run
 
@@ -40,7 +41,7 @@ def main() -> None:
         if not _run_command_line():
             code = EXIT_STOPPED
     except ConfigError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print_error(error)
         code = EXIT_CONFIG
     except (TrainingError, DataError, SaveError) as error:
         logger.error("stopped: %s", error)
@@ -58,12 +59,12 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if code in EXIT_CODES.values() and int(os.environ.get("RANK", "0")) > 0:
-        time.sleep(SAID_BY_FIRST_S)
+        time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
 
 
-SAID_BY_FIRST_S = 5
+FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
 
@@ -84,4 +85,5 @@ def _run_command_line() -> bool:
             logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        return run(preflight(config, world_size, looks_at_files=False))
+        plan = preflight(config, world_size, looks_at_files=False)
+        return run(plan, heart=heartbeat_of_this_rank())

@@ -15,22 +15,26 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.drift import Drift, find_drift
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
-    fill_in,
     find_fp32_modules,
+    resolve_auto_values,
 )
-from meshwright.config.conditions import check_contradictions, idle_options
-from meshwright.config.job_config import JobConfig, Training, Validation, WeightedSource
+from meshwright.config.conditions import idle_options, num_data_ranks, num_microbatches
+from meshwright.config.contradictions import check_contradictions
+from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
-from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.checks import (
+    check_budgets,
+    check_mixture,
+    check_sources,
+    check_validation_data,
+)
 from meshwright.datasets.idle import idle_source_options
-from meshwright.datasets.opening import entries, is_streamed
-from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import (
     CombinedConfigError,
@@ -105,7 +109,7 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
-        return _num_microbatches(self.config)
+        return num_microbatches(self.config)
 
 
 def preflight(
@@ -126,7 +130,7 @@ def preflight(
         ConfigError: for the first thing that would keep it from running.
     """
     tokenizer = check_alone(config)
-    config = fill_in(config, world_size, pipeline_split.num_stages(config.parallelism))
+    config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"name": spec.name})}
@@ -137,7 +141,7 @@ def preflight(
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
-    _check_budgets(config.training)
+    check_budgets(config.training)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
         "model.tokenizer_path",
@@ -170,7 +174,7 @@ def preflight(
         resume_step=resume_step or 0,
     )
     if resume_step is not None:
-        drift_of(plan).check()
+        resume_diff(plan).check()
     elif looks_at_files:
         check_first_weights(plan)
     return plan
@@ -233,12 +237,12 @@ def check_data(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         tokenizer = build_tokenizer(config.model.tokenizer_path)
     with mistakes.collect():
-        _check_sources(config.training, "training")
-        _check_mixture(config.training.datasets)
+        check_sources(config.training, "training")
+        check_mixture(config.training.datasets)
     with mistakes.collect():
         if config.validation.enable:
-            _check_sources(config.validation, "validation")
-            _check_validation_data(config.validation)
+            check_sources(config.validation, "validation")
+            check_validation_data(config.validation)
     mistakes.check()
     return tokenizer
 
@@ -290,13 +294,11 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
 
 def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
-    parallelism, training = config.parallelism, config.training
-    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    per_microbatch = dp * training.local_batch_size
+    parallelism = config.parallelism
     pipeline_split.check_schedule(
         config,
-        num_microbatches=training.global_batch_size // per_microbatch,
-        per_microbatch=per_microbatch,
+        num_microbatches=num_microbatches(config),
+        per_microbatch=num_data_ranks(config) * config.training.local_batch_size,
     )
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
@@ -327,87 +329,14 @@ def _plan_memory(
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
     load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
-    config = memory.choose_reduction(config, load, _num_microbatches(config))
-    needed = memory.least_memory(config, load, _num_microbatches(config))
+    config = memory.choose_reduction(config, load, num_microbatches(config))
+    needed = memory.least_memory(config, load, num_microbatches(config))
     if config.job.device_memory_gib and checks_memory:
         memory.check_memory(config, needed, config.job.device_memory_gib)
     return config, needed
 
 
-def _num_microbatches(config: JobConfig) -> int:
-    """Per rank and optimizer step."""
-    parallelism, training = config.parallelism, config.training
-    dp = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    return training.global_batch_size // (dp * training.local_batch_size)
-
-
-def _check_sources(section: Training | Validation, key: str) -> None:
-    """Check that datasets are known, that what they read from this machine is there, and that
-    figures can tell them apart."""
-    is_single = "dataset" in section.model_fields_set and section.dataset
-    check(
-        not (section.datasets and is_single),
-        f"{key}.dataset",
-        section.dataset,
-        f"is given beside [[{key}.datasets]]",
-        f'leave out one of the two ({key}.dataset = "" if a TOML that this one extends gives it)',
-    )
-    names = set[str]()
-    for entry in entries(section, key):
-        name = entry.source.dataset
-        spec = find_dataset(name)
-        if spec is None:
-            fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
-            raise entry.error("dataset", "no such dataset", fix)
-        check_path(entry, spec)
-        if entry.name in names:
-            message = f"{entry.key}.name: another dataset is called {entry.name} too"
-            raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
-        names.add(entry.name)
-
-
-def _check_mixture(sources: Sequence[WeightedSource]) -> None:
-    """Each part of a mixture has a weight, or each has a budget."""
-    with_weight = [source.weight is not None for source in sources]
-    with_tokens = [source.tokens is not None for source in sources]
-    for number, (weight, tokens) in enumerate(zip(with_weight, with_tokens, strict=True)):
-        key = f"training.datasets.{number}"
-        if weight == tokens:
-            what = "has both weight and tokens" if weight else "has neither weight nor tokens"
-            raise ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
-        if tokens != with_tokens[0]:
-            raise ConfigError(
-                key, f"{key}: weights and tokens are mixed\n  fix: give all the same of the two"
-            )
-
-
-def _check_budgets(training: Training) -> None:
-    """The job takes no more tokens than its sources are to give."""
-    budget = sum(source.tokens or 0 for source in training.datasets)
-    per_step = training.global_batch_size * training.seq_len
-    check(
-        budget == 0 or training.steps * per_step <= budget,
-        "training.steps",
-        training.steps,
-        f"takes {training.steps * per_step:,} tokens, but training.datasets give {budget:,}",
-        f"set it to {budget // per_step}, or raise their tokens",
-    )
-
-
-def _check_validation_data(validation: Validation) -> None:
-    """All of a dataset can be read only if it is known how much that is."""
-    key, count = "validation.num_samples", validation.num_samples
-    streamed = [entry.name for entry in entries(validation, "validation") if is_streamed(entry)]
-    check(
-        count > 0 or (count == -1 and not streamed),
-        key,
-        count,
-        f"{streamed[0]} is streamed: it has no known end" if streamed else "must be positive or -1",
-        "set a number of sequences",
-    )
-
-
-def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
+def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     """How the job differs from the one that saved the checkpoint to resume from.
 
     Args:
@@ -416,4 +345,4 @@ def drift_of(plan: Plan, manifest: Manifest | None = None) -> Drift:
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
-    return find_drift(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)
+    return find_resume_diff(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)

@@ -11,10 +11,10 @@ import meshwright
 from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
-from meshwright.datasets.global_order import Cursor, bad_records
 from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample_stream import Cursor, bad_records
 from meshwright.errors import ConfigError
-from meshwright.preflight import Plan, drift_of
+from meshwright.preflight import Plan, resume_diff
 
 
 def manifest_of(
@@ -32,7 +32,7 @@ def manifest_of(
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
-        bad_steps: `BadStepLog.state()`.
+        bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
     """
     return {
@@ -88,7 +88,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     allowed = plan.config.training.max_bad_records
     if (passed_over := sum(bad_records(cursor).values())) > allowed:
         raise too_many_bad_records(passed_over, allowed)
-    return cursor.reweighted() if drift_of(plan, saved).is_reweighted else cursor
+    return cursor.reweighted() if resume_diff(plan, saved).is_reweighted else cursor
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.metrics.phases import Phases
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.loss import IGNORE
-from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.gradients import clip_gradients, local_square_sum, local_square_sums
@@ -39,12 +39,12 @@ def train_step(
     model: LocalModel,
     batches: Sequence[Batch],
     optimizer: torch.optim.Optimizer,
-    early: EarlyStep | None = None,
+    early: OptimizerInBackward | None = None,
     *,
     step: int,
     max_norm: float,
     meshes: Meshes,
-    health: Health,
+    detector: BadStepDetector,
     reduce_every_microbatch: bool = False,
     norm_groups: Sequence[str] = (),
     phases: Phases | None = None,
@@ -53,7 +53,7 @@ def train_step(
 
     Nothing waits for the device, unless parameters are offloaded from it: the caller moves results
     to the host when it wants to see them.
-    If the global loss or norm is bad, `health` notes the step, and parameters and the optimizer's
+    If the global loss or norm is bad, `detector` notes the step, and parameters and the optimizer's
     state stay as they are, to the bit; at all that follow too, if it was one too many. Collective:
     every rank of the job must call it, with the same number of microbatches.
 
@@ -81,7 +81,7 @@ def train_step(
     num_labels = count_labels(batches, meshes)
     mark("forward_backward")
     if early is not None:
-        early.begin(health.is_stopped)
+        early.begin(detector.is_stopped)
     if model.pipeline is not None:
         loss = model.pipeline.run(batches, positions, num_labels)
     else:
@@ -106,7 +106,7 @@ def train_step(
     if max_norm != float("inf"):
         clip_gradients(model.parameters(), max_norm, grad_norm)
 
-    is_held_back = health.judge(step, loss, grad_norm, is_finite_here)
+    is_held_back = detector.judge(step, loss, grad_norm, is_finite_here)
     if early is None:
         update(optimizer, is_held_back)
         optimizer.zero_grad()
@@ -131,7 +131,7 @@ def _accumulate(
     batches: Sequence[Batch],
     positions: Tensor,
     num_labels: Tensor,
-    early: EarlyStep | None,
+    early: OptimizerInBackward | None,
     reduce_every_microbatch: bool,
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; their share of the mean loss."""

@@ -7,8 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +18,12 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.agreement import check_agreement
 from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
-from meshwright.bad_steps import BadStepLog
+from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
     build_loader,
-    build_reporter,
     build_validation,
-    set_first_values,
+    initialize_weights,
 )
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager, HasState
@@ -30,9 +31,9 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import Checkpoint, JobConfig
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.due import Due, due_after, saves
 from meshwright.errors import (
     ConfigError,
@@ -41,7 +42,8 @@ from meshwright.errors import (
 )
 from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
-from meshwright.launch.stop import StopRequest
+from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.stop import StopCoordinator
 from meshwright.log import busy, log_to_file, logger
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
@@ -51,9 +53,15 @@ from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.parallelisms.process_group import barrier, set_timeout, start_process_group
-from meshwright.preflight import Plan, check_first_weights, drift_of
-from meshwright.profiling import Profiler, build_profiler
+from meshwright.parallelisms.process_group import (
+    barrier,
+    last_collectives,
+    set_timeout,
+    start_process_group,
+)
+from meshwright.preflight import Plan, check_first_weights, resume_diff
+from meshwright.profiling import Profiler
+from meshwright.reporting import build_reporter
 from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
 from meshwright.step import StepResult
 from meshwright.trainer import Trainer
@@ -72,11 +80,12 @@ class Job:
     loader: Loader
     reporter: Reporter
     validate: Validate | None
-    bad_steps: BadStepLog
+    bad_steps: BadStepReporter
     resumed_step: int
     """The last step that was taken before this process; 0 at the start."""
     since: float
     """`time.perf_counter()` when its set-up began."""
+    heart: Heartbeat
 
 
 @dataclass(frozen=True)
@@ -88,11 +97,12 @@ class Taken:
     result: StepResult
 
 
-def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
+def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = None) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
         extra_sinks: get every record after the sinks that the config asks for.
+        heart: tells the launcher where this rank is.
 
     Returns:
         Whether the last step is done.
@@ -101,16 +111,22 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
         TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
             would not go on from there when started again.
     """
-    with busy("meeting the other ranks, opening the data"):
+    heart = heart or Heartbeat()
+    heart.beat("meeting the other ranks, opening the data")
+    heart.limit(plan.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+    heart.answer(last_collectives)
+    with heart.guard(), busy("meeting the other ranks, opening the data"):
         device = _start(plan)
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
         check_agreement(plan, [*sources, *held_out])
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         checkpoints.claim()
     try:
-        with busy("setting up"):
-            job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks)
+        heart.beat("set-up")
+        with heart.guard(), busy("setting up"):
+            job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart)
         if job is None:
+            heart.limit(0, "")
             rank = dist.get_rank()
             dist.destroy_process_group()
             if rank == 0:
@@ -120,15 +136,18 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = ()) -> bool:
         rank, first = dist.get_rank(), job.resumed_step
         with note_failure(job.plan, job.reporter):
             with (
-                build_profiler(config.profiling, dump_folder, rank, first) as profiler,
-                StopRequest(dump_folder, config.job.max_run_seconds) as stop,
+                Profiler(config.profiling, dump_folder, rank, first) as profiler,
+                StopCoordinator(dump_folder, config.job.max_run_seconds) as stop,
                 checkpoints,
+                heart.guard(),
             ):
                 taken, is_done = _loop(job, stop, profiler)
                 if taken is not None and saves(config.checkpoint):
                     _save(job, taken, is_last=True, is_done=is_done)
             step = taken.step if taken is not None else first
+            heart.beat("end", step)
             is_done = _finish(job, stop, step, is_done)
+        heart.limit(0, "")  # nobody waits for the export
         if is_done and rank == 0:
             export_last(job.plan)
         return is_done
@@ -178,14 +197,15 @@ def _set_up(
     sources: Sequence[OpenSource],
     held_out: Sequence[OpenSource],
     extra_sinks: Sequence[Sink],
+    heart: Heartbeat,
 ) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already."""
     since = time.perf_counter()
     config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    found = checkpoints.find()
+    found = checkpoints.select_and_verify()
     plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
     if found is not None:
-        drift_of(plan, found).check()
+        resume_diff(plan, found).check()
     else:
         checkpoints.tell(lambda: check_first_weights(plan))
     if plan.resume_step >= config.training.steps:
@@ -202,13 +222,13 @@ def _set_up(
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
-        drift_of(plan, found).log(_is_said(plan))
+        resume_diff(plan, found).log(_is_printed(plan))
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
-    trainer = Trainer(plan, meshes, device)
+    trainer = Trainer(plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/")))
     checkpoints.guard(trainer.optimizer)
     cursor = _set_values(plan, trainer, checkpoints, found, sources)
     tokens_seen = found["tokens_seen"] if found else 0
@@ -230,7 +250,7 @@ def _set_up(
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        bad_steps=BadStepLog(
+        bad_steps=BadStepReporter(
             config.bad_steps,
             device,
             is_early=config.optimizer.early_step_in_backward,
@@ -242,6 +262,7 @@ def _set_up(
         ),
         resumed_step=plan.resume_step,
         since=since,
+        heart=heart,
     )
 
 
@@ -254,7 +275,7 @@ def _set_values(
 ) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
-        set_first_values(plan, trainer.model)
+        initialize_weights(plan, trainer.model)
         return Cursor()
     cursor = place_in_data(plan, found, sources)
     checkpoints.load(trainer.tensors, found)
@@ -263,7 +284,7 @@ def _set_values(
     return cursor
 
 
-def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken | None, bool]:
+def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -281,10 +302,11 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
             check_has_data(step + 1)
             return taken, True
         step += 1
+        job.heart.beat("copying its batches to the device", step)
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         is_first = step == job.resumed_step + 1
         with busy("first step, with compilation") if is_first else nullcontext():
-            result = job.trainer.step(step, batches, job.bad_steps.health)
+            result = job.trainer.step(step, batches, job.bad_steps.detector)
         taken = Taken(step, data, result)
         job.reporter.count(step, data_time_s)
         job.bad_steps.count(step, data.cursor)
@@ -299,26 +321,28 @@ def _loop(job: Job, stop: StopRequest, profiler: Profiler | None) -> tuple[Taken
             is_asked_to_stop=stop.is_over(step),
         )
         if due.look:
-            job.bad_steps.look()
+            job.bad_steps.raise_or_report()
         if due.log:
+            job.heart.beat("report", step)
             job.reporter.report(step, _figures(job, stop, taken, due))
         is_over = due.stop or (due.validate and stop.is_over(step))
         is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and not is_over:
-            job.checkpoints.reserve(job.trainer.tensors)
+            job.checkpoints.preallocate(job.trainer.tensors)
         job.checkpoints.poll()
         if due.is_first or due.validate:
-            set_timeout(job.meshes, config.comm.train_timeout_seconds)
+            _set_limit(job, stop, "train_timeout_seconds")
         if due.collect_garbage:
             gc.collect(1)
-        if profiler is not None:
-            profiler.step()
+        profiler.step()
+        if stop.takes_trace():
+            profiler.request()
     return taken, is_last
 
 
-def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, float]:
+def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[str, float]:
     """The figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
     figures = {
@@ -338,18 +362,38 @@ def _figures(job: Job, stop: StopRequest, taken: Taken, due: Due) -> dict[str, f
         if passed_over > allowed:
             stop.fail(too_many_bad_records(passed_over, allowed), step)
     if job.validate is not None and due.validate:
+        if config.compile.enable:
+            _set_limit(job, stop, "init_timeout_seconds")
+
+        def is_stopped() -> bool:
+            job.heart.beat("validation")
+            return stop.is_over(step)
+
         with job.reporter.paused("validation"), busy("validating"):
-            set_timeout(job.meshes, config.comm.init_timeout_seconds)  # it compiles anew
             figures |= job.validate(
-                job.trainer.model, partial(stop.is_over, step), partial(stop.fail, last_step=step)
+                job.trainer.model, is_stopped, partial(stop.fail, last_step=step)
             )
+        job.heart.beat("report")
     return figures
+
+
+def _set_limit(
+    job: Job,
+    stop: StopCoordinator,
+    key: Literal["init_timeout_seconds", "train_timeout_seconds"],
+) -> None:
+    """From now on let no rank wait for another longer than that key of [comm] says."""
+    seconds = getattr(job.plan.config.comm, key)
+    set_timeout(job.meshes, seconds)
+    stop.limit = timedelta(seconds=seconds)
+    job.heart.limit(seconds, f"comm.{key}")
 
 
 def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> None:
     """Save the step; `is_last`: the job ends with it; `is_done`: as no step is left."""
     config = job.plan.config.checkpoint
-    job.bad_steps.look()
+    job.heart.beat("save", taken.step)
+    job.bad_steps.raise_or_report()
     with job.reporter.paused("checkpoint"), busy("saving"):
         manifest = manifest_of(
             job.plan,
@@ -368,7 +412,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         job.checkpoints.save(taken.step, tensors, manifest, is_last)
 
 
-def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
+def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps = job.plan.config, job.plan.config.training.steps
     is_new = step > job.resumed_step
@@ -376,7 +420,7 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     job.bad_steps.close()
     job.reporter.close()
     if stop.reason:
-        stop.heeded()
+        stop.clear_stop_file()
     if failures := stop.failures(step):
         _raise_data_error(config, failures, step, is_new=is_new)
     if not is_done:
@@ -395,13 +439,15 @@ def _finish(job: Job, stop: StopRequest, step: int, is_done: bool) -> bool:
     return is_done
 
 
-def _look_ahead(job: Job, stop: StopRequest, step: int) -> float:
+def _look_ahead(job: Job, stop: StopCoordinator, step: int) -> float:
     """Have the data of the two steps after `step` at hand, or tell the other ranks that this one
     cannot: they hear of it while they take the first of the two. Returns the seconds waited."""
+    job.heart.beat("data", step + 1)
     start, wanted = time.perf_counter(), min(2, job.plan.config.training.steps - step)
     count = job.loader.fetch(wanted)
     if count < wanted and job.loader.error is not None:
         stop.fail(job.loader.error, step + count)
+    job.heart.beat("vote on stopping", step)
     return time.perf_counter() - start
 
 
@@ -422,7 +468,7 @@ def _raise_data_error(
     raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
 
 
-def _is_said(plan: Plan) -> bool:
+def _is_printed(plan: Plan) -> bool:
     """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
     return CHECKED in os.environ and plan.resume_step == commit.choose_step(

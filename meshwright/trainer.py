@@ -1,6 +1,6 @@
 """This rank's model and its optimizer, and the step that the config asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,9 +8,9 @@ import torch.distributed as dist
 from meshwright.batch import Batch
 from meshwright.build import build_model, learning_rate
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.health import Health
-from meshwright.metrics.phases import Phases
-from meshwright.optim.early_step import EarlyStep
+from meshwright.health import BadStepDetector
+from meshwright.metrics.phases import Phase, Phases
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate
 from meshwright.parallelisms.gradients import group_of
 from meshwright.parallelisms.local_model import Allocate, allocate
@@ -37,15 +37,20 @@ class Trainer:
         device: torch.device,
         *,
         allocate: Allocate = allocate,
+        note: Callable[[Phase], None] | None = None,
     ) -> None:
+        """
+        Args:
+            note: gets each phase of each step as it begins.
+        """
         config = plan.config
         self._config, self._meshes = config, meshes
         self.model = build_model(plan, meshes, device, allocate=allocate)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
-        self._early = EarlyStep(self.optimizer) if is_early else None
+        self._early = OptimizerInBackward(self.optimizer) if is_early else None
         self.lr_at = learning_rate(config)
-        self.phases = Phases(device)
+        self.phases = Phases(device, note)
         names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
         self.norm_groups = list(dict.fromkeys(map(group_of, names)))
 
@@ -55,7 +60,11 @@ class Trainer:
         return TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
     def step(
-        self, step: int, batches: Sequence[Batch], health: Health, max_norm: float | None = None
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        detector: BadStepDetector,
+        max_norm: float | None = None,
     ) -> StepResult:
         """Take the optimizer step of that number.
 
@@ -73,7 +82,7 @@ class Trainer:
             step=step,
             max_norm=self._config.training.max_norm if max_norm is None else max_norm,
             meshes=self._meshes,
-            health=health,
+            detector=detector,
             reduce_every_microbatch=reduction == "every_microbatch",
             norm_groups=self.norm_groups,
             phases=self.phases,

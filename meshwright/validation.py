@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.batch import Batch
 from meshwright.models.layers.loss import IGNORE
 from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.data_parallel import forget_forward
+from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 
@@ -87,7 +87,7 @@ def evaluate(
             )
             add(loss, batch)
     for stage in model.stages:
-        forget_forward(stage)
+        reset_after_no_grad(stage)
     dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
     loss, num_labels, num_bytes = sums.tolist()
     return Evaluation(

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.flushing import UNSUPPORTED
 from meshwright.errors import ConfigError
+from meshwright.file_system import UNSUPPORTED
 from meshwright.log import logger
 
 FILE = "job.lock"
@@ -84,7 +84,7 @@ class Claim:
         """
         begun = changed = time.monotonic()
         seen: tuple[bytes, int] | None = None
-        has_beaten = is_said = False
+        has_beaten = is_printed = False
         while not self._create():
             time.sleep(POLL_S)
             now, state = time.monotonic(), _read(self._file)
@@ -101,8 +101,8 @@ class Claim:
                 break
             if (owner.is_gone is False or has_beaten) and now - begun > LOCAL_S:
                 self._refuse(owner)
-            if not is_said:
-                is_said = True
+            if not is_printed:
+                is_printed = True
                 logger.info("waiting for %s, which writes checkpoints to %s", owner, self._folder)
         self._beating = threading.Thread(target=self._beat, name="claim", daemon=True)
         self._beating.start()

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint.claim import check_claim
-from meshwright.checkpoint.flushing import sync_file, sync_folder
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     VERSION,
@@ -25,6 +24,7 @@ from meshwright.checkpoint.manifest import (
     to_json,
 )
 from meshwright.errors import ConfigError, check
+from meshwright.file_system import sync_file, sync_folder
 from meshwright.log import logger
 
 STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")

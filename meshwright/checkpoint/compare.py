@@ -14,7 +14,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Between two tensors of one shape."""
 
     name: str
@@ -34,7 +34,7 @@ class Difference:
 
 def compare_tensors(
     a: CheckpointWeights, b: CheckpointWeights, names: Mapping[str, SavedTensor]
-) -> Iterator[Difference | None]:
+) -> Iterator[TensorDifference | None]:
     """For each of `names`, which both have in one shape and type: their difference, if any.
 
     Raises:
@@ -44,7 +44,7 @@ def compare_tensors(
         yield _compare(name, a.read(name), b.read(name))
 
 
-def _compare(name: str, a: Tensor, b: Tensor) -> Difference | None:
+def _compare(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
     count, largest, relative, place = 0, -1.0, 0.0, 0
     flat_a, flat_b = a.flatten(), b.flatten()
     for start in range(0, a.numel(), CHUNK):
@@ -69,7 +69,7 @@ def _compare(name: str, a: Tensor, b: Tensor) -> Difference | None:
         return None
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape))
     values = float(flat_a[place]), float(flat_b[place])
-    return Difference(name, count, a.numel(), largest, relative, index, *values)
+    return TensorDifference(name, count, a.numel(), largest, relative, index, *values)
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright.checkpoint import commit, exclude, shared_folder
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.exclude import left_out
-from meshwright.checkpoint.flushing import make_folder
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.state import OPTIMIZER
@@ -29,9 +28,10 @@ from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError, in_ranges
+from meshwright.file_system import make_folder
 from meshwright.log import logger
 
-PATIENCE = timedelta(hours=1)
+CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class CheckpointManager:
         self._folder, self._config = folder, config
         self._is_first_rank = dist.get_rank() == 0
         # ranks wait here for others that write and delete files: longer than for a training step
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT)
         nonce = [new_nonce()]
         dist.broadcast_object_list(nonce, group=self._group)
         self._nonce, self._saves = nonce[0], 0
@@ -116,7 +116,7 @@ class CheckpointManager:
         """Let other jobs write to the folder."""
         self._claim.give_back()
 
-    def find(self) -> Manifest | None:
+    def select_and_verify(self) -> Manifest | None:
         """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
 
         The first rank chooses, and tells the others. Each verifies a part of the files. Damaged
@@ -260,14 +260,14 @@ class CheckpointManager:
                 "them",
             )
 
-    def reserve(self, state: HasTensors) -> None:
+    def preallocate(self, state: HasTensors) -> None:
         """Preallocate, in a background thread, the host memory that async saves copy into.
 
         Call after the first step, when the optimizer has state; otherwise the first save allocates.
         """
         if self._staging is not None:
             self._wait()
-            self._in_flight = self._writing.submit(self._staging.reserve, state.state_dict())
+            self._in_flight = self._writing.submit(self._staging.preallocate, state.state_dict())
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` update nothing on the device that a save is still copying."""
@@ -378,9 +378,9 @@ class CheckpointManager:
         logger.warning("%s; training goes on; %s", what, newest)
 
 
-def _open(checkpoint: Path) -> PlainReader:
+def _open(checkpoint: Path) -> SafeCheckpointReader:
     try:
-        return PlainReader(checkpoint)
+        return SafeCheckpointReader(checkpoint)
     except Exception as error:  # a pickle that is damaged raises what it likes
         raise ConfigError(
             "checkpoint.load_step",

@@ -13,13 +13,14 @@ from typing_extensions import TypedDict
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError
+from meshwright.families import FIRST
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
 """Of the format. A manifest without one is of version 0."""
 ADDED = {
     "version": 0,
-    "model_name": "llama",
+    "model_name": FIRST,
     "tokenizer_path": "",
     "bad_steps": None,
     "best_validation": None,

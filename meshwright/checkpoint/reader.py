@@ -24,7 +24,7 @@ from meshwright.checkpoint.manifest import is_file_name
 from meshwright.checkpoint.saved_tensors import is_tensor, read_index, read_tensor
 
 
-class PlainReader(dcp.FileSystemReader):
+class SafeCheckpointReader(dcp.FileSystemReader):
     """Reads tensors and nothing else, by an index that it reads once, and as data.
 
     torch's own unpickles the index anew for every load, and its planner unpickles any entry that

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved_steps, step_folder
-from meshwright.checkpoint.locks import lock
+from meshwright.checkpoint.locks import RISK
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.errors import ConfigError
+from meshwright.file_system import lock
 from meshwright.log import logger
 
 BEST_FILE = "best.json"
@@ -63,7 +64,7 @@ class Retention:
 
     def _apply(self) -> None:
         best = mark_best(self._folder) if self._keep_best else None
-        for step in retire(self._folder, *self._kept, best):
+        for step in apply_retention(self._folder, *self._kept, best):
             checkpoint = step_folder(self._folder, step)
             logger.info("%s is being read: it is deleted another time", checkpoint)
 
@@ -88,7 +89,7 @@ def mark_best(folder: Path) -> int | None:
     return step
 
 
-def retire(
+def apply_retention(
     folder: Path, keep_latest_k: int, keep_every_n_steps: int = 0, best: int | None = None
 ) -> list[int]:
     """Delete checkpoints that are no longer wanted.
@@ -151,7 +152,7 @@ def _delete(checkpoint: Path) -> bool:
     """
     # writable, for NFS gives an exclusive lock for nothing else
     with open(checkpoint / MANIFEST, "r+b") as file:
-        if not lock(file, fcntl.LOCK_EX, checkpoint / MANIFEST):
+        if not lock(file, fcntl.LOCK_EX, checkpoint / MANIFEST, RISK):
             return False
         name = f"{checkpoint.name}.{secrets.token_hex(8)}{DELETED}"
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(name)))

@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes, of a cache line
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlice:
     """Where in the memory a tensor is."""
 
     offset: int
@@ -42,7 +42,7 @@ class Place:
         return flat.as_strided(self.shape, self.stride)
 
 
-Layout = dict[str, Place]
+Layout = dict[str, BufferSlice]
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
@@ -52,7 +52,7 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
     sizes = (-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes)
     *offsets, total = accumulate(sizes, initial=0)
     return {
-        name: Place(offset, like.dtype, tuple(like.shape), like.stride())
+        name: BufferSlice(offset, like.dtype, tuple(like.shape), like.stride())
         for name, offset, like in zip(tensors, offsets, likes, strict=True)
     }, total
 
@@ -77,7 +77,7 @@ class Staging:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._copied: list[torch.Event] = []
 
-    def reserve(self, state: Mapping[str, Tensor]) -> None:
+    def preallocate(self, state: Mapping[str, Tensor]) -> None:
         """Take the memory for a copy of `state`: slow the first time, so not for a step to do."""
         layout, num_bytes = _lay_out(_local(state))
         self._allocate(layout, num_bytes)

@@ -17,7 +17,7 @@ STATES = {None: "complete", "unfinished": "unfinished", "deleted": "being delete
 
 
 @dataclass(frozen=True)
-class Entry:
+class FoundCheckpoint:
     """A step's folder, whatever has become of it."""
 
     path: Path
@@ -57,7 +57,7 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
 
 
-def look_at(path: Path) -> Entry:
+def look_at(path: Path) -> FoundCheckpoint:
     """A step's folder, of which no more is read than the manifest.
 
     Raises:
@@ -69,7 +69,7 @@ def look_at(path: Path) -> Entry:
     suffix = match[2] if match else None
     state = STATES.get(suffix, "set aside")
     if suffix in ("unfinished", "deleted"):
-        return Entry(path, state, num_bytes, None)
+        return FoundCheckpoint(path, state, num_bytes, None)
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(path)
@@ -78,4 +78,4 @@ def look_at(path: Path) -> Entry:
         state = f"{state}, damaged: {error.what}" if suffix else f"damaged: {error.what}"
     except ConfigError:
         state = "of a later version of meshwright"
-    return Entry(path, state, num_bytes, manifest)
+    return FoundCheckpoint(path, state, num_bytes, manifest)

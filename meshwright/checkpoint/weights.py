@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright.checkpoint.place import Place
-from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.state import MODEL
 from meshwright.errors import ConfigError
 
@@ -28,7 +28,7 @@ class CheckpointWeights:
     def __init__(self, place: Place, saved_name: Callable[[str], str] = MODEL.__add__) -> None:
         self._place, self._saved_name = place, saved_name
         try:
-            self._reader = PlainReader(place.path)
+            self._reader = SafeCheckpointReader(place.path)
         except Exception as error:  # a pickle that is damaged raises what it likes
             raise self._unreadable(error) from None
 

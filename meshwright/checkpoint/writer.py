@@ -21,8 +21,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.flushing import make_folder, sync_file
 from meshwright.checkpoint.manifest import FileRecord
+from meshwright.file_system import make_folder, sync_file
 
 FLUSH_BYTES = 16 * 2**20
 COPY_AHEAD_BYTES = 10_000_000

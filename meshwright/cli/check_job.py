@@ -6,7 +6,7 @@ from meshwright.config.loader import InvalidConfigError, config_errors, load_giv
 from meshwright.errors import ConfigError, Mistakes
 from meshwright.launch.machine import count_ranks
 from meshwright.log import log_to_console, logger
-from meshwright.preflight import Plan, check_alone, drift_of, preflight
+from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 
 
 def run(given: Namespace) -> None:
@@ -22,7 +22,7 @@ def run(given: Namespace) -> None:
     for text in plan.idle_options:
         logger.info("%s", text)
     if plan.resume_step:
-        drift_of(plan).log()
+        resume_diff(plan).log()
 
 
 def load_and_check(given: Namespace, world_size: int) -> Plan:

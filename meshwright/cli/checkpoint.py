@@ -14,7 +14,7 @@ from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
-from meshwright.checkpoint.survey import Entry, find_entries, look_at
+from meshwright.checkpoint.survey import FoundCheckpoint, find_entries, look_at
 from meshwright.cli.plain_text import align, flatten, human_bytes
 from meshwright.errors import ConfigError
 
@@ -67,7 +67,7 @@ def _list(place: Place) -> None:
     print(align([COLUMNS, *rows]))
 
 
-def _row(entry: Entry) -> tuple[object, ...]:
+def _row(entry: FoundCheckpoint) -> tuple[object, ...]:
     size = human_bytes(entry.num_bytes)
     if entry.manifest is None:
         return entry.path.name, _date(entry.path), size, "-", "-", "-"
@@ -110,7 +110,7 @@ def _show(place: Place, with_tensors: bool) -> None:
 
 
 def _facts(
-    entry: Entry, manifest: Manifest, tensors: dict[str, SavedTensor]
+    entry: FoundCheckpoint, manifest: Manifest, tensors: dict[str, SavedTensor]
 ) -> Iterator[tuple[str, object]]:
     yield "checkpoint", entry.path
     yield "state", f"{entry.state} (content: meshwright checkpoint verify)"

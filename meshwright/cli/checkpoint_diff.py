@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.checkpoint.compare import Difference, compare_tensors
+from meshwright.checkpoint.compare import TensorDifference, compare_tensors
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
@@ -102,7 +102,7 @@ def _shown(tensor: SavedTensor) -> str:
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _row(d: Difference) -> tuple[object, ...]:
+def _row(d: TensorDifference) -> tuple[object, ...]:
     at = ",".join(map(str, d.index)) or "-"
     return (
         *(d.name, d.count, d.numel, f"{d.largest:.3g}", f"{d.relative:.3g}"),

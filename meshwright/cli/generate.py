@@ -30,7 +30,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.specs import MODELS
 
-KEY = "CHECKPOINT_OR_HF_FOLDER"
+SOURCE = "CHECKPOINT_OR_HF_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def run(given: Namespace) -> None:
     check(is_finite, "--temperature", given.temperature, "must be 0 or more")
     check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
     check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
-    with _open(Place(KEY, given.source), given.tokenizer) as source:
+    with _open(Place(SOURCE, given.source), given.tokenizer) as source:
         prompt = _encode(source, given.prompt)
         model = _build(source, len(prompt) + given.max_new_tokens, given.dtype)
     is_greedy = given.temperature == 0
@@ -96,7 +96,9 @@ def _print_text(source: Source, prompt: str, tokens: Iterator[int]) -> None:
                 shown = text
     except NotFiniteError as error:
         print(flush=True)
-        raise ConfigError("", f"{KEY}: {error}\n  fix: generate from another checkpoint") from None
+        raise ConfigError(
+            "", f"{SOURCE}: {error}\n  fix: generate from another checkpoint"
+        ) from None
     text = tokenizer.decode([*tokenizer.encode(prompt), *new])
     print(text[len(shown) :])
 

@@ -14,6 +14,7 @@ from meshwright import __version__
 from meshwright.cli import arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
+from meshwright.log import print_error
 
 
 class Command(NamedTuple):
@@ -149,7 +150,7 @@ def main() -> None:
             run(words)
         sys.stdout.flush()
     except ConfigError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(EXIT_CONFIG)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -20,7 +20,7 @@ def run(given: Namespace) -> None:
         raise ConfigError(
             "",
             f"CONFIG = {given.config!r}: is not torchtitan's"
-            "\n  fix: name a TOML with its model.name and model.flavor, as llama3 and 8B",
+            "\n  fix: name a TOML with its model.name and model.flavor, as qwen3 and 8B",
         )
     print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
     for note in provenance.notes:

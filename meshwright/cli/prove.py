@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from meshwright.config.checks import check_divisible
-from meshwright.config.conditions import check_contradictions
+from meshwright.config.contradictions import check_contradictions
 from meshwright.config.loader import config_errors, load_given
 from meshwright.parallelisms.pipeline_split import assign_modules
 from meshwright.preflight import resolve_model

@@ -37,34 +37,31 @@ def _keys(effect: Effect, **sections: str) -> dict[str, Effect]:
     return {f"{name}.{key}": effect for name, keys in sections.items() for key in keys.split()}
 
 
+def _sections(effect: Effect, *names: str) -> dict[str, Effect]:
+    """Every key of the sections has the effect, later ones too."""
+    defaults = JobConfig()
+    return {
+        f"{name}.{key}": effect
+        for name in names
+        for key in type(getattr(defaults, name)).model_fields
+    }
+
+
 EFFECTS: dict[str, Effect] = {
     # rounding at most; or when something ends, is saved or is reported, and where to
+    **_sections(
+        *("none", "job", "parallelism", "activation_checkpoint", "compile"),
+        *("validation", "metrics", "profiling", "comm", "experimental"),
+    ),
     **_keys(
         "none",
-        job="config_file dump_folder description device_memory_gib max_run_seconds",
         bad_steps="budget",
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
         "loss_chunk_tokens enable_cpu_offload gc_freq deterministic",
-        validation="enable freq num_samples datasets dataset dataset_path dataset_subset "
-        "dataset_revision dataset_split dataset_column dataset_format dataset_mode",
         optimizer="early_step_in_backward",
-        parallelism="data_parallel_replicate_degree data_parallel_shard_degree "
-        "tensor_parallel_degree enable_async_tensor_parallel "
-        "context_parallel_degree context_parallel_attention "
-        "pipeline_parallel_degree pipeline_parallel_schedule "
-        "pipeline_parallel_stages_per_rank module_fqns_per_model_part fsdp_reshard_after_forward "
-        "fsdp_prefetch_layers fsdp_reduce_gradients",
-        activation_checkpoint="mode selective_ac_option saved_ops memory_budget",
-        compile="enable backend",
         checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
         "async_mode on_save_failure initial_load_path initial_load_in_hf load_only "
         "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder enable_wandb "
-        "wandb_project wandb_entity wandb_name",
-        profiling="enable_profiling save_traces_folder profile_freq profiler_warmup "
-        "profiler_active enable_memory_snapshot save_memory_snapshot_folder",
-        comm="init_timeout_seconds train_timeout_seconds",
-        experimental="custom_import",
     ),
     # the run goes on, but not as it would have; the learning rate is a function of training.steps,
     # too

@@ -17,7 +17,7 @@ HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
 """Names of the modules that share attention's precision."""
 
 
-def fill_in(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
+def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
     """Return `config` with every -1 replaced by its value on `world_size` ranks.
 
     Args:
@@ -130,24 +130,8 @@ def check_device(
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
-    has_ring = parallelism.context_parallel_attention == "ring"
-    if has_ring and parallelism.context_parallel_degree > 1:
-        check(
-            has_ring_kernel,
-            CONTEXT_PARALLEL_ATTENTION,
-            "ring",
-            "torch has no flash attention for this GPU with mixed_precision_param = "
-            f"{config.training.mixed_precision_param!r} and the model's width of heads",
-            'use "gather", or training.mixed_precision_param = "bfloat16"',
-        )
-        in_fp32 = [name for name in fp32_modules if HAS_ATTENTION.fullmatch(name)]
-        check(
-            device_type != "cuda" or not in_fp32,
-            "training.fp32_modules",
-            config.training.fp32_modules,
-            f"includes {', '.join(in_fp32)}, and ring attention takes no fp32 on GPUs",
-            f'leave attention out, or set {CONTEXT_PARALLEL_ATTENTION} = "auto"',
-        )
+    if parallelism.context_parallel_attention == "ring" and parallelism.context_parallel_degree > 1:
+        _check_ring(config, device_type, has_ring_kernel, fp32_modules)
     # torch takes attention for random; on CPU it saves a random state for it, and that in the place
     # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
@@ -159,6 +143,27 @@ def check_device(
         config.activation_checkpoint.mode,
         "torch cannot compile recomputed attention under tensor parallelism on a CPU",
         'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
+    )
+
+
+def _check_ring(
+    config: JobConfig, device_type: str, has_kernel: bool, fp32_modules: Sequence[str]
+) -> None:
+    check(
+        has_kernel,
+        CONTEXT_PARALLEL_ATTENTION,
+        "ring",
+        "torch has no flash attention for this GPU with mixed_precision_param = "
+        f"{config.training.mixed_precision_param!r} and the model's width of heads",
+        'use "gather", or training.mixed_precision_param = "bfloat16"',
+    )
+    in_fp32 = [name for name in fp32_modules if HAS_ATTENTION.fullmatch(name)]
+    check(
+        device_type != "cuda" or not in_fp32,
+        "training.fp32_modules",
+        config.training.fp32_modules,
+        f"includes {', '.join(in_fp32)}, and ring attention takes no fp32 on GPUs",
+        f'leave attention out, or set {CONTEXT_PARALLEL_ATTENTION} = "auto"',
     )
 
 

@@ -1,26 +1,14 @@
-"""One table of contradictions in a config, and one of options that are idle in it.
+"""Questions about a config, and one table of the options that are idle in it.
 
-A contradiction asks for something that this config cannot do, on any mesh that it names: an error.
 An idle option has nothing to act on here, and would have on another mesh or beside another value:
 the same TOML may run on any mesh, so it is a line in the log. A new rule is a row.
 """
 
 from collections.abc import Callable, Iterator
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import JobConfig, Source
-from meshwright.errors import Mistakes, check
-
-
-class Contradiction(NamedTuple):
-    """A value that cannot be had beside others. `{section.key}` in a text stands for a value."""
-
-    key: str
-    is_there: Callable[[JobConfig], bool]
-    rule: str
-    fix: str
+from meshwright.config.job_config import JobConfig, Source, Training
 
 
 def schedule_steps(c: JobConfig) -> int:
@@ -36,196 +24,36 @@ def num_decay_steps(c: JobConfig) -> int:
     return round(steps * schedule.decay_ratio)
 
 
-def _decays_too_long(c: JobConfig) -> bool:
-    needed = c.lr_scheduler.warmup_steps + num_decay_steps(c)
-    return c.lr_scheduler.decay_ratio is not None and needed > schedule_steps(c)
-
-
-def _is_compiled(c: JobConfig) -> bool:
-    """Whether a compiler changes the graph, which backend eager does not."""
-    return c.compile.enable and c.compile.backend != "eager"
-
-
-def _has_inductor(c: JobConfig) -> bool:
-    return c.compile.enable and c.compile.backend == "inductor"
-
-
-def _num_data_ranks(c: JobConfig) -> int:
+def num_data_ranks(c: JobConfig) -> int:
+    """Ranks that read different samples; of a config without -1."""
     p = c.parallelism
     return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
 
 
+def num_microbatches(c: JobConfig) -> int:
+    """Per rank and optimizer step; of a config without -1."""
+    return c.training.global_batch_size // (num_data_ranks(c) * c.training.local_batch_size)
+
+
 def has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, cast or offload; as `parallelize`."""
-    p, training = c.parallelism, c.training
+    """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
+    p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    in_fp32 = training.mixed_precision_param == "float32"
-    return _num_data_ranks(c) * cut > 1 or not in_fp32 or training.enable_cpu_offload
+    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
+
+
+def needs_fsdp_alone(training: Training) -> bool:
+    """Whether one rank needs FSDP2: to offload, or since autograd would not add up in fp32."""
+    adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
+        training.dtype == training.mixed_precision_reduce == "float32"
+    )
+    return training.enable_cpu_offload or not adds_up_in_fp32
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:
     training = c.training
-    return training.global_batch_size == _num_data_ranks(c) * training.local_batch_size
+    return training.global_batch_size == num_data_ranks(c) * training.local_batch_size
 
-
-WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
-ENABLE_CHECKPOINTS = "set checkpoint.enable = true"
-ONE_OF_TWO = "leave one of the two out"
-TOO_EARLY = (
-    "optimizer.early_step_in_backward updates weights before it is known whether the step is bad"
-)
-
-CONTRADICTIONS = (
-    Contradiction(
-        "lr_scheduler.decay_ratio",
-        lambda c: not c.lr_scheduler.total_steps and _decays_too_long(c),
-        "so many steps of decay do not fit in {training.steps} after {lr_scheduler.warmup_steps} "
-        "of warm-up",
-        "lower it, or lr_scheduler.warmup_steps",
-    ),
-    Contradiction(
-        "lr_scheduler.decay_ratio",
-        lambda c: bool(c.lr_scheduler.total_steps) and _decays_too_long(c),
-        "so many steps of decay do not fit in lr_scheduler.total_steps = "
-        "{lr_scheduler.total_steps} after {lr_scheduler.warmup_steps} of warm-up",
-        "lower it, or lr_scheduler.warmup_steps",
-    ),
-    Contradiction(
-        "lr_scheduler.total_steps",
-        lambda c: schedule_steps(c) < c.training.steps,
-        "the schedule ends before training.steps = {training.steps}",
-        "raise it, or leave it out",
-    ),
-    Contradiction(
-        "checkpoint.load_step",
-        lambda c: c.checkpoint.load_step != -1 and not c.checkpoint.enable,
-        "nothing is loaded while checkpoint.enable is false",
-        ENABLE_CHECKPOINTS,
-    ),
-    Contradiction(
-        "checkpoint.keep_best",
-        lambda c: c.checkpoint.keep_best and not c.validation.enable,
-        "no checkpoint is the best one while nothing is validated",
-        "set validation.enable = true, or leave it out",
-    ),
-    Contradiction(
-        "checkpoint.exclude_from_loading",
-        lambda c: bool(c.checkpoint.exclude_from_loading) and not c.checkpoint.enable,
-        "nothing is loaded while checkpoint.enable is false",
-        ENABLE_CHECKPOINTS,
-    ),
-    Contradiction(
-        "job.max_run_seconds",
-        lambda c: c.job.max_run_seconds > 0 and not c.checkpoint.enable,
-        "what was trained by then would be lost: checkpoint.enable is false",
-        ENABLE_CHECKPOINTS,
-    ),
-    Contradiction(
-        "job.max_run_seconds",
-        lambda c: c.job.max_run_seconds > 0 and c.checkpoint.load_only,
-        "what was trained by then would be lost: checkpoint.load_only is true",
-        "set checkpoint.load_only = false",
-    ),
-    Contradiction(
-        "checkpoint.initial_load_in_hf",
-        lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_path,
-        "nothing is loaded: checkpoint.initial_load_path is not given",
-        "name the folder there; or in model.flavor, which then gives dimensions and tokenizer too",
-    ),
-    Contradiction(
-        "activation_checkpoint.mode",
-        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _is_compiled(c),
-        "it is the compiler that decides, and backend eager decides nothing",
-        'set compile.enable = true and compile.backend = "inductor", or choose another mode',
-    ),
-    Contradiction(
-        "optimizer.early_step_in_backward",
-        lambda c: c.optimizer.early_step_in_backward and c.training.max_norm != inf,
-        "gradients are gone before their norm is known, so training.max_norm = {training.max_norm} "
-        "cannot be kept",
-        "set training.max_norm = inf",
-    ),
-    Contradiction(
-        "parallelism.fsdp_reduce_gradients",
-        lambda c: (
-            c.optimizer.early_step_in_backward
-            and c.parallelism.fsdp_reduce_gradients == "every_microbatch"
-        ),
-        "optimizer.early_step_in_backward would update with the gradients of one microbatch",
-        ONE_OF_TWO,
-    ),
-    Contradiction(
-        "bad_steps.policy",
-        lambda c: c.optimizer.early_step_in_backward and c.bad_steps.policy == "skip",
-        TOO_EARLY,
-        ONE_OF_TWO,
-    ),
-    Contradiction(
-        "bad_steps.spike_std",
-        lambda c: c.optimizer.early_step_in_backward and c.bad_steps.spike_std > 0,
-        TOO_EARLY,
-        ONE_OF_TWO,
-    ),
-    Contradiction(
-        "metrics.grad_norm_by_group",
-        lambda c: c.metrics.grad_norm_by_group and c.optimizer.early_step_in_backward,
-        "optimizer.early_step_in_backward frees each gradient before the norms are taken",
-        ONE_OF_TWO,
-    ),
-    Contradiction(
-        "profiling.profile_freq",
-        lambda c: (
-            c.profiling.profile_freq < c.profiling.profiler_warmup + c.profiling.profiler_active
-        ),
-        "is less than profiler_warmup {profiling.profiler_warmup} + profiler_active "
-        "{profiling.profiler_active}",
-        "raise it to their sum or more",
-    ),
-    Contradiction(
-        "training.dtype",
-        lambda c: c.training.dtype not in ("float32", c.training.mixed_precision_param),
-        "weights stored in {training.dtype} cannot be computed with in "
-        "{training.mixed_precision_param}",
-        'set training.mixed_precision_param = "bfloat16"',
-    ),
-    Contradiction(
-        "parallelism.fsdp_prefetch_layers",
-        lambda c: (
-            c.parallelism.pipeline_parallel_degree > 1 and c.parallelism.fsdp_prefetch_layers > 1
-        ),
-        "a pipeline's stages stay gathered, there is nothing to gather ahead",
-        WITHOUT_PIPELINE,
-    ),
-    Contradiction(
-        "parallelism.fsdp_reduce_gradients",
-        lambda c: (
-            c.parallelism.pipeline_parallel_degree > 1
-            and c.parallelism.fsdp_reduce_gradients == "every_microbatch"
-        ),
-        "a pipeline's schedule reduces gradients once, after its last microbatch",
-        WITHOUT_PIPELINE,
-    ),
-    Contradiction(
-        "parallelism.enable_async_tensor_parallel",
-        lambda c: (
-            c.parallelism.enable_async_tensor_parallel
-            and c.parallelism.tensor_parallel_degree > 1
-            and not _has_inductor(c)
-        ),
-        "inductor does it, and nothing is compiled by inductor",
-        'set compile.enable = true and compile.backend = "inductor", or leave it out',
-    ),
-    Contradiction(
-        "parallelism.context_parallel_attention",
-        lambda c: (
-            c.parallelism.context_parallel_attention == "ring"
-            and c.parallelism.context_parallel_degree > 1
-            and c.training.mask_documents
-        ),
-        "ring attention does not support training.mask_documents",
-        'use "gather"',
-    ),
-)
 
 SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
 
@@ -276,12 +104,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
-    (
-        "profiling.enable_profiling",
-        _is_off,
-        "save_traces_folder profiler_warmup profiler_active",
-    ),
-    ("profiling.enable_memory_snapshot", _is_off, "save_memory_snapshot_folder"),
 )
 """A key, the values of it beside which others of its section have no effect, and these others."""
 
@@ -290,7 +112,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_reduce_gradients training.mixed_precision_reduce",
         lambda c: not has_fsdp(c),
-        "one rank that computes in float32 uses no FSDP",
+        "one rank with float32 weights and gradients uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (
@@ -309,20 +131,6 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "no step is left for a decay",
     ),
 )
-
-
-def check_contradictions(config: JobConfig) -> None:
-    """Check the rules between keys that need nothing but the config.
-
-    Raises:
-        ConfigError: naming the broken rules.
-    """
-    mistakes = Mistakes()
-    for row in CONTRADICTIONS:
-        rule = row.rule.format_map(dict(config))
-        with mistakes.collect():
-            check(not row.is_there(config), row.key, value_of(config, row.key), rule, row.fix)
-    mistakes.check()
 
 
 def idle_options(config: JobConfig) -> Iterator[str]:

@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from meshwright.families import FIRST
+
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -100,7 +102,7 @@ class Job(Section):
 class Model(Section):
     """[model] Which model, how large, and its tokenizer."""
 
-    name: str = "llama"
+    name: str = FIRST
     """Model family."""
 
     flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"
@@ -574,7 +576,8 @@ class Metrics(Section):
 
 
 class Profiling(Section):
-    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory."""
+    """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory. Also
+    asked for at any time, by a file PROFILE in the dump folder."""
 
     enable_profiling: bool = False
     """Write traces."""
@@ -606,7 +609,8 @@ class Comm(Section):
     """For a collective up to the end of the first step, compilation included."""
 
     train_timeout_seconds: PositiveInt = 100
-    """For a collective after that: a rank that is lost ends the job within this time."""
+    """For a collective after that, and for a rank that is stopped: then the job ends, and the rank
+    that the others wait for is named."""
 
 
 class Experimental(Section):

@@ -78,7 +78,7 @@ def nearest(
 
     Args:
         may_lack_digits: "bfloat" may be "bfloat16". Otherwise digits have to be equal: beta1 is no
-            typing error of beta2, nor llama3_8b of llama3_3b.
+            typing error of beta2, nor size_8b of size_3b.
     """
     plain = _plain(wrong)
     best, most = None, alike

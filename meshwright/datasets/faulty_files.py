@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import IO, Any
 
 from meshwright.datasets.entry import Entry
@@ -47,6 +47,14 @@ def find_fault(entry: Entry, files: Sequence[str]) -> str:
             only = ", ".join(sorted(names ^ columns[first]))
             return f"{path}: has other columns than {first}: {only}"
     return ""
+
+
+def has_lines(path: str) -> bool:
+    """Return whether a JSON file holds a record per line, by its first line that is not empty."""
+    with suppress(ValueError, RecursionError, _Fault):
+        first = next((line for line in _lines(path) if line.strip()), b"")
+        return first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+    return False
 
 
 def _of_text(path: str) -> Rows:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from meshwright.batch import Batch
 from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, merged
 from meshwright.datasets.sample import Sample, blank_sample
+from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import IGNORE
@@ -65,9 +65,9 @@ class BatchShape:
 
 
 class Loader:
-    """Iterates over the steps of a job, from where `order` is, to the end of the data.
+    """Iterates over the steps of a job, from where `stream` is, to the end of the data.
 
-    The order is the same on every rank; each skips the samples of others. A thread reads ahead.
+    The stream is the same on every rank; each skips the samples of others. A thread reads ahead.
 
     Attributes:
         error: why no step follows the fetched ones; None if nothing went wrong.
@@ -76,9 +76,9 @@ class Loader:
     error: Exception | None = None
 
     def __init__(
-        self, order: GlobalOrder, shape: BatchShape, *, mask_documents: bool, pin_memory: bool
+        self, stream: SampleStream, shape: BatchShape, *, mask_documents: bool, pin_memory: bool
     ) -> None:
-        self._order, self._shape = order, shape
+        self._stream, self._shape = stream, shape
         self._mask_documents, self._pin_memory = mask_documents, pin_memory
         self._ready: queue.Queue[StepData | Exception | None] = queue.Queue(STEPS_AHEAD)
         self._fetched = deque[StepData]()
@@ -137,14 +137,14 @@ class Loader:
     def _next_step(self) -> StepData | None:
         """None if the data ends before the global batch is full."""
         try:
-            read = [self._order.next_sample() for _ in range(self._shape.global_batch_size)]
+            read = [self._stream.next_sample() for _ in range(self._shape.global_batch_size)]
         except EndOfData:
             return None
         mine = [sample for sample in read if sample is not None]
         batches = to_batches(mine, self._shape.local_batch_size, self._mask_documents)
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
-        return StepData(batches, self._order.cursor, self._order.epochs)
+        return StepData(batches, self._stream.cursor, self._stream.epochs)
 
 
 def whole_cursor(cursor: Cursor) -> Cursor:
@@ -166,25 +166,25 @@ def num_bad_records(cursor: Cursor) -> int:
 
 
 def padded_samples(
-    order: GlobalOrder, shape: BatchShape, num_samples: int
+    stream: SampleStream, shape: BatchShape, num_samples: int
 ) -> Iterator[list[Sample]]:
     """This rank's samples of each step; after the last of all, samples without a label follow.
 
     Raises:
         ConfigError: if the data ends before.
     """
-    padding, slots = blank_sample(order.length), frozenset(shape.slots)
+    padding, slots = blank_sample(stream.rules.length), frozenset(shape.slots)
     for first in range(0, num_samples, shape.global_batch_size):
         left = num_samples - first
         try:
             read = [
-                order.next_sample() if index < left else padding if index in slots else None
+                stream.next_sample() if index < left else padding if index in slots else None
                 for index in range(shape.global_batch_size)
             ]
         except EndOfData:
             raise ConfigError(
                 "validation.num_samples",
-                f"validation.num_samples = {num_samples}: {order.names} holds fewer"
+                f"validation.num_samples = {num_samples}: {stream.names} holds fewer"
                 "\n  fix: lower it, or add data",
             ) from None
         yield [sample for sample in read if sample is not None]

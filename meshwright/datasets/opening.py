@@ -6,12 +6,12 @@ from pathlib import Path
 
 from meshwright.config.job_config import JobConfig, Source, Training, Validation, WeightedSource
 from meshwright.datasets import find_dataset
+from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.recipe import Recipe
-from meshwright.datasets.sources import Documents
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.token_files import TokenFiles
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import default_folder, open_cache
 
 
@@ -124,7 +124,7 @@ def _open(
     entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
 ) -> OpenSource:
     model, training = config.model, config.training
-    recipe = Recipe(
+    recipe = TokenizationSpec(
         entry,
         model.tokenizer_path,
         model.chat_template_path,

@@ -36,6 +36,20 @@ class Sample:
         return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
 
 
+@dataclass(frozen=True)
+class SampleRules:
+    """How samples are made of sources: the same for all sources of a job, and on all ranks."""
+
+    length: int
+    """Tokens of a sample."""
+    seed: int | None
+    """Of every shuffle; None: samples of caches come in the order in which they lie."""
+    max_epochs: int = 0
+    """Times that a source may be read; 0: no limit."""
+    max_bad_records: int = 0
+    """Records of streamed sources that may be passed over, in all shards that are read here."""
+
+
 def to_sample(pieces: Sequence[Raw]) -> Sample:
     """Join pieces of documents, one after the other."""
     return Sample(np.concatenate(pieces), [len(piece) for piece in pieces])

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.entry import Document, Entry
+from meshwright.datasets.documents import Reader
+from meshwright.datasets.entry import Document
+from meshwright.datasets.hf_rows import may_pass
+from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
-from meshwright.datasets.sample import Sample, to_sample
-from meshwright.datasets.sources import Documents, Reader, may_pass
+from meshwright.datasets.sample import Sample, SampleRules, to_sample
 from meshwright.errors import RecordError
 from meshwright.log import logger
 
@@ -48,34 +49,21 @@ class ShardPlace:
 class Shard:
     """One of the independent parts of a source: documents, shuffled window by window, end to end.
 
-    Args:
-        length: tokens of a sample.
-        window: documents that are shuffled together.
-        max_epochs: times that it may be read; 0: no limit.
-
     A record that is passed over stands in its window as a document without tokens. So the stream is
     the same whoever reads it, and from whatever place.
     """
 
     def __init__(
         self,
-        entry: Entry,
-        documents: Documents,
-        encoder: Encoder,
+        source: StreamedSource,
         number: int,
+        rules: SampleRules,
         *,
-        num_shards: int,
-        length: int,
-        window: int,
-        seed: int,
-        max_epochs: int,
         pass_over: PassOver,
         place: ShardPlace,
     ) -> None:
-        self._entry, self._documents, self._encoder = entry, documents, encoder
-        self._number, self._num_shards = number, num_shards
-        self._length, self._window, self._seed = length, window, seed
-        self._max_epochs, self._has_documents = max_epochs, False
+        self._source, self._number, self._rules = source, number, rules
+        self._has_documents = False
         self._pass_over, self._bad_records = pass_over, place.bad_records
         self._reader: Reader | None = None
         self._window_state = place.window_state
@@ -104,7 +92,7 @@ class Shard:
             ConfigError: if there are none in a whole epoch.
         """
         pieces: list[npt.NDArray[np.unsignedinteger]] = []
-        missing, first_epoch = self._length, self._epoch
+        missing, first_epoch = self._rules.length, self._epoch
         while missing:
             piece = self._tokens[self._used : self._used + missing]
             if len(piece):
@@ -114,10 +102,10 @@ class Shard:
             if missing:
                 self._next_document()
                 if self._epoch > first_epoch + 1:  # the whole epoch between went in
-                    raise self._entry.error(
+                    raise self._source.entry.error(
                         "dataset",
-                        f"one of {self._num_shards} shards of it holds less than one sample of "
-                        f"{self._length} tokens",
+                        f"one of {self._source.num_shards} shards of it holds less than one sample "
+                        f"of {self._rules.length} tokens",
                         "lower training.stream_shards or training.seq_len, or add data",
                     )
         return to_sample(pieces)
@@ -134,9 +122,9 @@ class Shard:
 
     def _begin_epoch(self) -> None:
         if not self._has_documents:
-            raise self._entry.error("dataset", "holds no text in one of its shards")
+            raise self._source.entry.error("dataset", "holds no text in one of its shards")
         self._epoch, self._window_number = self._epoch + 1, 0
-        if self._epoch == self._max_epochs:
+        if self._epoch == self._rules.max_epochs:
             raise EndOfData
         self._reader, self._window_state = None, None
         self._fill_window()
@@ -144,13 +132,14 @@ class Shard:
     def _fill_window(self) -> None:
         documents = self._read_window()
         order = permutation(
-            len(documents), self._seed, self._epoch, self._number, self._window_number
+            len(documents), self._rules.seed or 0, self._epoch, self._number, self._window_number
         )
         self._shuffled = [documents[index] for index in order]
         self._has_documents = self._has_documents or bool(documents)
 
     def _read_window(self) -> list[Document | RecordError]:
         """The documents of the next window, read again from its beginning if that may help."""
+        source = self._source
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 return self._try_window()
@@ -160,17 +149,19 @@ class Shard:
                     raise
                 logger.warning(
                     "%s: shard %d of %d cannot be read: %s; trying again in %g s",
-                    *(self._entry.name, self._number, self._num_shards, error, wait_s),
+                    *(source.entry.name, self._number, source.num_shards, error, wait_s),
                 )
                 time.sleep(wait_s)
         raise AssertionError
 
     def _try_window(self) -> list[Document | RecordError]:
         if self._reader is None:
-            self._reader = self._documents.read(self._number, self._num_shards, self._window_state)
+            self._reader = self._source.documents.read(
+                self._number, self._source.num_shards, self._window_state
+            )
         self._window_state = self._reader.state
         documents = list[Document | RecordError]()
-        while len(documents) < self._window:
+        while len(documents) < self._source.window:
             try:
                 documents.append(next(self._reader))
             except StopIteration:
@@ -187,7 +178,7 @@ class Shard:
         try:
             if isinstance(found, RecordError):
                 raise found
-            return self._encoder.encode(found)
+            return self._source.encoder.encode(found)
         except RecordError as error:
             self._pass_over(error)
             self._is_bad = True
@@ -203,31 +194,14 @@ class StreamedSamples:
 
     def __init__(
         self,
-        entry: Entry,
-        documents: Documents,
-        encoder: Encoder,
+        source: StreamedSource,
+        rules: SampleRules,
         *,
-        num_shards: int,
-        length: int,
-        window: int,
-        seed: int,
-        max_epochs: int,
         pass_over: PassOver,
         places: dict[int, ShardPlace],
     ) -> None:
-        self.num_shards = num_shards
-        self._open = functools.partial(
-            Shard,
-            entry,
-            documents,
-            encoder,
-            num_shards=num_shards,
-            length=length,
-            window=window,
-            seed=seed,
-            max_epochs=max_epochs,
-            pass_over=pass_over,
-        )
+        self.num_shards = source.num_shards
+        self._open = functools.partial(Shard, source, rules=rules, pass_over=pass_over)
         self._places = places
         self._shards: dict[int, Shard] = {}
 

@@ -32,14 +32,14 @@ OF_CACHE = (
 )
 """and of the whole."""
 
-KEY = "training.token_cache_folder"
+CACHE_KEY = "training.token_cache_folder"
 SOURCES = "sources.json"
 
 Lengths = npt.NDArray[np.uint32]
 Starts = npt.NDArray[np.int64]
 
 
-class DamagedError(Exception):
+class DamagedCacheError(Exception):
     """A file of a cache is not as it was written."""
 
 
@@ -84,7 +84,7 @@ def _parts(folder: Path, count: int) -> list[Part]:
     """The parts of a cache.
 
     Raises:
-        DamagedError: if it is not known where their tokens are.
+        DamagedCacheError: if it is not known where their tokens are.
     """
     if not (folder / SOURCES).exists():
         return [Part(folder, number) for number in range(count)]
@@ -92,9 +92,9 @@ def _parts(folder: Path, count: int) -> list[Part]:
         sources = json.loads((folder / SOURCES).read_text("utf-8"))
         found = [(Path(source["path"]), int(source["offset"])) for source in sources]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{SOURCES}: {error}") from error
+        raise DamagedCacheError(f"{SOURCES}: {error}") from error
     if len(found) != count:
-        raise DamagedError(f"{SOURCES} has {len(found)} of {count} parts")
+        raise DamagedCacheError(f"{SOURCES} has {len(found)} of {count} parts")
     return [Part(folder, number, *place) for number, place in enumerate(found)]
 
 
@@ -102,7 +102,7 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
     """The arrays `names` of an .npz, whose format has checksums of its own.
 
     Raises:
-        DamagedError: if it is not whole, or is not there.
+        DamagedCacheError: if it is not whole, or is not there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -110,7 +110,7 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
     except PermissionError:
         raise
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
-        raise DamagedError(f"{path.name}: {error}") from error
+        raise DamagedCacheError(f"{path.name}: {error}") from error
 
 
 class TokenCache:
@@ -122,7 +122,7 @@ class TokenCache:
         folder: of the cache.
 
     Raises:
-        DamagedError: if it is not complete: a file is missing, or has not the size it had.
+        DamagedCacheError: if it is not complete: a file is missing, or has not the size it had.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +179,7 @@ class TokenCache:
         part = self._parts[number]
         try:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]
-        except DamagedError as error:
+        except DamagedCacheError as error:
             raise self._forget(part, f"{part.index}: damaged: {error}") from error
         tokens = map_file(part.tokens, np.uint8)[part.offset :].view(self._dtype)
         return tokens, np.zeros(len(expected), np.bool_), expected
@@ -191,15 +191,15 @@ class TokenCache:
                 part.index.unlink(missing_ok=True)
             (self.folder / "cache.npz").unlink(missing_ok=True)
         except OSError as error:
-            fix = f"delete {self.folder} ({error.strerror}), or set {KEY} to another folder"
+            fix = f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to another folder"
         else:
             fix = "start again: damaged parts are then made anew"
-        return ConfigError(KEY, f"{what}\n  fix: {fix}")
+        return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
 
 
 def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else None
     if found != size:
-        raise DamagedError(
+        raise DamagedCacheError(
             f"{path.name} is missing" if found is None else f"{path.name} has {found} of {size} B"
         )

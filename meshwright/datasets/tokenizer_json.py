@@ -1,8 +1,8 @@
 """A tokenizer as a `tokenizer.json`, which transformers, vLLM and llama.cpp read as it stands.
 
 From a bare `tokenizer.model` they make one of their own: of a sentencepiece model with other ids
-(transformers 5 takes it for a kind of its own; as a LlamaTokenizer it drops a space at the start),
-of Llama 3's none at all.
+(transformers 5 takes it for a kind of its own; as its older class it drops a space at the start),
+of a tiktoken file none at all.
 """
 
 from collections.abc import Iterable, Iterator

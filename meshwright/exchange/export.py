@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import UNFINISHED
-from meshwright.checkpoint.flushing import make_folder, sync_file, sync_folder
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.exchange.hf_folder import CONFIG, GENERATION_CONFIG
 from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.exchange.hf_write import write_weights
+from meshwright.file_system import make_folder, sync_file, sync_folder
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.hugging_face import HuggingFaceForm

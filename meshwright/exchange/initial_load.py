@@ -18,10 +18,10 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.models.foreign import MetaForm, TorchtitanForm
 
-KEY = "checkpoint.initial_load_path"
+LOAD_KEY = "checkpoint.initial_load_path"
 
 
-class Initial(NamedTuple):
+class InitialWeights(NamedTuple):
     """A folder to start from."""
 
     kind: Literal["ours", "hf", "meta", "torchtitan"]
@@ -31,7 +31,7 @@ class Initial(NamedTuple):
     """Of ours."""
 
 
-def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) -> Initial:
+def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) -> InitialWeights:
     """Return the folder to start from; the content of its files is not read.
 
     Args:
@@ -40,28 +40,28 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
     Raises:
         ConfigError: if it is not there, not of the kind that is said, or damaged.
     """
-    place = Place(KEY, Path(config.initial_load_path))
+    place = Place(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
         place.check(False, "no such folder", where_it_ends(place.path))
     place.check(place.path.is_dir(), "is not a folder")
     if config.initial_load_in_hf:
         place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))
-        return Initial("hf", place)
+        return InitialWeights("hf", place)
     if is_meta_folder(place.path):
-        return Initial("meta", place)
+        return InitialWeights("meta", place)
     if is_torchtitan_folder(place.path):
         is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
         place.check(not is_partial, "is not a complete checkpoint")
-        return Initial("torchtitan", place)
+        return InitialWeights("torchtitan", place)
     candidates = find_candidates(place)
     if candidates and all(is_torchtitan_folder(inner.path) for inner in candidates):
-        return Initial("torchtitan", candidates[0])
+        return InitialWeights("torchtitan", candidates[0])
     found = find_checkpoint(place, damaged)
     if found is None:
         is_hf = is_hf_folder(place.path)
         place.check(False, "holds no checkpoint", _other(True) if is_hf else "")
         raise AssertionError
-    return Initial("ours", found.place, found.manifest)
+    return InitialWeights("ours", found.place, found.manifest)
 
 
 def _other(is_hf: bool) -> str:

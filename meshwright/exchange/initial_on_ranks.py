@@ -12,14 +12,14 @@ from meshwright.checkpoint.manifest import DamagedError
 from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError
-from meshwright.exchange.initial_load import KEY, Initial, find_initial
+from meshwright.exchange.initial_load import LOAD_KEY, InitialWeights, find_initial
 from meshwright.log import logger
 
 READING_TIMEOUT = timedelta(hours=1)
 
 
 @contextmanager
-def open_initial(config: Checkpoint) -> Iterator[Initial]:
+def open_initial(config: Checkpoint) -> Iterator[InitialWeights]:
     """Give the folder to start from. The first rank chooses it.
 
     Of a checkpoint of ours every byte is compared with its checksum, a part of the files on each
@@ -37,7 +37,7 @@ def open_initial(config: Checkpoint) -> Iterator[Initial]:
         dist.destroy_process_group(group)
 
 
-def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> Initial:
+def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> InitialWeights:
     """Choose and verify; the checkpoint returned is held until `held` ends."""
     damaged: dict[Path, str] = {}
     while True:
@@ -52,13 +52,13 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
         held.close()
         damaged[path] = wrong
         if dist.get_rank() == 0:
-            logger.warning("%s: passed over %s, which is damaged: %s", KEY, path, wrong)
+            logger.warning("%s: passed over %s, which is damaged: %s", LOAD_KEY, path, wrong)
 
 
 def _chosen_by_first(
     config: Checkpoint, damaged: dict[Path, str], group: dist.ProcessGroup
-) -> Initial:
-    choice: list[Initial | ConfigError | None] = [None]
+) -> InitialWeights:
+    choice: list[InitialWeights | ConfigError | None] = [None]
     if dist.get_rank() == 0:
         try:
             choice = [find_initial(config, damaged)]

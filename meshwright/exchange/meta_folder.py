@@ -92,8 +92,8 @@ def _read_header(place: Place, file: Path) -> dict[str, StoredTensor]:
 def _find_cut(
     place: Place, name: str, shape: tuple[int, ...], stored: Sequence[Mapping[str, StoredTensor]]
 ) -> int | None:
-    """The dimension along which the files hold pieces of a tensor: Llama 2's embedding is cut
-    along its width, Llama 3's along the vocabulary, so that is seen from their shapes."""
+    """The dimension along which the files hold pieces of a tensor: the embedding is cut along
+    its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
     for pieces in stored:
         tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
         place.check(

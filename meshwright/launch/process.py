@@ -18,6 +18,9 @@ LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """Environment variable of the ranks: process number of the launcher that started them."""
 HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
 """Environment variable of the ranks: the variables that the launcher has chosen for the machine."""
+HEARTBEATS = "MESHWRIGHT_HEARTBEATS"
+"""Environment variable of the ranks: folder on their machine where the launcher looks for their
+last phase."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -19,29 +19,36 @@ from meshwright.log import logger
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""
 
+PROFILE_FILE = "PROFILE"
+"""In the dump folder: asks the job for a trace of the next steps."""
+
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 NO_LIMIT = 2**62
-PATIENCE_S = 20
+JOIN_TIMEOUT_S = 20
 """Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
 has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
-FARTHEST_APART = timedelta(hours=1)
+VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""
 
 
-class StopRequest:
+class StopCoordinator:
     """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
 
     As a context, in the main thread, it takes the signals; a second one ends the process at once.
     Collective: every rank makes one, and asks it as often.
 
+    Attributes:
+        limit: on waiting for the votes of other ranks.
+
     Args:
-        folder: where the stop file may appear.
+        folder: where the stop file and the profile file may appear.
         max_run_s: seconds from now after which the job is to stop; 0: none.
     """
 
     def __init__(self, folder: Path, max_run_s: int) -> None:
         self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
+        self._profile_file: Path | None = folder / PROFILE_FILE
         self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
         self._reasons = (  # a vote is the place of a reason in here; the highest wins
             "",
@@ -54,14 +61,17 @@ class StopRequest:
         self._error: Exception | None = None
         # votes; the thread that reads signals writes its own, so that none is lost to a look
         self._asked = self._signalled = self._agreed = 0
+        self._wants_trace = self._takes_trace = False
         self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
         self._look_at = self._begun
-        self._group = dist.new_group(backend="gloo", timeout=FARTHEST_APART)
-        self._vote = torch.zeros(2, dtype=torch.int64)  # the reason; the last step, negative
+        self.limit = VOTE_TIMEOUT
+        self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
+        # the reason; the last step, negative; whether a trace is wanted
+        self._vote = torch.zeros(3, dtype=torch.int64)
         self._voting: dist.Work | None = None
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> "StopCoordinator":
         self._before = {number: signal.signal(number, _nothing) for number in stop_signals()}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -73,7 +83,7 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._voting is not None and kind is None:
-            self._voting.wait()
+            self._voting.wait(self.limit)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -87,8 +97,8 @@ class StopRequest:
     def fail(self, error: Exception, last_step: int) -> None:
         """Say that this rank can take no step after `last_step`.
 
-        All ranks know it after the second call of `agreed` from now, without waiting for it after
-        the first. So to be known in time, it is to be said a step ahead.
+        All ranks know it after the second call of `should_stop` from now, without waiting for it
+        after the first. So to be known in time, it is to be said a step ahead.
         """
         if last_step >= self._own_last_step:
             return
@@ -98,7 +108,7 @@ class StopRequest:
 
     def is_over(self, step: int) -> bool:
         """Whether `step` is the last: some rank was asked to stop, or can take no other."""
-        return self.agreed() or step >= self._last_step
+        return self.should_stop() or step >= self._last_step
 
     def failures(self, step: int) -> dict[int, Exception]:
         """By rank, why there can be no step after `step`; empty if there can. Collective."""
@@ -109,7 +119,7 @@ class StopRequest:
         dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether any rank had been asked to stop as of the previous call.
 
         Ranks vote asynchronously during the step, so only the first call waits.
@@ -119,14 +129,20 @@ class StopRequest:
         if self._voting is None:
             self._cast_vote()
         assert self._voting is not None
-        self._voting.wait()
+        self._voting.wait(self.limit)
         self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
+        self._takes_trace |= bool(self._vote[2])
         self._voting = None
         if not self._agreed:
             self._cast_vote()
         return bool(self._agreed)
 
-    def heeded(self) -> None:
+    def takes_trace(self) -> bool:
+        """Return whether somebody asked for a trace, once; on all ranks at the same step."""
+        takes, self._takes_trace = self._takes_trace, False
+        return takes
+
+    def clear_stop_file(self) -> None:
         """Remove the stop file, for it has had its effect."""
         if dist.get_rank() == 0:
             try:
@@ -140,6 +156,8 @@ class StopRequest:
         self._look()
         self._vote[0] = max(self._asked, self._signalled)
         self._vote[1] = -self._own_last_step
+        self._vote[2] = int(self._wants_trace)
+        self._wants_trace = False
         self._voting = dist.all_reduce(
             self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
@@ -158,6 +176,21 @@ class StopRequest:
         if name := self._launcher_says():
             asked = self._reasons.index(name)
         self._asked = max(self._asked, asked)
+        if self._is_first_rank and self._profile_file is not None:
+            self._wants_trace = self._remove_profile_file(self._profile_file)
+
+    def _remove_profile_file(self, path: Path) -> bool:
+        """Return whether it was there."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if os.path.exists(path):  # or a file system fails for a moment
+                self._profile_file = None
+                logger.warning("%s cannot be removed, so it has no effect: %s", path, error)
+            return False
+        return True
 
     def _launcher_says(self) -> str:
         try:
@@ -178,7 +211,7 @@ class StopRequest:
                     2, b"meshwright: SIGINT: the job saves and stops; again: it ends at once\n"
                 )
             if number == signal.SIGTERM and dist.is_torchelastic_launched():
-                end = threading.Timer(PATIENCE_S, self._end_if_alone)
+                end = threading.Timer(JOIN_TIMEOUT_S, self._end_if_alone)
                 end.daemon = True
                 end.start()
         os.close(self._read_end)

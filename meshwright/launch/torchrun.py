@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from meshwright.launch.process import FROM_LAUNCHER, LAUNCHER, stop_signals
-from meshwright.log import TERMINAL, logger
+from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.launch.process import FROM_LAUNCHER, HEARTBEATS, LAUNCHER, stop_signals
+from meshwright.launch.watch import Watch, tail
+from meshwright.log import TERMINAL, logger, print_error
 
 OWN_CODES = tuple(EXIT_CODES.values())
 """Exit codes whose cause the ranks have reported themselves."""
@@ -40,7 +42,9 @@ def launch() -> None:
     # torchrun copies ranks' output to files, and leaves them behind
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / "stop"
+        hearts = Path(folder) / "heartbeats"  # the first rank makes it
         os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
+        os.environ[HEARTBEATS] = str(hearts)
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
         for number in stop_signals():
             signal.signal(number, lambda number, _: _ask_to_stop(request, number))
@@ -48,10 +52,16 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         _set_up_console(args)
         logger.info("starting %s ranks on this machine", args.nproc_per_node)
+        watch = Watch(hearts, lambda rank: _stderr_of(args, rank), lambda: _logs(args), _warn)
         try:
-            run(args)
+            with watch:
+                run(args)
         except ChildFailedError as error:
-            _report(error, is_asked=request.exists(), args=args)
+            if watch.verdict is not None:
+                for line in watch.verdict:
+                    print_error(line)
+                sys.exit(EXIT_HANG)
+            _report(error, is_asked=request.exists(), args=args, last_place=watch.last_place)
         except SignalException as signalled:
             sys.exit(EXIT_INTERRUPTED if str(signalled) == INTERRUPTED else 128 + signalled.sigval)
 
@@ -80,8 +90,15 @@ def _ask_to_stop(request: Path, number: int) -> None:
     os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
 
 
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
+
+
 def _report(
-    error: ChildFailedError, is_asked: bool, args: argparse.Namespace | None = None
+    error: ChildFailedError,
+    is_asked: bool,
+    args: argparse.Namespace | None = None,
+    last_place: Callable[[int], str] = lambda rank: "",
 ) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
     # the exception that `record` in main.py has caught, if the rank got that far
@@ -91,23 +108,29 @@ def _report(
         sys.exit(EXIT_STOPPED)
     if failure.exitcode in OWN_CODES:
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
-            print(f"meshwright: rank {rank}: {caught['message']}", file=sys.stderr)
+            print_error(f"rank {rank}: {caught['message']}")
         sys.exit(failure.exitcode)
+    place = last_place(rank)
+    where = f", in {place}" if place else ""
     code, is_explained = failure.exitcode, "extraInfo" in caught
     if not is_explained and args is not None:
         _show_stderr(rank, failure, args)
     if code < 0:
         code = 128 - code
-        print(f"meshwright: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr)
+        how = f"was killed by {failure.signal_name()}"
     else:
-        print(f"meshwright: rank {rank} failed (exit {code})", file=sys.stderr)
-        print(caught.get("extraInfo", {}).get("py_callstack", ""), end="", file=sys.stderr)
+        how = f"failed (exit {code})"
+    if callstack := caught.get("extraInfo", {}).get("py_callstack", ""):
+        print(callstack.rstrip(), file=sys.stderr)
+    print_error(f"rank {rank} {how}{where}")
     # whoever asked may have signalled more processes than us: ranks that were starting, compilers
     sys.exit(EXIT_STOPPED if is_asked else code)
 
 
 TAIL_LINES = 20
 TAIL_BYTES = 2**20
+STDERR = "*/attempt_*/{}/stderr.log"
+"""Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
 FAULT = "Fatal Python error"
 """How Python begins to say where it was when C++ ended it."""
 
@@ -118,16 +141,13 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
     C++ has no traceback that could reach us: NCCL's watchdog says why it aborts on stderr.
     """
     first = rank - failure.local_rank
-    # where torchrun's --tee copies it to: LOG_DIR/JOB/attempt_N/LOCAL_RANK
-    files = Path(args.log_dir).glob("*/attempt_*/*/stderr.log")
-    ends = {first + int(file.parent.name): _end(file) for file in files}
+    files = Path(args.log_dir).glob(STDERR.format("*"))
+    ends = {first + int(file.parent.name): tail(file, TAIL_BYTES) for file in files}
     if rank not in ends:
         return
     where = ""
     with suppress(ConfigError, OSError):
-        config, _ = load_config(args.training_script_args)
-        folder = Path(config.job.dump_folder) / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _logs(args)
         for number, end in ends.items():
             (folder / f"stderr_{number}.log").write_text(end, "utf-8")
         where = f" ({folder}/stderr_*.log)"
@@ -137,14 +157,25 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
         lines = (before or after).splitlines()[-TAIL_LINES:]
         if fault:
             lines += (fault + after).splitlines()[:TAIL_LINES]
-        print(f"meshwright: the end of rank {rank}'s stderr{where}:", file=sys.stderr)
+        print_error(f"the end of rank {rank}'s stderr{where}:")
         print(*lines, sep="\n", file=sys.stderr)
 
 
-def _end(file: Path) -> str:
-    with file.open("rb") as stream:
-        stream.seek(max(file.stat().st_size - TAIL_BYTES, 0))
-        return stream.read().decode("utf-8", "replace")
+def _logs(args: argparse.Namespace) -> Path:
+    """Return the job's folder of logs, which is made if need be.
+
+    Raises:
+        OSError: if it cannot be made.
+        ConfigError: if the job's own config cannot be read any more.
+    """
+    config, _ = load_config(args.training_script_args)
+    folder = Path(config.job.dump_folder) / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _stderr_of(args: argparse.Namespace, local_rank: int) -> Path | None:
+    return next(Path(args.log_dir).glob(STDERR.format(local_rank)), None)
 
 
 def _suspicion(failure: ProcessFailure) -> tuple[int, float]:

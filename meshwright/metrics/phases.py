@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,9 +17,13 @@ class Phases:
 
     On a GPU the times are between events of its stream: the time that kernels take, whenever the
     host launched them. Elsewhere they are the host's, which computes.
+
+    Args:
+        note: gets the name of each phase when the host begins it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, note: Callable[[Phase], None] | None = None) -> None:
+        self._note = note
         self._is_gpu = device.type == "cuda"
         self._seconds: dict[Phase, float] = {}
         self._phase: Phase | None = None
@@ -27,6 +32,8 @@ class Phases:
 
     def mark(self, phase: Phase | None) -> None:
         """End the phase under way, and begin `phase`. None: nothing that is timed follows."""
+        if self._note is not None and phase is not None:
+            self._note(phase)
         now: float | torch.cuda.Event
         if self._is_gpu:
             now = torch.cuda.Event(enable_timing=True)

@@ -32,7 +32,7 @@ def check_positive(args: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths; see `layers/rope.py` for the formula."""
+    """Stretching of the long rotary wavelengths; see `layers/rope.py` for the formula."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from meshwright.models.args import DecoderArgs
 from meshwright.models.layers.block import Block
 from meshwright.models.layers.document_mask import build_mask, positions_in_document
+from meshwright.models.layers.mixed import Embedding, RMSNorm
 from meshwright.models.layers.projection import Projection, TiedProjection
 from meshwright.models.layers.rope import rope_cache
 
@@ -30,9 +31,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.args, self.table, self.seq_len = args, args.table, seq_len
         spec = self.table
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(spec.vocab_size, spec.dim)
+        self.tok_embeddings: Embedding | None = Embedding(spec.vocab_size, spec.dim)
         self.layers = nn.ModuleDict({str(i): Block(block) for i, block in enumerate(spec.blocks)})
-        self.norm: nn.Module | None = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.norm: nn.Module | None = RMSNorm(spec.dim, eps=spec.norm_eps)
         self.output: Projection | TiedProjection | None = (
             TiedProjection() if spec.tie_embeddings else Projection(spec.dim, spec.vocab_size)
         )
@@ -69,7 +70,11 @@ class Decoder(nn.Module):
                 from 0. Attention then stops between them, and the positions that it rotates by
                 begin at 0 in each. Of whole sequences, also where `tokens` are parts of them.
         """
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        table = None
+        if isinstance(self.output, TiedProjection):
+            assert self.tok_embeddings is not None  # a pipeline does not cut it off
+            table = self.tok_embeddings.cast_table()  # once, so that both uses have one gradient
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens, table=table)
         mask = None
         if documents is not None:
             mask = build_mask(documents, positions)  # once for all blocks
@@ -83,6 +88,5 @@ class Decoder(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         if isinstance(self.output, TiedProjection):
-            assert self.tok_embeddings is not None  # a pipeline does not cut it off
-            return self.output(x, self.tok_embeddings.weight, labels)
+            return self.output(x, table, labels)
         return x if self.output is None else self.output(x, labels)

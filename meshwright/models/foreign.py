@@ -29,6 +29,13 @@ class Dimension:
     value: Any
 
 
+def positive(key: str, value: object) -> int:
+    """Return the value of a file's key; raise `ValueError` unless it is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a positive integer")
+    return value
+
+
 class MetaForm(Protocol):
     """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.models.args import DecoderArgs, RopeScaling
-from meshwright.models.foreign import Dimension, ForeignTensor
+from meshwright.models.foreign import Dimension, ForeignTensor, positive
 
 MODULES = {
     "tok_embeddings": "model.embed_tokens",
@@ -58,8 +58,9 @@ class HuggingFaceForm:
     """Keys of config.json that can have but one value for our model; absent, they have it."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that are absent, where transformers has others than most families."""
-    has_rope_scaling: bool = False
-    """It may stretch wavelengths as Llama 3.1 does."""
+    stretched_rope_type: str | None = None
+    """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
+    never are."""
 
     def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
         """Every parameter of the plain model, in its order."""
@@ -119,7 +120,7 @@ class HuggingFaceForm:
                 raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
             found[name] = Dimension(dimension.key, float(dimension.value))
         scaling = self._read_scaling(rope, rope_key)
-        if self.has_rope_scaling:
+        if self.stretched_rope_type:
             found["rope_scaling"] = Dimension(rope_key, scaling)
         tied = config.get("tie_word_embeddings", False)
         found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
@@ -131,19 +132,20 @@ class HuggingFaceForm:
             value = config.get(theirs)
             if value is None and theirs == "num_key_value_heads":
                 value = config.get("num_attention_heads")
-            found[ours] = Dimension(theirs, _positive(theirs, value))
+            found[ours] = Dimension(theirs, positive(theirs, value))
         head_dim = config.get("head_dim", self.defaults.get("head_dim"))
         if head_dim is None:
             head_dim = found["dim"].value // found["n_heads"].value
-        found["head_dim"] = Dimension("head_dim", _positive("head_dim", head_dim))
+        found["head_dim"] = Dimension("head_dim", positive("head_dim", head_dim))
         return found
 
     def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return None
-        kinds = "default and llama3" if self.has_rope_scaling else "default alone"
-        if kind != "llama3" or not self.has_rope_scaling:
+        stretched = self.stretched_rope_type
+        kinds = f"default and {stretched}" if stretched else "default alone"
+        if kind != stretched:
             raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
         values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
         for ours, value in values.items():
@@ -176,13 +178,7 @@ class HuggingFaceForm:
         if scaling := args.table.rope.scaling:
             stretching = RopeScaling(*scaling)
             table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
-            config["rope_scaling"] = {"rope_type": "llama3", **table}
+            config["rope_scaling"] = {"rope_type": self.stretched_rope_type, **table}
             stretched = round(stretching.factor * stretching.original_seq_len)
             config["max_position_embeddings"] = max(seq_len, stretched)
         return config
-
-
-def _positive(key: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, not a positive integer")
-    return value

@@ -6,8 +6,8 @@ An optimizer of the table
   `set_learning_rate` before every update;
 * is updated by `update` alone, which can hold an update back: parameters and state, its count of
   steps included, then stay bitwise the same, and the host does not learn of it;
-* updates a parameter from that parameter, its gradient and its state alone, so that `EarlyStep` may
-  update one at a time;
+* updates a parameter from that parameter, its gradient and its state alone, so that
+  `OptimizerInBackward` may update one at a time;
 * keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
   nothing else (`checkpoint/state.py` refuses other state).
 

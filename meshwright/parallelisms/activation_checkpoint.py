@@ -2,24 +2,23 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend
 from torch._functorch import config as partitioner
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.config.job_config import SAVED_OPS
+from meshwright.config.job_config import SAVED_OPS, ActivationCheckpoint
 from meshwright.errors import check
 
-Mode = Literal["none", "full", "selective", "memory_budget"]
-Operator = OpOverload | HigherOrderOperator
+Operator = Callable[..., Any]
+"""Of torch.ops: one overload, or an operator of higher order, which has none."""
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
@@ -27,30 +26,31 @@ MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 tell what memory a mesh takes."""
 
 
-def apply_ac(
-    blocks: nn.ModuleDict,
-    mode: Mode,
-    *,
-    selective_ac_option: str,
-    saved_ops: Sequence[str],
-) -> None:
+def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
     """Wrap the forward of `blocks` in place; names of modules and parameters stay as they are.
 
     With mode "memory_budget" it does nothing: the compiler recomputes, see `keep_within_budget`.
 
     Args:
-        blocks: of the model or of a stage, by their number in the model.
-        selective_ac_option: with mode "selective", "op" or the n of "every n-th block", counted
-            from the model's first whatever the stage.
-        saved_ops: with "op", as `find_ops` takes them.
+        blocks: of the model or of a stage, by their number in the model. With mode "selective" and
+            a number, every n-th is counted from the model's first whatever the stage.
+
+    Returns:
+        A line for the log.
     """
+    mode, selection = options.mode, options.selective_ac_option
     for number, block in blocks.items():
         if mode == "full":
             _recompute(block)
-        elif mode == "selective" and selective_ac_option == "op":
-            _recompute(block, context_fn=_keeping(tuple(saved_ops)))
-        elif mode == "selective" and int(number) % int(selective_ac_option) == 0:
+        elif mode == "selective" and selection == "op":
+            _recompute(block, context_fn=_keeping(tuple(options.saved_ops)))
+        elif mode == "selective" and int(number) % int(selection) == 0:
             _recompute(block)
+    detail = {
+        "selective": f" ({selection})",
+        "memory_budget": f" ({options.memory_budget:g})",
+    }
+    return f"activation checkpointing: {mode}{detail.get(mode, '')}"
 
 
 @functools.cache  # the compiler takes equal graphs with another backend for others
@@ -109,18 +109,21 @@ def find_ops(names: Sequence[str]) -> list[Operator]:
     found: list[Operator] = []
     for name in names:
         namespace, _, operator = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
+        packet: Any = getattr(getattr(torch.ops, namespace), operator, None)
+        has_overloads = hasattr(packet, "overloads")
         check(
-            bool(overloads) or isinstance(packet, HigherOrderOperator) or name in SAVED_OPS,
+            has_overloads
+            or (namespace == "higher_order" and callable(packet))
+            or name in SAVED_OPS,
             "activation_checkpoint.saved_ops",
             name,
             f"torch {torch.__version__} has no such operator",
             'names are those of torch.ops, like "aten.mm"',
         )
-        if isinstance(packet, HigherOrderOperator):
+        if has_overloads:
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+        elif packet is not None:
             found.append(packet)
-        found += [getattr(packet, overload) for overload in overloads]
     return found
 
 

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.batch import Batch
+from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.parallelisms.all_gather import all_gather
 from meshwright.parallelisms.gathered_attention import gathered_attention
-from meshwright.parallelisms.ring_attention import ring_attention
+from meshwright.parallelisms.ring_attention import is_available, ring_attention
 
 Attention = Literal["auto", "gather", "ring"]
 
@@ -24,7 +25,7 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
 
     The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
     attention that is the same work for every rank, where neighbouring chunks would give the last
-    rank most of it. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+    rank most of it. Source: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.
     """
     if mesh.size() == 1:
         return torch.arange(seq_len, device=device)
@@ -48,21 +49,28 @@ def is_ring(attention: Attention, device_type: str, *, is_available: bool) -> bo
     return attention == "ring" or (attention == "auto" and device_type == "cuda" and is_available)
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh, *, goes_around: bool, has_kernel: bool) -> None:
+def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Queries stay; keys and values are gathered or, if `goes_around`, sent on from rank to rank.
-    Collective in forward and backward.
+    Queries stay; keys and values are gathered or sent on from rank to rank, as
+    `parallelism.context_parallel_attention` says. Collective in forward and backward.
 
-    Args:
-        has_kernel: `ring_attention.is_available` for its heads in 16 bits.
+    Returns:
+        A line for the log.
     """
-    ring = mesh.get_group().group_name if goes_around else None
+    dtype = getattr(torch, training.mixed_precision_param)
+    has_kernel = is_available(mesh.device_type, dtype, model.table.rope.head_dim)
+    uses_ring = is_ring(
+        parallelism.context_parallel_attention, mesh.device_type, is_available=has_kernel
+    )
+    ring = mesh.get_group().group_name if uses_ring else None
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, ring=ring, has_kernel=has_kernel)
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = shared
+    way = "go from rank to rank" if uses_ring else "are gathered"
+    return f"context parallelism: sequences cut in {mesh.size()}; keys and values {way}"
 
 
 def attend(
@@ -83,7 +91,7 @@ def attend(
     Args:
         mask: of this rank's queries and all keys; None: only causal.
         ring: name of the group of `mesh` if keys and values are to go around, where they can.
-        has_kernel: as `apply_cp` takes it.
+        has_kernel: `ring_attention.is_available` for these heads in 16 bits.
     """
     # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
     is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,107 +15,118 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
-
-Reshard = Literal["default", "always", "never"]
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.precision import compute_in_fp32
 
 
 def apply_fsdp(
     model: Decoder,
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    meshes: Meshes,
+    training: Training,
+    parallelism: Parallelism,
     fp32_modules: Collection[str] = (),
-    reshard_after_forward: Reshard,
-    prefetch_layers: int = 1,
-    enable_cpu_offload: bool = False,
-) -> None:
+) -> str:
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
     Gradients come out *summed* over ranks, not averaged: the loss is divided once, by the global
     number of labels (see `step.py`).
 
     Args:
-        model: best on the meta device.
-        mesh: (fsdp) or (dp_replicate, fsdp).
-        param_dtype: of the gathered parameters, and with them of activations.
-        reduce_dtype: in which gradients are summed.
-        fp32_modules: names of modules, none within another, that are not cast to `param_dtype` but
-            are groups of their own, with casts around them.
-        prefetch_layers: layers gathered ahead of the one that computes, at least 1.
-        enable_cpu_offload: keep shards on the CPU, where the model must then be given its memory.
+        model: best on the meta device. With `training.enable_cpu_offload` its shards are to be
+            given their memory on the CPU.
+        fp32_modules: names of modules, none within another, that are not cast to
+            `training.mixed_precision_param` but are groups of their own, with casts around them.
+
+    Returns:
+        A line for the log.
     """
-    kept = {module for name, module in model.named_modules() if name in fp32_modules}
-    # Inputs of a block are in param_dtype as they come: the embedding makes them so. Casting them
-    # would also cast the fp32 rotary cache, which is an input of each block.
-    low = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    high = MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    for module in kept:  # the loss takes fp32 logits as they are
-        _compute_in_fp32(module, torch.float32 if module is model.output else param_dtype)
-    # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-
-    def group(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
-        return fully_shard(
-            [*modules],
-            mesh=mesh,
-            mp_policy=high if modules[0] in kept else low,
-            offload_policy=offload if enable_cpu_offload else OffloadPolicy(),
-            reshard_after_forward=reshard_after_forward,
-        )[0]
-
+    mesh = meshes.fsdp
+    reshard_after_forward = parallelism.fsdp_reshard_after_forward
+    if reshard_after_forward == "default" and meshes.pp.size() > 1:
+        reshard_after_forward = "never"  # else every microbatch would gather them again
+    param_dtype = getattr(torch, training.mixed_precision_param)
+    kept = compute_in_fp32(model, fp32_modules, param_dtype)
+    shard = _sharding(mesh, training, kept)
     layers: list[list[FSDPModule]] = []  # in the order of forward; groups within a block follow it
     never = reshard_after_forward == "never"
     at_end = reshard_after_forward == "always"
     is_tied = isinstance(model.output, TiedProjection)
     if model.tok_embeddings is not None and not is_tied:
-        layers.append([group(model.tok_embeddings, reshard_after_forward=not never)])
+        layers.append([shard(model.tok_embeddings, reshard_after_forward=not never)])
     *_, last = model.layers.values()
     for block in model.layers.values():
         # backward begins with the last and the output: freed, they would be gathered twice in a row
         reshard = at_end if block is last else not never
         within = [module for module in block.modules() if module in kept and module is not block]
-        inner = [group(module, reshard_after_forward=reshard) for module in within]
-        layers.append([group(block, reshard_after_forward=reshard), *inner])
+        inner = [shard(module, reshard_after_forward=reshard) for module in within]
+        layers.append([shard(block, reshard_after_forward=reshard), *inner])
     ends = [end for end in (model.norm, model.output) if end is not None]
     if is_tied:
         ends = [end for end in ends if end in kept]
     if kept.intersection(ends):
-        layers += [[group(end, reshard_after_forward=at_end)] for end in ends]
+        layers += [[shard(end, reshard_after_forward=at_end)] for end in ends]
     elif ends:
-        layers.append([group(*ends, reshard_after_forward=at_end)])
+        layers.append([shard(*ends, reshard_after_forward=at_end)])
     # a tied embedding, needed at both ends, stays in the root's group
-    root = group(model, reshard_after_forward=False)
-    if prefetch_layers > 1:  # FSDP2 prefetches one by itself
-        _prefetch(root, layers, prefetch_layers)
+    root = shard(model, reshard_after_forward=False)
+    if parallelism.fsdp_prefetch_layers > 1:  # FSDP2 prefetches one by itself
+        _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
+    return _describe(mesh, training)
 
 
-def _compute_in_fp32(module: nn.Module, output_dtype: torch.dtype) -> None:
-    """Cast inputs of `module` to fp32, and its output to `output_dtype`.
+class _Shard(Protocol):
+    """Makes of modules one group, whose parameters are gathered together."""
 
-    FSDP2 can do so too, but not in torch 2.11 where backward computes the module again.
+    def __call__(self, *modules: nn.Module, reshard_after_forward: bool) -> FSDPModule: ...
+
+
+def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module]) -> _Shard:
+    """Return a function that shards modules over `mesh` as one group.
+
+    Args:
+        kept: modules that are not cast.
     """
-
-    def raise_inputs(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(
-            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    # Inputs of a block are in the compute type as they come: the embedding makes them so. Casting
+    # them would also cast the fp32 rotary cache, which is an input of each block.
+    mixed_policy, fp32_policy = (
+        MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cast_forward_inputs=False,
         )
+        for dtype in (getattr(torch, training.mixed_precision_param), torch.float32)
+    )
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:
+        # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
-    def lower_output(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
-        return output.to(output_dtype)
+    def shard(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+        return fully_shard(
+            [*modules],
+            mesh=mesh,
+            mp_policy=fp32_policy if modules[0] in kept else mixed_policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )[0]
 
-    # before the hooks of tensor parallelism, whose collectives are then in fp32, too; and eager,
-    # else a compiled block would have a graph for each
-    module.register_forward_pre_hook(torch.compiler.disable(raise_inputs), prepend=True)
-    module.register_forward_hook(torch.compiler.disable(lower_output))
+    return shard
+
+
+def _describe(mesh: DeviceMesh, training: Training) -> str:
+    parts = mesh.size(-1)
+    return (
+        f"FSDP2: parameters {f'cut in {parts}' if parts > 1 else 'whole'}"
+        + f", {mesh.size(0)} copies" * (mesh.ndim > 1)
+        + f"; computes in {training.mixed_precision_param}"
+        + f", reduces in {training.mixed_precision_reduce}" * (mesh.size() > 1)
+        + "; shards in host memory" * training.enable_cpu_offload
+    )
 
 
 def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:
@@ -162,7 +173,7 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
                     parameter.to_accumulated_grad_if_needed()
 
 
-def forget_forward(model: Decoder) -> None:
+def reset_after_no_grad(model: Decoder) -> None:
     """After forwards of `model` without gradients: free gathered parameters, and leave FSDP2 as a
     backward would, which never comes."""
     for module in model.modules():

@@ -1,10 +1,12 @@
 """One rank's part of the model."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from meshwright.config.job_config import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.pipeline_parallel import Pipeline, keep_modules
@@ -44,84 +46,76 @@ Allocate = Callable[[nn.Module, torch.device, torch.device], None]
 """Does what `allocate` does; planning gives memory that is not there."""
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """Names of the parts of a model that are treated differently."""
+
+    stages: Sequence[Sequence[str]]
+    """Modules of every stage of the pipeline; one stage: no pipeline."""
+    frozen: Collection[str] = ()
+    """Parameters that are not trained."""
+    fp32_modules: Collection[str] = ()
+    """Modules whose parameters are fp32."""
+
+
 def build_local_model(
     build: Callable[[], Decoder],
-    parallelize: Callable[[Decoder], None],
-    stage_modules: Sequence[Sequence[str]],
+    prepare: Callable[[Decoder], None],
+    parts: ModelParts,
     *,
-    frozen: Collection[str] = (),
     meshes: Meshes,
+    training: Training,
     schedule: str,
-    num_microbatches: int,
-    activation_shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    master_dtype: torch.dtype,
-    fp32_modules: Collection[str],
     device: torch.device,
-    enable_cpu_offload: bool = False,
-    allocate: Allocate = allocate,
 ) -> LocalModel:
-    """Build this rank's stages on meta, cut and parallelise them, and give them memory.
+    """Build this rank's stages on meta, cut and prepare them. Collective.
 
-    Values are arbitrary yet. Collective: all ranks of the job must call it.
+    Values are arbitrary yet. Parameters are in `training.dtype`, as the optimizer sees them;
+    buffers keep their own.
 
     Args:
         build: the whole model.
-        parallelize: as `parallelize`, with its options bound.
-        stage_modules: names of the modules of every stage; one stage: no pipeline.
-        frozen: names of the parameters that are not trained.
-        activation_shape: (B, S, D) of one microbatch of a data-parallel rank.
-        dtype: of activations.
-        master_dtype: of parameters, as the optimizer sees them; buffers keep their own.
-        fp32_modules: names of modules whose parameters are fp32.
-        device: of activations and buffers, and of parameters unless `enable_cpu_offload`.
+        prepare: parallelises a stage that is on meta, and gives it memory.
+        schedule: of the pipeline, if there is one.
+        device: of activations.
     """
-    num_stages, stages, first_trained = len(stage_modules), {}, 0
+    num_stages, stages, first_trained = len(parts.stages), {}, 0
     for index in stages_of_rank(meshes.pp.get_local_rank(), meshes.pp.size(), num_stages, schedule):
         with torch.device("meta"):
             stages[index] = build()
-        first_trained = _first_trained(stages[index], stage_modules, frozen)
-        keep_modules(stages[index], stage_modules[index])
+        first_trained = _first_trained(stages[index], parts)
+        keep_modules(stages[index], parts.stages[index])
         for name, parameter in stages[index].named_parameters():
-            if not name.startswith(tuple(f"{module}." for module in fp32_modules)):
-                parameter.data = parameter.data.to(master_dtype)
-        parallelize(stages[index])
+            if not name.startswith(tuple(f"{module}." for module in parts.fp32_modules)):
+                parameter.data = parameter.data.to(getattr(torch, training.dtype))
+        prepare(stages[index])
         # not before: torch's SequenceParallel makes norms anew, trainable (2.13). FSDP2 asks which
         # parameters are trained no sooner than in the first forward.
         for name, parameter in stages[index].named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        allocate(stages[index], torch.device("cpu") if enable_cpu_offload else device, device)
+            parameter.requires_grad_(name not in parts.frozen)
     if num_stages == 1:
         return LocalModel([stages[0]])
-    batch, seq_len, dim = activation_shape
-    seq_len //= meshes.cp.size()
-    with torch.device("meta"):
-        activation = torch.empty(batch, seq_len // meshes.tp.size(), dim, dtype=dtype)
     pipeline = Pipeline(
         stages,
         num_stages,
-        schedule,
-        mesh=meshes.pp,
-        num_microbatches=num_microbatches,
+        meshes,
+        training,
+        schedule=schedule,
         first_trained=first_trained,
-        seq_len=seq_len,
-        activation=activation,
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
 
 
-def _first_trained(
-    model: Decoder, stage_modules: Sequence[Sequence[str]], frozen: Collection[str]
-) -> int:
+def _first_trained(model: Decoder, parts: ModelParts) -> int:
     """Index of the first stage that has a parameter to train.
 
     Args:
         model: the whole.
     """
-    for index, modules in enumerate(stage_modules):
+    for index, modules in enumerate(parts.stages):
         for module in modules:
             parameters = model.get_submodule(module).named_parameters(prefix=module)
-            if any(name not in frozen for name, _ in parameters):
+            if any(name not in parts.frozen for name, _ in parameters):
                 return index
     raise ValueError("every parameter is frozen")

@@ -1,16 +1,15 @@
 """The order in which a model is made parallel."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import torch
-
-from meshwright.config.job_config import SAVED_OPS
+from meshwright.config.conditions import needs_fsdp_alone
+from meshwright.config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
-    ring_attention,
+    precision,
     tensor_parallel,
 )
 from meshwright.parallelisms.meshes import Meshes
@@ -20,21 +19,12 @@ def parallelize(
     model: Decoder,
     meshes: Meshes,
     *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    training: Training,
+    parallelism: Parallelism,
+    recomputation: ActivationCheckpoint,
+    compilation: Compile,
     fp32_modules: Collection[str] = (),
-    reshard_after_forward: data_parallel.Reshard = "default",
-    prefetch_layers: int = 1,
-    enable_cpu_offload: bool = False,
-    loss_chunk_tokens: int = 0,
-    enable_async_tensor_parallel: bool = False,
-    context_parallel_attention: context_parallel.Attention = "auto",
-    ac_mode: activation_checkpoint.Mode = "none",
-    selective_ac_option: str = "op",
-    saved_ops: Sequence[str] = SAVED_OPS,
-    memory_budget: float = 0.5,
-    compile_backend: str | None = None,
-) -> None:
+) -> list[str]:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
 
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
@@ -43,47 +33,46 @@ def parallelize(
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
-       cast to `param_dtype` or to offload, which is its work (else it would only copy).
+       offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
+
+    Args:
+        fp32_modules: as `apply_fsdp` takes them.
+
+    Returns:
+        A line for the log about each step that was applied.
     """
+    applied: list[str] = []
     if meshes.tp.size() > 1:
-        tensor_parallel.apply_tp(model, meshes.tp)
-        if enable_async_tensor_parallel:
-            tensor_parallel.enable_async_tp(meshes.tp)
+        applied.append(tensor_parallel.apply_tp(model, meshes.tp))
+        if parallelism.enable_async_tensor_parallel:
+            applied.append(tensor_parallel.enable_async_tp(meshes.tp))
     if meshes.cp.size() > 1:
-        device_type, head_dim = meshes.cp.device_type, model.table.rope.head_dim
-        has_kernel = ring_attention.is_available(device_type, param_dtype, head_dim)
-        goes_around = context_parallel.is_ring(
-            context_parallel_attention, device_type, is_available=has_kernel
-        )
-        context_parallel.apply_cp(model, meshes.cp, goes_around=goes_around, has_kernel=has_kernel)
-    activation_checkpoint.apply_ac(
-        model.layers,
-        ac_mode,
-        selective_ac_option=selective_ac_option,
-        saved_ops=saved_ops,
-    )
+        applied.append(context_parallel.apply_cp(model, meshes.cp, training, parallelism))
+    if recomputation.mode != "none":
+        applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:
-        model.output.loss.chunk_tokens = loss_chunk_tokens
-    if compile_backend is not None:
-        backend: str | activation_checkpoint.Backend = compile_backend
-        if ac_mode == "memory_budget":
-            backend = activation_checkpoint.keep_within_budget(
-                compile_backend, memory_budget, has_meshes=meshes.tp.size() > 1
-            )
-        for block in model.layers.values():
-            block.compile(fullgraph=True, backend=backend)
-        if model.output is not None:
-            model.output.loss.compile(compile_backend)  # which keeps nothing for backward
-    if reshard_after_forward == "default" and meshes.pp.size() > 1:
-        reshard_after_forward = "never"  # else every microbatch would gather them again
-    if meshes.world.size() > 1 or param_dtype != torch.float32 or enable_cpu_offload:
-        data_parallel.apply_fsdp(
-            model,
-            meshes.fsdp,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            fp32_modules=fp32_modules,
-            reshard_after_forward=reshard_after_forward,
-            prefetch_layers=prefetch_layers,
-            enable_cpu_offload=enable_cpu_offload,
+        model.output.loss.chunk_tokens = training.loss_chunk_tokens
+    if compilation.enable:
+        has_meshes = meshes.tp.size() > 1
+        applied.append(_compile(model, compilation.backend, recomputation, has_meshes=has_meshes))
+    if meshes.world.size() == 1 and not needs_fsdp_alone(training):
+        applied.append(precision.compute_in(model, training.mixed_precision_param, fp32_modules))
+    else:
+        applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
+    return applied
+
+
+def _compile(
+    model: Decoder, name: str, recomputation: ActivationCheckpoint, *, has_meshes: bool
+) -> str:
+    """Compile every block and the loss by the backend of that name."""
+    backend: str | activation_checkpoint.Backend = name
+    if recomputation.mode == "memory_budget":
+        backend = activation_checkpoint.keep_within_budget(
+            name, recomputation.memory_budget, has_meshes=has_meshes
         )
+    for block in model.layers.values():
+        block.compile(fullgraph=True, backend=backend)
+    if model.output is not None:
+        model.output.loss.compile(name)  # which keeps nothing for backward
+    return f"torch.compile: each block and the loss, by {name}"

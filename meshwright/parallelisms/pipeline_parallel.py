@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from meshwright.batch import Batch
+from meshwright.config.job_config import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
+from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.pipeline_forward import forward_all
 from meshwright.parallelisms.pipeline_split import SCHEDULES, stages_of_rank
 
@@ -54,29 +55,34 @@ class Pipeline:
     Args:
         stages: this rank's, by index.
         num_stages: over all ranks.
-        schedule: name of the schedule's class in torch.
         first_trained: index of the first stage that has a parameter to train.
-        mesh: the pp axis.
-        seq_len: S/cp.
-        activation: (B, S/cp/tp, D) on meta: a stage's output.
     """
 
     def __init__(
         self,
         stages: dict[int, Decoder],
         num_stages: int,
-        schedule: str,
+        meshes: Meshes,
+        training: Training,
         *,
-        mesh: DeviceMesh,
-        num_microbatches: int,
+        schedule: str,
         first_trained: int,
-        seq_len: int,
-        activation: Tensor,
         device: torch.device,
     ) -> None:
+        mesh, local_batch_size = meshes.pp, training.local_batch_size
+        num_microbatches = training.global_batch_size // (local_batch_size * meshes.dp.size())
         # shapes are given: torch would find them by an extra forward and backward of every stage
-        tokens = torch.empty(activation.shape[0], seq_len, dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+        seq_len = training.seq_len // meshes.cp.size()
+        dim = next(iter(stages.values())).table.dim
+        with torch.device("meta"):
+            tokens = torch.empty(local_batch_size, seq_len, dtype=torch.int64)
+            loss = torch.empty((), requires_grad=True)
+            activation = torch.empty(  # (B, S/cp/tp, D)
+                local_batch_size,
+                seq_len // meshes.tp.size(),
+                dim,
+                dtype=getattr(torch, training.mixed_precision_param),
+            )
         # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
         # the same: torch finds no gradients of weights where the input needs none (2.13).
         needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
@@ -111,6 +117,12 @@ class Pipeline:
             if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
         ]
         self.activation = activation
+        """A stage's output, on meta."""
+        self.summary = (
+            f"pipeline: {num_stages} stages on {mesh.size()} ranks, {schedule}, "
+            f"{num_microbatches} microbatches"
+        )
+        """A line for the log."""
         self._has_last = num_stages - 1 in stages
         self._num_labels = torch.empty(())
 

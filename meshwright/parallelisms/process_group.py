@@ -1,5 +1,6 @@
 """The job's process group, its timeouts, and a barrier."""
 
+import json
 import os
 from datetime import timedelta
 
@@ -49,3 +50,26 @@ def set_timeout(meshes: Meshes, timeout_s: int) -> None:
     }
     for group in groups.values():
         _set_timeout(timedelta(seconds=timeout_s), group)
+
+
+NUM_LAST = 5
+"""Collectives that are worth telling of."""
+
+
+def last_collectives() -> str:
+    """Return the last collectives that this rank began, newest first, from torch's flight recorder.
+
+    Empty if torch records none: the name is private, and for NCCL the buffer may be off.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    entries = json.loads(dump(True, False)).get("entries", [])
+    entries.sort(key=lambda entry: entry["time_created_ns"], reverse=True)
+    lines = ["last collectives, newest first:"] * bool(entries)
+    for entry in entries[:NUM_LAST]:
+        name, group = entry["profiling_name"], entry["process_group"][0]
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        sizes = entry["input_sizes"]
+        lines.append(f"  {name} {sizes}, number {number} of group {group}: {entry['state']}")
+    return "\n".join(lines)

@@ -25,13 +25,16 @@ from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
 
 
-def apply_tp(model: Decoder, mesh: DeviceMesh) -> None:
+def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:
     """Cut `model` in place over `mesh`, the tp axis; best while it is on the meta device.
 
     Between blocks a rank has (B, S/tp, D): each pair of a column-wise and a row-wise product
     gathers the sequence before and reduce-scatters it after. Source: Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.2.2. The embedding is cut along the vocabulary; so are the output
     and its loss, which gather the sequence themselves.
+
+    Returns:
+        A line for the log.
 
     Raises:
         ValueError: if a parameter has no layout in the model's table.
@@ -70,6 +73,7 @@ def apply_tp(model: Decoder, mesh: DeviceMesh) -> None:
         parallelize_module(model.get_submodule(module), mesh, style)
     if model.tok_embeddings is not None:
         model.tok_embeddings.register_forward_hook(_own_storage)
+    return f"tensor parallelism: matrices, and the sequence between them, cut in {mesh.size()}"
 
 
 def _gather(module: nn.Module) -> PrepareModuleInput:
@@ -80,13 +84,16 @@ def _gather(module: nn.Module) -> PrepareModuleInput:
     )
 
 
-def enable_async_tp(mesh: DeviceMesh) -> None:
+def enable_async_tp(mesh: DeviceMesh) -> str:
     """Let inductor overlap collectives over `mesh`, the tp axis, with products beside them.
 
     It fuses an all-gather and the products that follow, or a product and the reduce-scatter that
     follows, into operations that go piece by piece. Of effect on all that this process compiles
     from now on; needs a CUDA device. Source: Wang et al. 2023, ASPLOS (Overlap Communication with
     Dependent Computation via Decomposition in Large Deep Learning Models).
+
+    Returns:
+        A line for the log.
     """
     # No public name up to torch 2.13. If it moves, compiled blocks still give the same numbers, but
     # without overlap.
@@ -96,6 +103,7 @@ def enable_async_tp(mesh: DeviceMesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
+    return "asynchronous tensor parallelism: collectives overlap with the products beside them"
 
 
 def _own_storage(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def one_of_all_layers(module: str) -> str:
     return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"
 
 
-def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[int, Entry]]:
+def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[int, TraceEntry]]:
     """Yield every entry of the step, with how many times the whole step has it."""
     left_out = num_microbatches - simulation.simulated
     repeats = middle(simulation.simulated)
@@ -152,7 +152,7 @@ def middle(simulated: int) -> int:
     return max(1, simulated - 1)
 
 
-Entry = Operator | Collective
+TraceEntry = Operator | Collective
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,14 @@ class Item:
 
     purpose: str
     operator: str
-    born: Place
+    born: Moment
 
 
 HOST = "host"
 """Purpose of tensors that are not on the device."""
 
 
-class Place(NamedTuple):
+class Moment(NamedTuple):
     """Where in a step something happens."""
 
     phase: str
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     microbatch: int
 
 
-AT_START = Place("at start", "", 0)
+AT_START = Moment("at start", "", 0)
 """Of tensors made before the step."""
 
 
@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
     item: int
     delta: int
-    place: Place
+    place: Moment
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Ledger(torch_names.TorchDispatchMode):
         scope.look(sys._getframe(1))
         if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
             self.settle()
-        self._place = Place(scope.phase, scope.module, scope.microbatch)
+        self._place = Moment(scope.phase, scope.module, scope.microbatch)
         name = getattr(func, "__name__", str(func))
         namespace = getattr(func, "namespace", "")
         if namespace == "fsdp" and name.startswith("chunk_cat"):  # into what is reduced

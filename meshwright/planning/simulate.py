@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.local_model import allocate
 from meshwright.parallelisms.meshes import Meshes, build_meshes
@@ -160,7 +160,7 @@ class Rank:
         )
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         with self._mode:
-            self.health = Health(CPU, plan.config.bad_steps)
+            self.detector = BadStepDetector(CPU, plan.config.bad_steps)
 
     def batches(self, count: int) -> list[Batch]:
         """`count` microbatches, with three documents in each sequence if they are masked."""
@@ -208,7 +208,7 @@ class Rank:
     def step(self, number: int, batches: list[Batch]) -> None:
         """Take one optimizer step, as the job does."""
         with self._mode:
-            self.trainer.step(number, batches, self.health)
+            self.trainer.step(number, batches, self.detector)
 
 
 def allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:

@@ -42,8 +42,8 @@ def assumed(device: Device) -> tuple[Rates, Rates] | None:
 
     The bound is the data sheet's FLOP/s and links, with everything else fused away. The poor case
     has 35 % of the FLOP/s, half of the bandwidths, 10 microseconds per operator, and fuses nothing:
-    below the 38 to 43 % MFU that Llama 3's report gives for steps of 405B on H100s
-    (arXiv:2407.21783, table 4).
+    below the 38 to 43 % MFU that Grattafiori et al. 2024 (arXiv:2407.21783, table 4) give for steps
+    of a model of 405B on H100s.
     """
     if not device.flops_per_s:
         return None

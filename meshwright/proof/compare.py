@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.proof.measure import Box, Measurement
+from meshwright.proof.measure import Measurement, ShardComparison
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ def _compare_updates(
         )
 
 
-def _errors(norms: Mapping[str, float], ranks: Sequence[Mapping[str, Box]]) -> dict[str, float]:
+def _errors(
+    norms: Mapping[str, float], ranks: Sequence[Mapping[str, ShardComparison]]
+) -> dict[str, float]:
     """Relative error of every tensor, put together from the ranks' shards."""
     errors = {}
     for name, norm in norms.items():
@@ -242,7 +244,7 @@ def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
                 verdict.failures.append(f"{what} {names}{more}, on rank {number}")
 
 
-def _larger(error: float, box: Box) -> float:
+def _larger(error: float, box: ShardComparison) -> float:
     return box.error if math.isnan(box.error) else max(error, box.error)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.config.job_config import Source, Training
+from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
-from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.token_cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 

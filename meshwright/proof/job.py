@@ -7,9 +7,9 @@ from torch import Tensor
 
 from meshwright.build import build_loader
 from meshwright.checkpoint.state import RNG, TrainingTensors
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.opening import OpenSource
-from meshwright.health import Health
+from meshwright.datasets.sample_stream import Cursor
+from meshwright.health import BadStepDetector
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
@@ -41,7 +41,7 @@ class Job:
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
-        self._health = Health.on(device)
+        self._detector = BadStepDetector.on(device)
 
     def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
         """One optimizer step: its loss, and its gradient norm. Collective.
@@ -58,7 +58,7 @@ class Job:
                 samples[step, index] = _hash(*sample)
         # the first step shows gradients as they are
         max_norm = None if step > 1 else float("inf")
-        result = self._trainer.step(step, data.batches, self._health, max_norm)
+        result = self._trainer.step(step, data.batches, self._detector, max_norm)
         return result.loss.item(), result.grad_norm.item()
 
     @property

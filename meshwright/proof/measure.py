@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardComparison:
     """A rank's shard of a tensor, and its distance from the same part of the reference."""
 
     offset: tuple[int, ...]
@@ -45,11 +45,11 @@ class Measurement:
     grad_norms: list[float] = field(default_factory=list)
     samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and index in the global batch: hash of the sample."""
-    weights: dict[str, Box] = field(default_factory=dict)
+    weights: dict[str, ShardComparison] = field(default_factory=dict)
     """Initial ones, by name."""
-    gradients: dict[str, Box] = field(default_factory=dict)
+    gradients: dict[str, ShardComparison] = field(default_factory=dict)
     """Of step 1, before clipping, by name."""
-    updates: dict[str, Box] = field(default_factory=dict)
+    updates: dict[str, ShardComparison] = field(default_factory=dict)
     """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Figures of the validation, by name."""
@@ -171,7 +171,7 @@ def _keep_gradients(
     return kept, optimizer.register_step_pre_hook(keep).remove
 
 
-def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:
+def _boxes(local: Tensors, whole: Tensors) -> dict[str, ShardComparison]:
     """Compare this rank's shard of each tensor with that part of the reference's."""
     boxes = {}
     for name, tensor in local.items():
@@ -179,7 +179,7 @@ def _boxes(local: Tensors, whole: Tensors) -> dict[str, Box]:
         theirs = part_of(whole[name], tensor)
         difference = (mine.double() - theirs.double()).square().sum().item()
         different = int((mine != theirs).sum().item())
-        boxes[name] = Box(tuple(offset), tuple(mine.shape), different, difference)
+        boxes[name] = ShardComparison(tuple(offset), tuple(mine.shape), different, difference)
     return boxes
 
 

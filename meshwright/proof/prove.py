@@ -17,7 +17,7 @@ from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import Measure, measure, record_reference
 from meshwright.proof.ranks import RankError, RankPool
 
-PATIENCE_S = 300
+RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
 
 Run = Callable[..., list[Any]]
@@ -65,7 +65,7 @@ def prove(
 
 @contextlib.contextmanager
 def _pool(world_size: int) -> Iterator[RankPool]:
-    pool = RankPool(world_size, PATIENCE_S)
+    pool = RankPool(world_size, RANK_TIMEOUT_S)
     try:
         yield pool
     finally:

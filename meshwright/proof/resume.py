@@ -14,12 +14,12 @@ from torch import Tensor
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.place import Place
-from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.models.initialize import local_box
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
@@ -81,7 +81,7 @@ class SmallCheckpoint:
     ) -> tuple[Job | None, list[str]]:
         """A new job that resumes from the checkpoint; or None, if some rank misses something,
         and the names that this rank misses."""
-        manifest = self._manager.find()
+        manifest = self._manager.select_and_verify()
         assert manifest is not None
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
         for parameter in job.model.parameters():  # memory might still hold the job before
@@ -101,7 +101,7 @@ class SmallCheckpoint:
 
 
 def _names(checkpoint: Path) -> set[str]:
-    return {*PlainReader(checkpoint).read_metadata().state_dict_metadata}
+    return {*SafeCheckpointReader(checkpoint).read_metadata().state_dict_metadata}
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -2,18 +2,23 @@
 
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from meshwright.config.changes import differences, shown
-from meshwright.config.job_config import JobConfig
-from meshwright.metrics.record import validation_loss
 from meshwright.report.charts import Chart, Curve, draw, short
 from meshwright.report.run import Run
 from meshwright.report.style import CSS, SCRIPT
+from meshwright.report.tables import (
+    best_validation,
+    config_table,
+    duration,
+    environment_table,
+    proof_table,
+    skipped_table,
+    starts_table,
+    validation_table,
+)
 
 PARTS = {  # of a step
     "time/forward_backward_s": "forward + backward",
@@ -31,12 +36,12 @@ def page(run: Run) -> str:
     sections = (
         ("", _charts(run)),
         ("Time", _time_table(run)),
-        ("Validation", _validation_table(run)),
-        ("Starts and resumes", _starts_table(run)),
-        ("Skipped steps", _skipped_table(run)),
-        ("Proof", _proof(run)),
-        ("Environment", _environment(run)),
-        ("Config", _config_section(run, config)),
+        ("Validation", validation_table(run)),
+        ("Starts and resumes", starts_table(run)),
+        ("Skipped steps", skipped_table(run)),
+        ("Proof", proof_table(run)),
+        ("Environment", environment_table(run)),
+        ("Config", config_table(run, config)),
     )
     body = "".join(
         (f"<h2>{heading}</h2>" if heading else "") + content
@@ -88,7 +93,7 @@ def _tiles(run: Run, config: dict[str, Any]) -> str:
         add("tokens", short(tokens), f"{tokens:,}")
     if run.last("loss/train") is not None:
         add("training loss", f"{run.last('loss/train'):.4f}", "nats per token")
-    best = _best_validation(run)
+    best = best_validation(run)
     if best is not None:
         add("best validation loss", f"{best[1]:.4f}", f"at step {best[0]:,}")
     speeds = [value for _, value in run.series("time/wps")]
@@ -107,7 +112,7 @@ def _tiles(run: Run, config: dict[str, Any]) -> str:
         resumes = len(run.resumed_steps)
         add(
             "training time",
-            _duration(seconds),
+            duration(seconds),
             f"resumed {resumes} times" if resumes > 1 else "resumed once" * resumes,
         )
     cells = "".join(
@@ -214,7 +219,7 @@ def _time_table(run: Run) -> str:
     rows = [
         (
             f'<i class="c{number}"></i>{escape(name)}',
-            _duration(seconds),
+            duration(seconds),
             f"{100 * seconds / whole:.1f}%",
         )
         for number, (name, seconds) in enumerate(totals.items())
@@ -229,149 +234,3 @@ def _time_table(run: Run) -> str:
         "</div><p class='note'>On the first rank, summed over logged steps: starts and the last "
         "save are not in it. Collectives inside forward and backward count there.</p></div>"
     )
-
-
-def _validation_table(run: Run) -> str:
-    names = run.names("validation/")
-    rows = [row for row in run.records if any(name in row for name in names)]
-    best = _best_validation(run)
-    head = ["step", *(name.removeprefix("validation/").replace("_", " ") for name in names)]
-    cells = []
-    for row in rows:
-        mark = " best" if best is not None and row["step"] == best[0] else ""
-        values = [_number(row.get(name)) for name in names]
-        cells.append([f"{row['step']:,}{mark}", *values])
-    if len(cells) > 20:
-        hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
-        return _table(head, cells[-20:]) + hidden
-    return _table(head, cells)
-
-
-def _best_validation(run: Run) -> tuple[int, float] | None:
-    """The step with the lowest mean of all validation losses, and that mean."""
-    if run.best is not None:
-        return int(run.best["step"]), float(run.best["validation_loss"])
-    losses = [(validation_loss(row), int(row["step"])) for row in run.records]
-    known = [(loss, step) for loss, step in losses if loss is not None]
-    return min(known)[::-1] if known else None
-
-
-def _starts_table(run: Run) -> str:
-    rows = []
-    for index, event in enumerate(run.history):
-        if event["event"] != "start":
-            continue
-        after = run.history[index + 1] if index + 1 < len(run.history) else None
-        if after is not None and after["event"] == "end":
-            until = f"step {after['step']:,}: {after.get('reason', '')}"
-            lasted = _duration(after["unix_s"] - event["unix_s"])
-        else:
-            until, lasted = "without a word" if after else "still running, or killed", ""
-        rows.append(
-            [
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["unix_s"])),
-                f"after step {event['step']:,}" if event["step"] else "from the start",
-                until,
-                lasted,
-                f"{event.get('ranks', '?')} on {event.get('host', '?')}",
-                event.get("mesh", ""),
-            ]
-        )
-    changes = "".join(
-        f"<p>Changed at the resume after step {new['step']:,}:</p><pre>{escape(text)}</pre>"
-        for old, new in pairwise(run.starts)
-        if (text := _changes(old.get("config", {}), new.get("config", {})))
-    )
-    head = ("start", "from", "ended", "time", "ranks", "mesh")
-    return _table(head, rows) + (f'<div class="card">{changes}</div>' if changes else "")
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return "\n".join(f"{d.key}: {shown(d.old)} -> {shown(d.new)}" for d in differences(old, new))
-
-
-def _skipped_table(run: Run) -> str:
-    rows = [
-        [
-            f"{row['step']:,}",
-            str(row.get("reason", "")),
-            _number(row.get("loss")),
-            _number(row.get("grad_norm")),
-            ", ".join(f"{name} {a:,} to {b:,}" for name, (a, b) in row.get("samples", {}).items()),
-        ]
-        for row in run.skipped
-    ]
-    return _table(("step", "reason", "loss", "gradient norm", "samples"), rows)
-
-
-def _proof(run: Run) -> str:
-    if run.proof is None:
-        return ""
-    cases = run.proof.get("cases", [])
-    failed = [case for case in cases if case.get("failures")]
-    kind = "good" if run.proof.get("proved") else "bad"
-    text = f"{len(cases) - len(failed)} of {len(cases)} meshes train the same model as one process"
-    rows = [
-        [case["name"], str(case["ranks"]), _number(case.get("loss_error")),
-         _number(case.get("gradient_error")), "FAILED" if case.get("failures") else "equal"]
-        for case in cases
-    ]  # fmt: skip
-    table = _table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
-    return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{table}</details>'
-
-
-def _environment(run: Run) -> str:
-    if not run.starts:
-        return ""
-    last = run.starts[-1]
-    facts = [
-        ("device", last.get("device")),
-        ("ranks", last.get("ranks")),
-        ("mesh", last.get("mesh")),
-        ("host of the first rank", last.get("host")),
-        ("system", last.get("system")),
-        *((f"{name}", version) for name, version in last.get("versions", {}).items()),
-        ("parameters", f"{last['parameters']:,}" if "parameters" in last else None),
-        ("command", last.get("command")),
-    ]
-    rows = [[name, str(value)] for name, value in facts if value]
-    return _table((), rows)
-
-
-def _config_section(run: Run, config: dict[str, Any]) -> str:
-    if not config:
-        return ""
-    defaults = JobConfig().model_dump(mode="json")
-    rows = [
-        [d.key, shown(d.new), shown(d.old)]
-        for d in differences(defaults, config)
-        if shown(d.new) != shown(d.old) and d.key != "job.config_file" and shown(d.new) != "absent"
-    ]
-    return (
-        _table(("key", "value", "default"), rows)
-        + '<details class="card"><summary>The whole config (config.toml)</summary>'
-        + f"<pre>{escape(run.config_text)}</pre></details>"
-    )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in a card; nothing without rows."""
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    if not lines:
-        return ""
-    top = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
-    return f'<div class="card scroll"><table>{top}{lines}</table></div>'
-
-
-def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
@@ -35,7 +35,7 @@ def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
         step=1,
         max_norm=float("inf"),
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
         reduce_every_microbatch=every,
     )
     return gradients
@@ -66,7 +66,11 @@ def test_bf16_reduction_adds_up_microbatches_in_fp32_if_each_is_reduced(on_ranks
 def _sums_of_weights_alone() -> set[float]:
     """As a schedule leaves them that computes gradients of weights one after the other, without
     those of inputs between, in which FSDP2 would add them up itself."""
-    model, _ = parallel_model(ParallelDims(dp_replicate=1, dp_shard=1), param_dtype=torch.bfloat16)
+    model, _ = parallel_model(
+        ParallelDims(dp_replicate=1, dp_shard=1),
+        param_dtype=torch.bfloat16,
+        enable_cpu_offload=True,  # otherwise one rank would do without FSDP2
+    )
     stage, sums = model.stages[0], set[float]()
     modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     for module in modules:

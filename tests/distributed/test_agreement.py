@@ -178,7 +178,7 @@ def own_folder(folder: Path) -> tuple[str, float]:
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         try:
-            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).find()
+            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).select_and_verify()
         except ConfigError as error:
             return str(error)
     return ""
@@ -197,7 +197,7 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
 
     inspect = commit.inspect
     with patch.object(commit, "inspect", noting):
-        found = CheckpointManager(folder, Checkpoint(enable=True)).find()
+        found = CheckpointManager(folder, Checkpoint(enable=True)).select_and_verify()
     assert found is not None
     return found["step"], len(looks)
 

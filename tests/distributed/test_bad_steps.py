@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright.bad_steps import FILE, BadStepLog
+from meshwright.bad_steps import FILE, BadStepReporter
 from meshwright.batch import Batch
 from meshwright.config.job_config import BadSteps
-from meshwright.datasets.global_order import Cursor
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import TrainingError
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
@@ -70,7 +70,7 @@ class Run:
         self.model, self.meshes = parallel_model(dims, args, microbatches=microbatches, **options)
         self.optimizer = adamw(self.model)
         config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
-        self.health = Health(CPU, config)
+        self.detector = BadStepDetector(CPU, config)
 
     def take_step(self, step: int) -> None:
         dp = self.meshes.dp
@@ -85,7 +85,7 @@ class Run:
             step=step,
             max_norm=0.5,
             meshes=self.meshes,
-            health=self.health,
+            detector=self.detector,
         )
 
     def state(self) -> list[torch.Tensor]:
@@ -121,8 +121,8 @@ def _skips(
     plain = reference(args, {*args.parameter_names()} - options.get("frozen", set()))
     for name, parameter in run.model.named_parameters():
         torch.testing.assert_close(whole(parameter), plain[name].detach(), rtol=0, atol=1e-4)
-    bad_steps = run.health.bad_steps(0, run.health.num_bad())
-    return [(bad.step, bad.is_finite_here) for bad in bad_steps], run.health.statistics()
+    bad_steps = run.detector.bad_steps(0, run.detector.num_bad())
+    return [(bad.step, bad.is_finite_here) for bad in bad_steps], run.detector.statistics()
 
 
 def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
@@ -135,8 +135,8 @@ MESHES = {
     "frozen": (dims(dp_shard=2), 1, frozen("*.wq.*"), TINY),
     "offload": (dims(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
     "compile": (dims(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
-    "hsdp": (dims(dp_replicate=2, dp_shard=2), 1, {}, TINY),
-    "2d": (dims(dp_shard=2, tp=2), 1, {}, TINY),
+    "replicate": (dims(dp_replicate=2), 1, {}, TINY),
+    "tp": (dims(tp=2), 1, {}, TINY),
     "cp": (dims(cp=2), 1, {}, TINY),
     "pp": (dims(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
     "pp-zbv": (dims(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
@@ -165,29 +165,29 @@ def _log(folder: str) -> None:
         Path(folder, FILE).write_text('{"step": 40}\n{"step": 42}\n')  # by a run that was killed
     saved = None
 
-    def start(step: int, counts: tuple[int, ...]) -> BadStepLog:
+    def start(step: int, counts: tuple[int, ...]) -> BadStepReporter:
         sources, cursor = ["books", "code"], Cursor(sum(counts), counts)
         place = {"folder": Path(folder), "sources": sources, "step": step, "cursor": cursor}
-        return BadStepLog(config, CPU, is_early=False, saved=saved, **place)
+        return BadStepReporter(config, CPU, is_early=False, saved=saved, **place)
 
-    def step(log: BadStepLog, number: int, loss: float, counts: tuple[int, int]) -> None:
+    def step(log: BadStepReporter, number: int, loss: float, counts: tuple[int, int]) -> None:
         is_finite = torch.tensor(rank == 0 or loss == loss)
-        log.health.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite)
+        log.detector.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite)
         log.count(number, Cursor(sum(counts), counts))
 
     log = start(40, (300, 20))
     with logged() as messages:
-        log.look()
+        log.raise_or_report()
         step(log, 41, 4.0, (305, 23))
         step(log, 42, 4.5, (310, 26))
         step(log, 43, float("nan"), (315, 29))
         step(log, 44, 4.2, (323, 29))
         assert messages == []
-        log.look()
-        log.look()
+        log.raise_or_report()
+        log.raise_or_report()
         step(log, 45, 99.0, (328, 32))
         assert log.figures == {"optim/skipped_steps": 1}
-        log.look()
+        log.raise_or_report()
     assert log.figures == {"optim/skipped_steps": 2}
     said = [
         "step 43 was skipped (1 of at most 3): non-finite loss on rank 1; "
@@ -205,7 +205,7 @@ def _log(folder: str) -> None:
     step(log, 48, 77.0, (346, 38))
     step(log, 49, 4.1, (351, 41))
     with logged() as messages, pytest.raises(TrainingError) as error:
-        log.look()
+        log.raise_or_report()
     assert len(messages) == (rank == 0)
     assert str(error.value) == (
         "loss 77 (more than 6 standard deviations of 0.141 above its running mean 4.1625) at step "

@@ -106,7 +106,7 @@ def _damage(folder: str) -> None:
             file.write(b"more")
     dist.barrier()
     with logged() as messages:
-        found = manager.find()
+        found = manager.select_and_verify()
     assert found is not None
     assert found["step"] == 5
     if dist.get_rank() == 0:
@@ -118,7 +118,7 @@ def _damage(folder: str) -> None:
         assert "__0_0.distcp has " in messages[2]
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
-            make(folder, load_step=step).find()
+            make(folder, load_step=step).select_and_verify()
     state = State(0)
     manager.load(state, found)
     assert torch.equal(state.weight.full_tensor(), State(5).weight.full_tensor())
@@ -145,7 +145,7 @@ def _refuse_code(folder: str) -> None:
             index.write_bytes(pickle.dumps(metadata))
             republish(path, step)
         dist.barrier()
-        found = manager.find()
+        found = manager.select_and_verify()
         assert found is not None
         assert found["step"] == step  # every checksum is right
         with pytest.raises(ConfigError, match=what):
@@ -234,7 +234,7 @@ def _overlap(folder: str, mode: str) -> None:
     state = State(0)
     slow = patch("os.fsync", side_effect=lambda _: time.sleep(0.1))
     with slow, make(f"{folder}/{mode}", async_mode=mode, keep_latest_k=2) as manager:
-        manager.reserve(state)
+        manager.preallocate(state)
         for step in range(1, 5):
             state.change(step)
             manager.save(step, state, BARE | {"step": step}, is_last=step == 4)
@@ -430,7 +430,7 @@ def _cannot_set_aside(folder: str) -> None:
         save(manager, step)
     dist.barrier()
     earlier = make(folder, load_step=5)
-    found = earlier.find()
+    found = earlier.select_and_verify()
     assert found is not None
     with (
         patch.object(Path, "rename", side_effect=OSError(30, "Read-only file system")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
@@ -21,26 +21,18 @@ ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
 CASES = {
     "1": (ALONE, {}),
-    "fsdp": (FSDP, {}),
-    "tp": (dataclasses.replace(ALONE, tp=2), {}),
     "2d": (dataclasses.replace(FSDP, tp=2), {}),
-    "cp": (dataclasses.replace(ALONE, cp=2), {}),
     "cp4": (dataclasses.replace(ALONE, cp=4), {}),
     "cp-tp": (dataclasses.replace(ALONE, cp=2, tp=2), {}),
-    "pp-1f1b": (dataclasses.replace(ALONE, pp=2), SCHEDULES["1F1B"]),
     "pp-zbv": (dataclasses.replace(ALONE, pp=2), SCHEDULES["ZBVZeroBubble"]),
     "pp-cp": (dataclasses.replace(ALONE, pp=2, cp=2), SCHEDULES["1F1B"]),
-    "pp-interleaved-fsdp": (dataclasses.replace(FSDP, pp=2), SCHEDULES["Interleaved1F1B"]),
-    "pp-tp": (dataclasses.replace(ALONE, pp=2, tp=2), SCHEDULES["1F1B"]),
-    "3d": (dataclasses.replace(FSDP, pp=2, tp=2), SCHEDULES["1F1B"]),
-    "full": (FSDP, {"ac_mode": "full"}),
+    "pp-interleaved": (dataclasses.replace(ALONE, pp=2), SCHEDULES["Interleaved1F1B"]),
     "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
     "cp-full": (dataclasses.replace(ALONE, cp=2), {"ac_mode": "full"}),
 }
 COMPILED = {
-    "fsdp": (FSDP, {}),
     "fsdp-op": (FSDP, {"ac_mode": "selective"}),
-    "2d": (dataclasses.replace(FSDP, tp=2), {}),
+    "tp": (dataclasses.replace(ALONE, tp=2), {}),
     "cp": (dataclasses.replace(ALONE, cp=2), {}),
     "pp": (dataclasses.replace(ALONE, pp=2), SCHEDULES["1F1B"]),
 }
@@ -82,7 +74,7 @@ class PackedJob:
             step=step,
             max_norm=float("inf"),
             meshes=self.meshes,
-            health=Health.on(torch.device("cpu")),
+            detector=BadStepDetector.on(torch.device("cpu")),
         )
         return result.loss.item()
 

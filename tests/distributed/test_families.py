@@ -1,11 +1,13 @@
 """Every registered family on meshes, against one device: a registered family gets these tests."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import fill_normal, local_box
 from meshwright.parallelisms.local_model import LocalModel
@@ -18,17 +20,24 @@ from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole
 
 ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
-MESHES = {
-    2: ({"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}),
-    4: ({"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "tp": 2}),
-}
 OPTIONS = {
     "plain": {},
     "full": {"ac_mode": "full"},
     "op": {"ac_mode": "selective", "selective_ac_option": "op"},
     "compiled": {"compile_backend": "aot_eager"},
     "ring": {"context_parallel_attention": "ring"},
+    "packed": {},
 }
+CASES = {
+    2: (
+        *(({"dp_shard": 2}, option) for option in ("full", "packed")),
+        *(({"tp": 2}, option) for option in ("plain", "op", "compiled", "packed")),
+        *(({"cp": 2}, option) for option in ("op", "ring", "packed")),
+        *(({"pp": 2}, option) for option in ("compiled", "packed")),
+    ),
+    4: (({"cp": 2, "tp": 2}, "ring"), ({"pp": 2, "tp": 2}, "full")),
+}
+"""By ranks: meshes and options; `packed` is documents that are kept apart."""
 TOLERANCE = 1e-5
 """Of the largest gradient of a parameter: fp32, added up in another order."""
 
@@ -43,8 +52,9 @@ def stir(model: Decoder | LocalModel) -> None:
             local.add_(1)
 
 
-def reference(family: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    model = plain_model(ARGS[family])
+@functools.cache
+def reference(family: str, is_packed: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    batch, model = batch_of(is_packed), plain_model(ARGS[family])
     stir(model)
     logits = model(batch.tokens, documents=batch.documents)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
@@ -55,8 +65,8 @@ def reference(family: str, batch: Batch) -> tuple[float, dict[str, torch.Tensor]
 def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> None:
     """Initial values to the bit; then loss, and the gradient of every parameter."""
     torch.compiler.reset()  # a job compiles one model, of one shape
-    batch = packed(1) if is_packed else plain_batch()
-    want_loss, wanted = reference(family, batch)
+    batch = batch_of(is_packed)
+    want_loss, wanted = reference(family, is_packed)
     size = len(batch.tokens) // (dims.dp * dims.pp)
     microbatches = (dims.pp, size)
     model, meshes = parallel_model(dims, ARGS[family], microbatches=microbatches, **options)
@@ -83,7 +93,7 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
         step=1,
         max_norm=float("inf"),
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     what = f"{family} on {dims}, {options}"
     assert result.loss.item() == pytest.approx(want_loss, rel=2e-6), what
@@ -92,23 +102,22 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
         assert error <= TOLERANCE, f"{what}: gradient of {name} is {error:.1e} off"
 
 
-def plain_batch() -> Batch:
+def batch_of(is_packed: bool) -> Batch:
+    if is_packed:
+        return packed(1)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(131, (2, 8, SEQ_LEN), generator=generator)
     return Batch(tokens, labels, None)
 
 
 def _compare_all(family: str, ranks: int) -> None:
-    for mesh in MESHES[ranks]:
+    for mesh, option in CASES[ranks]:
         dims = ParallelDims(**({"dp_replicate": 1, "dp_shard": 1} | mesh))
-        for name, options in OPTIONS.items():
-            if (name == "ring") == ("cp" in mesh) or name == "plain":
-                compare(family, dims, options, is_packed=False)
-        compare(family, dims, {}, is_packed=True)
+        compare(family, dims, OPTIONS[option], is_packed=option == "packed")
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("ranks", MESHES)
+@pytest.mark.parametrize("ranks", CASES)
 def test_every_mesh_has_the_initial_values_loss_and_gradients_of_one_device(
     on_ranks, family, ranks
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.build import build_model, set_first_values
+from meshwright.build import build_model, initialize_weights
 from meshwright.config.loader import load_config
 from meshwright.preflight import preflight
 from tests.helpers.foreign import EVEN, args_words, interleaved, save_meta, save_torchtitan
@@ -49,7 +49,7 @@ def _start(ranks: int, folder: Path) -> None:
             plan = preflight(config, ranks)
             meshes = meshes_of(plan.dims, "cpu")
             model = build_model(plan, meshes, torch.device("cpu"))
-            set_first_values(plan, model)
+            initialize_weights(plan, model)
             parameters = dict(model.named_parameters())
             assert mesh == "pp" or parameters.keys() == wanted["tensors"].keys()
             for name, parameter in parameters.items():

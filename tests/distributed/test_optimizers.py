@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Optimizer
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.layers.loss import IGNORE
-from meshwright.optim.early_step import EarlyStep
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate, update
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
@@ -56,8 +56,8 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     if dims.pp > 1:  # the embedding's group is on the first stage alone
         assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
-    early = EarlyStep(optimizer) if is_early else None
-    health = Health.on(torch.device("cpu"))
+    early = OptimizerInBackward(optimizer) if is_early else None
+    detector = BadStepDetector.on(torch.device("cpu"))
     for step, lr in enumerate(LRS):
         tokens, labels = (
             part.split(local)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(step)
@@ -71,7 +71,7 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
             step=step + 1,
             max_norm=INFINITY,
             meshes=meshes,
-            health=health,
+            detector=detector,
         )
     want = reference()
     for name, parameter in model.named_parameters():

@@ -42,13 +42,13 @@ def args_of(config: JobConfig) -> DecoderArgs:
     return MODELS[config.model.name].flavors[config.model.flavor]
 
 
-def small_job(*words: str) -> JobConfig:
-    """As short as a proof can be."""
+def small_job(*words: str, n_layers: int = 3) -> JobConfig:
+    """As short as a proof can be, and uneven on two stages."""
     config, _ = load_config([*words])
     small = shrink(config, args_of(config))
-    return small.model_copy(
-        update={"training": small.training.model_copy(update={"steps": LAST_RESUMED_STEP})}
-    )
+    training = small.training.model_copy(update={"steps": LAST_RESUMED_STEP})
+    model = small.model.model_copy(update={"args": small.model.args | {"n_layers": n_layers}})
+    return small.model_copy(update={"training": training, "model": model})
 
 
 SMALL = small_job()
@@ -95,9 +95,7 @@ def verdict_of(on_ranks, references, folder):
     return run
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
-)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}])
 def test_a_sound_mesh_is_equal(verdict_of, mesh) -> None:
     verdict = verdict_of(case_on(**mesh))
     assert verdict.failures == []
@@ -111,8 +109,10 @@ def test_every_family_is_equal_and_its_norms_are_watched(verdict_of, family) -> 
     small = small_job(f"--model.name={family}")
     case = case_on(small, tp=2)
     assert verdict_of(case, small=small).failures == []
-    wrong = verdict_of(case, "norm_gradients_of_own_tokens", small).failures
-    gradients = [text for text in wrong if text.startswith("gradient of")]
+    wrong = verdict_of(case, "norm_gradients_of_own_tokens", small)
+    assert wrong.num_different_weights == 0
+    gradients = [text for text in wrong.failures if text.startswith("gradient of")]
+    assert all("norm.weight" in text for text in gradients)
     on_heads = [n for n, p in args_of(small).table.parameters.items() if p.layout == "on_heads"]
     for name in ("layers.1.ffn_norm.weight", *on_heads[:2]):
         assert any(name in text for text in gradients), name
@@ -138,14 +138,6 @@ def test_the_same_initial_values_on_every_tp_rank(verdict_of) -> None:
     wrong = [text for text in verdict.failures if text.startswith("initial ")]
     assert "initial layers.0.attention.wq.weight: differs on rank 1" in wrong
     assert not any("norm" in text for text in wrong)  # held whole, and right
-
-
-def test_norm_gradients_that_miss_the_other_ranks_tokens(verdict_of) -> None:
-    verdict = verdict_of(case_on(tp=2), "norm_gradients_of_own_tokens")
-    gradients = [text for text in verdict.failures if text.startswith("gradient of")]
-    assert any("layers.1.ffn_norm.weight" in text for text in gradients)
-    assert all("norm.weight" in text for text in gradients)
-    assert verdict.num_different_weights == 0
 
 
 def test_swapped_microbatches(verdict_of) -> None:
@@ -175,9 +167,9 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
         ("upper_ids_clamped", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of tok_embeddings"]),
         ("upper_labels_ignored", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
         ("softmax_of_own_rows", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
-        ("states_of_own_rows", {"tp": 2}, ["gradient of layers.4", "gradient of norm"]),
+        ("states_of_own_rows", {"tp": 2}, ["gradient of layers.2", "gradient of norm"]),
         ("last_chunk_alone", {"dp_shard": 2}, ["gradient of output"]),
-        ("another_epsilon", {"dp_shard": 2}, ["^update: wrong for .* of 48 parameters"]),
+        ("another_epsilon", {"dp_shard": 2}, ["^update: wrong for .* of 30 parameters"]),
         ("validation_of_own_samples", {"dp_shard": 2}, ["validation/loss: .* on rank 0, 1"]),
         ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
         ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
@@ -187,7 +179,7 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
             {"dp_shard": 2},
             ["checkpoint: .* model.layers.0.attention.wk"],
         ),
-        ("a_tensor_not_saved", {"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 0"]),
+        ("a_tensor_not_saved", {"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 1"]),
     ],
 )
 def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
@@ -204,7 +196,7 @@ def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
         ("attention_across_documents", {"cp": 2}),
         ("positions_not_restarted", {"cp": 2}),
         ("documents_lost_by_the_pipeline", {"pp": 2}),
-        ("none", {"dp_shard": 2, "tp": 2}),
+        ("none", {"cp": 2}),
     ],
 )
 def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
@@ -218,7 +210,7 @@ def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
     ("fault", "mesh", "word"),
     [
         ("none", HSDP, None),
-        ("gradients_summed_in_bf16", HSDP, "gradient of layers.0.attention.wq"),
+        ("gradients_summed_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
         ("loss_in_bf16", {"dp_shard": 2}, "gradient of output"),
         ("rotary_cache_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
         ("weights_kept_in_bf16", {"dp_shard": 2}, "update: wrong for "),
@@ -234,8 +226,9 @@ def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, mesh, word) -> None
 
 
 def test_gradients_of_weights_that_are_computed_apart_are_summed_in_fp32(verdict_of) -> None:
-    (case,) = (c for c in every_mesh(SMALL, ARGS) if c.name.startswith("ZBVZeroBubble, bf16"))
-    verdict = verdict_of(case)
+    small = small_job(n_layers=5)  # a stage or two for each half of the V
+    (case,) = (c for c in every_mesh(small, ARGS) if c.name.startswith("ZBVZeroBubble, bf16"))
+    verdict = verdict_of(case, small=small)
     assert verdict.failures == []
     assert verdict.gradient_error < 1e-7
 

@@ -13,7 +13,7 @@ LAYERS_8 = dataclasses.replace(DEEP, n_layers=8)
 CASES = {
     **{
         f"{name}, {policy}": (OPTIONS[name] | {"reshard_after_forward": policy}, DEEP)
-        for name, policy in itertools.product(SCHEDULES, ("default", "always", "never"))
+        for name, policy in itertools.product(SCHEDULES, ("always", "never"))
         # refused by check_schedule: torch loses gradients
         if not (SCHEDULES[name].splits_backward and policy == "always")
     },

@@ -28,7 +28,7 @@ def save(manager: CheckpointManager, job: Job, step: int, **manifest: object) ->
 
 
 def load(manager: CheckpointManager, job: Job, step: int) -> None:
-    found = manager.find()
+    found = manager.select_and_verify()
     assert found is not None
     assert found["step"] == step
     manager.load(job.tensors, found)

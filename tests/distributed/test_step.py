@@ -1,4 +1,9 @@
-"""The step on several ranks against a loop in plain PyTorch on one."""
+"""The step on several ranks against a loop in plain PyTorch on one.
+
+Each pair of a mesh, a schedule and an option that may disturb each other is here once, on as few
+ranks as it takes; `benchmarks/random_configs.py` and `meshwright prove --every-mesh` run their
+products.
+"""
 
 import dataclasses
 import functools
@@ -9,26 +14,24 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch._functorch import config as partitioner
 from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.batch import Batch
 from meshwright.config.job_config import BadSteps
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
-from meshwright.optim.early_step import EarlyStep
-from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
-STEPS, GLOBAL_BATCH = 3, 8
-HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
+STEPS, GLOBAL_BATCH = 2, 8
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +49,9 @@ def adamw(model) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+@functools.cache
 def reference(
-    args: LlamaArgs, frozen: Collection[str] = (), max_norm: float = 0.5
+    args: LlamaArgs, frozen: Collection[str] = frozenset(), max_norm: float = 0.5
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights after the last."""
     model = plain_model(args)
@@ -66,6 +70,7 @@ def reference(
     return figures, dict(model.named_parameters())
 
 
+@functools.cache
 def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str, float]:
     """Norm of the first step's gradients in each layer and beside the layers."""
     model = plain_model(args)
@@ -88,15 +93,15 @@ def steps_on_mesh(
     reduce_every_microbatch: bool = False,
     is_early: bool = False,
 ) -> None:
-    # inductor adds in another order, and three steps of Adam make more of it
+    # inductor adds in another order, and steps of Adam make more of it
     tolerance = 1e-5 if "compile_backend" in options else 2e-6
     max_norm = float("inf") if is_early else 0.5
-    want_figures, want_weights = reference(args, options.get("frozen", ()), max_norm)
-    want_norms = reference_group_norms(args, options.get("frozen", ()))
+    want_figures, want_weights = reference(args, options.get("frozen", frozenset()), max_norm)
+    want_norms = reference_group_norms(args, options.get("frozen", frozenset()))
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
     model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
-    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
-    early = EarlyStep(optimizer) if is_early else None
+    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    early = OptimizerInBackward(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     for step, want in enumerate(want_figures, 1):
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
@@ -108,7 +113,7 @@ def steps_on_mesh(
             step=step,
             max_norm=max_norm,
             meshes=meshes,
-            health=health,
+            detector=detector,
             reduce_every_microbatch=reduce_every_microbatch,
             norm_groups=() if is_early else list(want_norms),
         )
@@ -119,17 +124,17 @@ def steps_on_mesh(
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=tolerance), f"step {step}: {got}, not {want}"
     for name, parameter in model.named_parameters():
-        # Adam divides by the root of tiny numbers, which makes more of rounding; of 3 steps of 1e-2
+        # Adam divides by the root of tiny numbers, which makes more of rounding; of steps of 1e-2
         difference = (whole(parameter) - want_weights[name]).abs().max().item()
         assert difference <= (50 * tolerance if parameter.requires_grad else 0), (name, difference)
-    assert health.num_bad() == 0
+    assert detector.num_bad() == 0
 
 
 @pytest.mark.parametrize(
     ("replicate", "shard", "tp", "num_microbatches"),
     [
-        *[(1, 1, 1, 1), (1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 4, 1, 2)],
-        *[(2, 2, 1, 1), (2, 2, 1, 2), (1, 1, 2, 1), (1, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)],
+        *[(1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 4, 1, 2), (2, 2, 1, 2)],
+        *[(1, 1, 2, 1), (1, 2, 2, 2), (2, 1, 2, 1)],
     ],
 )
 def test_loss_norm_and_weights_equal_plain_pytorch(
@@ -139,28 +144,21 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
     on_ranks(replicate * shard * tp, steps_on_mesh, dims, num_microbatches, {})
 
 
-@pytest.mark.parametrize("tp", [1, 2], ids=["fsdp", "2d"])
 @pytest.mark.parametrize(
-    "options",
+    ("tp", "options"),
     [
-        {"ac_mode": "full"},
-        {"ac_mode": "selective", "selective_ac_option": "op"},
-        {"ac_mode": "selective", "selective_ac_option": "2"},
-        {"reshard_after_forward": "always"},
-        {"reshard_after_forward": "never"},
-        {"loss_chunk_tokens": 5},
-        {"prefetch_layers": 2},
-        {"prefetch_layers": 9, "ac_mode": "full"},
-        {"compile_backend": "inductor"},
-        # what is recomputed is settled before a backend's own part; its kernels take minutes
-        {"compile_backend": "aot_eager", "ac_mode": "selective"},
-        {"compile_backend": "aot_eager", "ac_mode": "memory_budget"},
+        (2, {"ac_mode": "full"}),
+        (2, {"ac_mode": "selective", "selective_ac_option": "op"}),
+        (2, {"ac_mode": "selective", "selective_ac_option": "2"}),
+        (2, {"reshard_after_forward": "always"}),
+        (1, {"reshard_after_forward": "never"}),
+        (2, {"loss_chunk_tokens": 5}),
+        (2, {"prefetch_layers": 2}),
+        (1, {"prefetch_layers": 9, "ac_mode": "full"}),
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_options_do_not_change_the_numbers(on_ranks, options, tp) -> None:
-    if options.get("ac_mode") == "memory_budget" and tp > 1 and not HAS_BUDGET_OF_MESHES:
-        pytest.skip("torch cannot, and says so")
+def test_options_do_not_change_the_numbers(on_ranks, tp, options) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
     on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
 
@@ -178,16 +176,14 @@ def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
 
 @pytest.mark.parametrize(
     ("replicate", "shard", "tp", "pp"),
-    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)],
 )
 def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, pp) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp)
     on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "tp"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
-)
+@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), (1, 2, 2)])
 def test_reducing_every_microbatch_does_not_change_the_numbers(
     on_ranks, replicate, shard, tp
 ) -> None:
@@ -196,29 +192,18 @@ def test_reducing_every_microbatch_does_not_change_the_numbers(
     on_ranks(replicate * shard * tp, steps, dims, 2, {})
 
 
-@pytest.mark.parametrize("attention", ["gather", "ring"])
 @pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "tp"),
-    [(1, 1, 2, 1), (1, 2, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1)],
+    ("attention", "replicate", "shard", "cp", "tp"),
+    [
+        *[("gather", 1, 1, 2, 1), ("gather", 1, 2, 2, 1), ("gather", 1, 1, 4, 1)],
+        *[("gather", 1, 1, 2, 2), ("ring", 1, 1, 2, 1), ("ring", 1, 1, 4, 1)],
+        *[("ring", 1, 1, 2, 2), ("ring", 2, 1, 2, 1)],
+    ],
 )
 def test_context_parallelism(on_ranks, replicate, shard, cp, tp, attention) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     options = {"context_parallel_attention": attention}
     on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, options)
-
-
-@pytest.mark.parametrize(
-    ("attention", "backend", "ac_mode"),
-    [
-        *(("gather", "aot_eager", ac_mode) for ac_mode in ("full", "selective", "memory_budget")),
-        ("ring", "inductor", "none"),
-        *(("ring", "aot_eager", ac_mode) for ac_mode in ("full", "selective", "memory_budget")),
-    ],
-)
-def test_context_parallelism_compiled(on_ranks, attention, backend, ac_mode) -> None:
-    options = {"compile_backend": backend, "ac_mode": ac_mode}
-    options["context_parallel_attention"] = attention
-    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=1, cp=2), 2, options)
 
 
 DEEP = dataclasses.replace(TINY, n_layers=5)  # uneven on four stages
@@ -238,32 +223,32 @@ def test_pipeline(on_ranks, options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "tp"),
-    [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
-    ids=["fsdp", "replicate", "cp", "tp"],
+    ("schedule", "replicate", "shard", "cp", "tp"),
+    [
+        *[("1F1B", 2, 1, 1, 1), ("1F1B", 1, 1, 2, 1), ("Interleaved1F1B", 1, 2, 1, 1)],
+        *[("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)],
+        ("ZBVZeroBubble", 1, 1, 1, 2),
+    ],
 )
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, pp=2, cp=cp, tp=tp)
     on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"),
+    ("schedule", "shard", "tp", "options"),
     [
-        ("1F1B", {"compile_backend": "aot_eager"}),
-        ("Interleaved1F1B", {"compile_backend": "aot_eager", "ac_mode": "selective"}),
-        ("1F1B", {"ac_mode": "full"}),
-        ("ZBVZeroBubble", {"ac_mode": "full"}),
-        ("DualPipeV", {"ac_mode": "selective", "selective_ac_option": "2"}),
-        ("1F1B", {"reshard_after_forward": "always"}),
-        ("1F1B", {"loss_chunk_tokens": 5}),
+        ("1F1B", 1, 1, {"ac_mode": "full"}),
+        ("ZBVZeroBubble", 1, 2, {"ac_mode": "full"}),
+        ("DualPipeV", 1, 1, {"ac_mode": "selective", "selective_ac_option": "2"}),
+        ("1F1B", 2, 1, {"reshard_after_forward": "always"}),
+        ("1F1B", 1, 2, {"loss_chunk_tokens": 5}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_options_in_a_pipeline(on_ranks, schedule, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2, tp=2)
-    on_ranks(4, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
+def test_options_in_a_pipeline(on_ranks, schedule, shard, tp, options) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
+    on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -278,26 +263,30 @@ def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
     return {"frozen": frozenset(n for n in names if any(fnmatchcase(n, p) for p in patterns))}
 
 
+BEGIN, SCATTERED = ["tok_embeddings.*", "layers.0.*"], ["*norm.weight", "*.wq.weight"]
+END = ["layers.2.*", "norm.weight", "output.weight"]
+ALL_BUT_OUTPUT = ["tok_embeddings.*", "layers.*", "norm.weight"]
+
+
 @pytest.mark.parametrize(
-    ("shard", "tp", "num_microbatches"), [(1, 1, 2), (2, 1, 2), (2, 2, 2)], ids=["1", "fsdp", "2d"]
-)
-@pytest.mark.parametrize(
-    "patterns",
+    ("patterns", "shard", "tp"),
     [
-        ["tok_embeddings.*", "layers.0.*"],
-        ["*norm.weight", "*.wq.weight"],
-        ["layers.2.*", "norm.weight", "output.weight"],
-        ["tok_embeddings.*", "layers.*", "norm.weight"],
+        *[(BEGIN, 1, 1), (BEGIN, 2, 1), (SCATTERED, 2, 1), (END, 2, 1), (ALL_BUT_OUTPUT, 2, 1)],
+        *[(BEGIN, 1, 2), (SCATTERED, 2, 2), (END, 1, 2)],
     ],
-    ids=["begin", "scattered", "end", "all but output"],
 )
-def test_frozen(on_ranks, patterns, shard, tp, num_microbatches) -> None:
+def test_frozen(on_ranks, patterns, shard, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
-    on_ranks(shard * tp, steps_on_mesh, dims, num_microbatches, frozen(*patterns))
+    on_ranks(shard * tp, steps_on_mesh, dims, 2, frozen(*patterns))
 
 
-@pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 1), (1, 2)], ids=["pp", "fsdp", "tp"])
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    ("schedule", "shard", "tp"),
+    [
+        *[("1F1B", 1, 1), ("Interleaved1F1B", 1, 1), ("ZBVZeroBubble", 1, 1)],
+        *[("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)],
+    ],
+)
 def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
     """The first of two stages and a part of the second, or the first three of four."""
     patterns = ["tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*"]
@@ -318,7 +307,7 @@ EARLY = {
     "tied": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TIED),
     "fsdp": (ParallelDims(dp_replicate=1, dp_shard=2), {}, TINY),
     "frozen": (ParallelDims(dp_replicate=1, dp_shard=2), frozen("*.wq.*"), TINY),
-    "hsdp": (ParallelDims(dp_replicate=2, dp_shard=2), {}, TINY),
+    "replicate": (ParallelDims(dp_replicate=2, dp_shard=1), {}, TINY),
     "2d": (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {}, TINY),
     "pp": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"], DEEP),
     "pp-zbv": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["ZBVZeroBubble"], DEEP),
@@ -336,7 +325,7 @@ def _most_gradients() -> int:
     """That an update found in memory, itself included."""
     model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     optimizer = adamw(model)
-    early, found = EarlyStep(optimizer), []
+    early, found = OptimizerInBackward(optimizer), []
     optimizer.register_step_pre_hook(
         lambda *_: found.append(sum(p.grad is not None for p in model.parameters()))
     )
@@ -348,7 +337,7 @@ def _most_gradients() -> int:
         step=1,
         max_norm=float("inf"),
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     assert len(found) == len(list(model.parameters()))
     return max(found)
@@ -389,7 +378,7 @@ def _bf16_loss() -> None:
         step=1,
         max_norm=0.5,
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     assert result.loss.dtype == torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -418,7 +407,7 @@ def _bf16_figures(pp: int) -> tuple[float, float]:
         step=1,
         max_norm=0.5,
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     return result.loss.item(), result.grad_norm.item()
 
@@ -477,7 +466,9 @@ def mixed_reference(args: LlamaArgs, fp32_modules: tuple[str, ...]) -> tuple[flo
 
 
 def _assert_dtype(name: str, dtype: torch.dtype, module: torch.nn.Module, inputs: tuple) -> None:
-    assert (inputs[0].dtype, module.weight.dtype) == (dtype, dtype), name
+    assert inputs[0].dtype == dtype, name
+    if dist.get_world_size() > 1:  # one rank casts its weights as it uses them
+        assert module.weight.dtype == dtype, name
 
 
 def _step_with_fp32_modules(
@@ -510,17 +501,19 @@ def _step_with_fp32_modules(
         step=1,
         max_norm=0.5,
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     got, want = (result.loss.item(), result.grad_norm.item()), mixed_reference(args, fp32_modules)
     assert got[0] == pytest.approx(want[0], rel=tolerance)
     assert got[1] == pytest.approx(want[1], rel=100 * tolerance)
 
 
-@pytest.mark.parametrize("fp32_modules", [(), FP32_MODULES], ids=["none", "some"])
 @pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "pp"),
-    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)],
+    ("fp32_modules", "replicate", "shard", "cp", "pp"),
+    [
+        *[((), 1, 2, 1, 1), (FP32_MODULES, 1, 1, 1, 1), (FP32_MODULES, 1, 2, 1, 1)],
+        *[(FP32_MODULES, 2, 1, 1, 1), (FP32_MODULES, 1, 1, 2, 1), (FP32_MODULES, 1, 1, 1, 2)],
+    ],
 )
 def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, cp, pp) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, pp=pp)
@@ -603,7 +596,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
         step=1,
         max_norm=0.5,
         meshes=meshes,
-        health=Health.on(torch.device("cpu")),
+        detector=BadStepDetector.on(torch.device("cpu")),
     )
     want_loss, want_norm = reference(TINY)[0][0]
     assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
@@ -623,7 +616,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
         master_dtype=torch.bfloat16,
         microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
     )
-    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
     size, rank = GLOBAL_BATCH // (dims.dp * num_microbatches), meshes.dp.get_local_rank()
     for step, want in enumerate(reference(TINY)[0], 1):
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
@@ -634,7 +627,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
             step=step,
             max_norm=0.5,
             meshes=meshes,
-            health=health,
+            detector=detector,
         )
         # the 8 bits of a weight after an update of half its size
         assert result.loss.item() == pytest.approx(want[0], rel=5e-3), f"step {step}"
@@ -648,9 +641,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
         assert {buffer.dtype for buffer in stage.buffers()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 2)]
-)
+@pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
 def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
     on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
@@ -672,11 +663,11 @@ def _step_without_sync(is_early: bool) -> None:
     model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
     documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(tokens), -1)
-    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
     if not is_early:
         config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
-        health = Health(torch.device("cpu"), config)
-    early = EarlyStep(optimizer) if is_early else None
+        detector = BadStepDetector(torch.device("cpu"), config)
+    early = OptimizerInBackward(optimizer) if is_early else None
     for step in range(1, 6):
         with NoSync():
             train_step(
@@ -687,7 +678,7 @@ def _step_without_sync(is_early: bool) -> None:
                 step=step,
                 max_norm=float("inf") if is_early else 0.5,
                 meshes=meshes,
-                health=health,
+                detector=detector,
             )
 
 
@@ -721,7 +712,7 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
             step=1,
             max_norm=0.5,
             meshes=meshes,
-            health=Health.on(torch.device("cpu")),
+            detector=BadStepDetector.on(torch.device("cpu")),
             reduce_every_microbatch=reduce_every_microbatch,
         )
     return counter.counts
@@ -799,7 +790,7 @@ def _gradients_sent(options: dict) -> int:
                 step=step,
                 max_norm=0.5,
                 meshes=meshes,
-                health=Health.on(torch.device("cpu")),
+                detector=BadStepDetector.on(torch.device("cpu")),
             )
     return counter.counts["send"] if meshes.pp.get_local_rank() == 1 else 0
 
@@ -813,8 +804,8 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
     model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
-    optimizer, health = adamw(model), Health.on(torch.device("cpu"))
-    early = EarlyStep(optimizer) if is_early else None
+    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    early = OptimizerInBackward(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     weights = []
     for step in (1, 2, 3):
@@ -829,14 +820,14 @@ def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
             step=step,
             max_norm=float("inf") if is_early else 0.5,
             meshes=meshes,
-            health=health,
+            detector=detector,
         )
         model.stages[0]._forward_hooks.clear()
         weights.append([whole(p).clone() for p in model.parameters()])
     for after_1, after_2, after_3 in zip(*weights, strict=True):
         assert torch.equal(after_1, after_2)
         assert torch.equal(after_1, after_3)
-    return [(bad.step, bad.is_finite_here) for bad in health.bad_steps(0, health.num_bad())]
+    return [(bad.step, bad.is_finite_here) for bad in detector.bad_steps(0, detector.num_bad())]
 
 
 @pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])

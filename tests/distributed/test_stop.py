@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from meshwright.checkpoint import commit
 from meshwright.errors import EXIT_INTERRUPTED
 from meshwright.launch import stop as preemption
 from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS
-from meshwright.launch.stop import STOP_FILE, StopRequest
+from meshwright.launch.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +27,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     os.environ[FROM_LAUNCHER] = str(from_launcher)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     step = 0
-    with StopRequest(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
+    with StopCoordinator(folder, 1 if way == "clock" and rank == 1 else 0) as stop:
         while not stop.is_over(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
             time.sleep(0.001 + 0.002 * rank)
@@ -46,7 +44,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
                     os.kill(os.getpid(), signal.Signals[way])
         reason = stop.reason
         if reason:
-            stop.heeded()
+            stop.clear_stop_file()
         if failures := stop.failures(step):
             reason = str(failures)
     del os.environ[FROM_LAUNCHER]
@@ -93,6 +91,36 @@ def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
     assert on_ranks(2, steps_until_stopped, tmp_path, "") == [(STEPS, ""), (STEPS, "")]
 
 
+def steps_of_traces(folder: Path) -> list[int]:
+    """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
+    traced, rank = [], dist.get_rank()
+    with StopCoordinator(folder, 0) as stop:
+        for step in range(1, 61):
+            if rank == 0 and step in (3, 30):
+                (folder / PROFILE_FILE).touch()
+            time.sleep(0.001 + 0.002 * rank)
+            stop.is_over(step)
+            if stop.takes_trace():
+                traced.append(step)
+    return traced
+
+
+def _traces_without_delay(folder: Path) -> list[int]:
+    preemption.LOOK_EVERY_S, before = 0.01, preemption.LOOK_EVERY_S
+    try:
+        return steps_of_traces(folder)
+    finally:
+        preemption.LOOK_EVERY_S = before
+
+
+def test_all_ranks_trace_the_same_steps_once_per_request(on_ranks, tmp_path: Path) -> None:
+    traced, other = on_ranks(2, _traces_without_delay, tmp_path)
+    assert traced == other
+    assert len(traced) == 2
+    assert 3 <= traced[0] < 30 <= traced[1]
+    assert not (tmp_path / PROFILE_FILE).exists()
+
+
 ALONE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -100,11 +128,11 @@ import torch
 from meshwright.launch import stop as preemption
 from meshwright.parallelisms.process_group import start_process_group
 start_process_group(torch.device("cpu"), 60)
-preemption.PATIENCE_S = 1
-with preemption.StopRequest(Path(sys.argv[1]), 0) as stop:
+preemption.JOIN_TIMEOUT_S = 1
+with preemption.StopCoordinator(Path(sys.argv[1]), 0) as stop:
     print("ready", flush=True)
     {work}
-    print("asked" if stop.agreed() else "not asked", flush=True)
+    print("asked" if stop.should_stop() else "not asked", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 # one call without Python, of up to some seconds: Python's own handlers wait until it is over
@@ -135,7 +163,7 @@ IN_A_LOOK = """
         time.sleep(0.3)
         stop._asked = max(before, 0)
     stop._look = look
-    stop.agreed()
+    stop.should_stop()
 """
 FAILING = """
     def fail(*_, **__): raise OSError(116, "Stale file handle")
@@ -176,24 +204,25 @@ class Stopper:
     def write(self, record): Path(sys.argv[1], "STOP").touch()
     def close(self): pass
 
-preemption.LOOK_EVERY_S = 0
-toml = "tests/integration/tiny.toml"
-words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
-try:
-    print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
-except TrainingError as error:
-    print("result", error)
-sys.stdout.flush()
-os._exit(0)
+if __name__ == "__main__":  # the job tokenises, by processes that import this again
+    preemption.LOOK_EVERY_S = 0
+    toml = "tests/integration/tiny.toml"
+    words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
+    try:
+        print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
+    except TrainingError as error:
+        print("result", error)
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
 def result_of_stopping(folder: Path, *overrides: str) -> str:
-    # not `Forked`: the job tokenises, by processes that could not import their main module again
-    words = [sys.executable, "-c", STOPPED_SOON, str(folder), *overrides]
-    output = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    (script := folder / "stopped_soon.py").write_text(STOPPED_SOON)
+    done = Forked([script, folder, *overrides], os.environ, cwd=ROOT).wait()
+    assert done.returncode == 0, done.stderr
     assert not (folder / STOP_FILE).exists()
-    return output.splitlines()[-1]
+    return done.stdout.splitlines()[-1]
 
 
 def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def cases(vocab_size: int) -> dict[str, DecoderArgs]:
             "mha": {"n_kv_heads": 4, "rope_theta": 10000.0, "norm_eps": 1e-4},
             "tied": {"tie_embeddings": True},
         }
-        if family.hf.has_rope_scaling:
+        if family.hf.stretched_rope_type:
             variants["scaled"] = {"rope_scaling": SCALED}
             variants["mha-tied-scaled"] = variants["mha"] | variants["tied"] | variants["scaled"]
         for variant, changes in variants.items():

@@ -18,8 +18,8 @@ from meshwright import step, trainer
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
-from meshwright.datasets.global_order import Cursor
 from meshwright.datasets.loader import Loader
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.models import decoder, initialize
 from meshwright.models.layers import loss
 from meshwright.models.layers.loss import IGNORE

@@ -3,13 +3,17 @@
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
 
 
 class Forked:
@@ -28,33 +32,73 @@ class Forked:
             path.touch()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["meshwright.train"])
-        self._process = context.Process(
+        self.process = context.Process(
             target=_become, args=(self._words, dict(env), str(cwd), self._outputs)
         )
-        self._process.start()
+        self.process.start()
 
     def wait_for_line(self, line: str, timeout_s: float = 60) -> None:
         """Until it has written `line` to stdout."""
         end = time.monotonic() + timeout_s
         while line not in self._outputs[0].read_text().splitlines():
-            assert self._process.is_alive(), self._outputs[1].read_text()
+            assert self.process.is_alive(), self._outputs[1].read_text()
             assert time.monotonic() < end, f"no line {line!r} in {timeout_s} s"
             time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def wait(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Its exit code and output, as `subprocess.run` gives them."""
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+        self.process.join(timeout_s)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
             raise subprocess.TimeoutExpired(self._words, timeout_s)
         texts = [path.read_text() for path in self._outputs]
         self._folder.cleanup()
-        return subprocess.CompletedProcess(self._words, self._process.exitcode, *texts)
+        return subprocess.CompletedProcess(self._words, self.process.exitcode, *texts)
+
+
+class ForkedRanks:
+    """A script on ranks that meet as torchrun's do, without torchrun.
+
+    Args:
+        words, env: as of `Forked`.
+    """
+
+    def __init__(self, num_ranks: int, words: Sequence[object], env: Mapping[str, str]):
+        # the ranks are clients of a store in this process: a port to be free later is a race
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        self.ranks = [
+            Forked(words, {**env, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(num_ranks)
+        ]
+
+    def wait(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """The first rank's output, and the exit code of whichever rank was the first to fail: the
+        others are then ended."""
+        code, end = 0, time.monotonic() + timeout_s
+        running = {rank.process.sentinel: rank for rank in self.ranks}
+        while running and not code:
+            ready = wait(running, end - time.monotonic())
+            if not ready:
+                break
+            # of several, a lower rank's comes first
+            code = next((c for c in (running.pop(s).process.exitcode for s in ready) if c), 0)
+        for rank in running.values():
+            rank.send_signal(signal.SIGKILL)
+        done = [rank.wait() for rank in self.ranks]
+        assert code or not running, f"not over in {timeout_s} s: {done[0].stdout}"
+        return subprocess.CompletedProcess(done[0].args, code, done[0].stdout, done[0].stderr)
 
 
 def _become(words: list[str], env: dict[str, str], cwd: str, outputs: list[Path]) -> None:

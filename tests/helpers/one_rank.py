@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.batch import Batch
-from meshwright.health import Health
+from meshwright.health import BadStepDetector
 from meshwright.models.initialize import initialize
 from meshwright.parallelisms.local_model import Allocate, allocate
 from meshwright.parallelisms.meshes import Meshes
@@ -26,7 +26,7 @@ class OneRank:
         self.plan, self.meshes, self.device = plan, meshes, device
         self.trainer = Trainer(plan, meshes, device, allocate=allocate)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
-        self.health = Health(device, config.bad_steps)
+        self.detector = BadStepDetector(device, config.bad_steps)
 
     def initialize(self) -> None:
         for stage in self.model.stages:
@@ -47,4 +47,4 @@ class OneRank:
         return [batch.send(self.device) for batch in found]
 
     def step(self, number: int, batches: list[Batch]) -> StepResult:
-        return self.trainer.step(number, batches, self.health)
+        return self.trainer.step(number, batches, self.detector)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.job_config import BYTES, Source
+from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Document, Entry, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.sources import IndexedDocuments
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.datasets.tokenizing import open_cache
 
@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: documents may be lists
 class TextsRecipe:
-    """In place of a `Recipe`: the texts themselves, as bytes."""
+    """In place of a `TokenizationSpec`: the texts themselves, as bytes."""
 
     texts: tuple[Document, ...] = TEXTS
     name: str = "texts"

@@ -7,10 +7,22 @@ from collections.abc import Collection
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.config.job_config import (
+    ActivationCheckpoint,
+    Compile,
+    Parallelism,
+    Section,
+    Training,
+)
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
 from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.local_model import LocalModel, build_local_model
+from meshwright.parallelisms.local_model import (
+    LocalModel,
+    ModelParts,
+    allocate,
+    build_local_model,
+)
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.parallelize import parallelize
@@ -20,6 +32,26 @@ from meshwright.parallelisms.pipeline_split import split_evenly
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 SEQ_LEN = 16
+CPU = torch.device("cpu")
+
+SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
+    "loss_chunk_tokens": Training,
+    "reshard_after_forward": Parallelism,
+    "prefetch_layers": Parallelism,
+    "enable_async_tensor_parallel": Parallelism,
+    "context_parallel_attention": Parallelism,
+    "ac_mode": ActivationCheckpoint,
+    "selective_ac_option": ActivationCheckpoint,
+    "saved_ops": ActivationCheckpoint,
+    "memory_budget": ActivationCheckpoint,
+    "compile_backend": Compile,
+}
+KEYS = {  # where they differ from the options' names
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "prefetch_layers": "fsdp_prefetch_layers",
+    "ac_mode": "mode",
+    "compile_backend": "backend",
+}
 
 
 # hundreds of tests in one process: its groups are never freed, and slow down what follows
@@ -57,32 +89,57 @@ def parallel_model(
 
     Args:
         microbatches: their number, and the sequences in each (needed for a pipeline).
+        options: as the keys of `SECTIONS`.
     """
     meshes = meshes_of(dims, "cpu")
     num_stages = dims.pp * stages_per_rank
+    given: dict[type[Section], dict[str, object]] = {section: {} for section in SECTIONS.values()}
+    for option, value in options.items():
+        key, section = KEYS.get(option, option), SECTIONS[option]
+        given[section][key] = value
+    if options.get("compile_backend"):
+        given[Compile]["enable"] = True
+    sections = {section: section(**values) for section, values in given.items()}
+    training = Training(
+        dtype=_name(master_dtype),
+        mixed_precision_param=_name(param_dtype),
+        mixed_precision_reduce=_name(reduce_dtype),
+        local_batch_size=microbatches[1],
+        global_batch_size=microbatches[0] * microbatches[1] * dims.dp,
+        seq_len=SEQ_LEN,
+        enable_cpu_offload=enable_cpu_offload,
+        **given[Training],
+    )
+
+    def prepare(stage: Decoder) -> None:
+        parallelize(
+            stage,
+            meshes,
+            training=training,
+            parallelism=sections[Parallelism],
+            recomputation=sections[ActivationCheckpoint],
+            compilation=sections[Compile],
+            fp32_modules=fp32_modules,
+        )
+        allocate(stage, CPU, CPU)
+
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
-        functools.partial(
-            parallelize,
-            meshes=meshes,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            fp32_modules=fp32_modules,
-            enable_cpu_offload=enable_cpu_offload,
-            **options,
+        prepare,
+        ModelParts(
+            split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
+            frozen,
+            fp32_modules,
         ),
-        split_evenly(args.n_layers, num_stages, layer=1, embedding=0, output=0),
-        frozen=frozen,
         meshes=meshes,
+        training=training,
         schedule=schedule,
-        num_microbatches=microbatches[0],
-        activation_shape=(microbatches[1], SEQ_LEN, args.dim),
-        dtype=param_dtype,
-        master_dtype=master_dtype,
-        fp32_modules=fp32_modules,
-        device=torch.device("cpu"),
-        enable_cpu_offload=enable_cpu_offload,
+        device=CPU,
     )
     for stage in model.stages:
         initialize(stage, seed)
     return model, meshes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

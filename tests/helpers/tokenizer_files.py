@@ -18,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, llama3_special_tokens
+from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, special_tokens
 
 CODE = (
     'def f(x):\n    """Grüße, 世界 <s>"""\n\treturn  x**2  # 1234567\n\n\nclass  A:\n        pass\n'
@@ -139,7 +139,7 @@ def transformers_of_tiktoken(file: Path) -> Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     return TikTokenConverter(  # its pattern is Llama 3's unless it is given another
-        vocab_file=str(file), extra_special_tokens=llama3_special_tokens()
+        vocab_file=str(file), extra_special_tokens=special_tokens()
     ).converted()
 
 

@@ -11,7 +11,7 @@ import tomli_w
 
 from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
-from tests.integration.test_launcher import CONFIG, ROOT, environment, records
+from tests.helpers.jobs import CONFIG, ROOT, environment, records, start_on_ranks
 
 FACTORS = {"7": float("nan"), "13": 1000.0, "18": float("-inf")}
 SKIP = (
@@ -23,16 +23,8 @@ SKIP = (
 
 def train(folder: Path, *overrides: object) -> subprocess.CompletedProcess:
     script = ROOT / "tests/helpers/faulty_train.py"
-    launcher = (sys.executable, "-m", "meshwright.launch.door", "--standalone")
-    config = ("--job.config_file", CONFIG, "--job.dump_folder", folder)
-    words = (*launcher, "--nproc-per-node", 2, script, *config, *SKIP, *overrides)
-    return subprocess.run(
-        [str(word) for word in words],
-        env=environment(FACTORS=json.dumps(FACTORS), OMP_NUM_THREADS=1, PYTHONPATH=ROOT),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    factors = json.dumps(FACTORS)
+    return start_on_ranks(folder, *SKIP, *overrides, script=script, FACTORS=factors).wait()
 
 
 def skipped_steps(folder: Path) -> list[dict]:
@@ -41,7 +33,6 @@ def skipped_steps(folder: Path) -> list[dict]:
 
 
 def said_of(output: str) -> list[str]:
-    """Once, though both ranks show their log here."""
     return [line.partition(" step ")[2] for line in output.splitlines() if "was skipped" in line]
 
 

@@ -14,17 +14,16 @@ import pytest
 from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.files import flip_bit
-from tests.helpers.forked import Forked
-from tests.integration.test_launcher import (
+from tests.helpers.jobs import (
     CONFIG,
-    EXIT_SIGKILL,
     ROOT,
     assert_close,
     environment,
-    launch,
     losses,
     records,
+    start_on_ranks,
     train_alone,
+    train_on_ranks,
     wait_for,
 )
 
@@ -79,41 +78,28 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
     """Train and note what is read; kill the first rank once `kill_at` steps are reported."""
     notes = folder / "notes"
     notes.mkdir(parents=True, exist_ok=True)
-    launcher = ("-m", "meshwright.launch.door", "--standalone", "--nproc-per-node", str(ranks))
-    script = ROOT / "tests/helpers/hashing_train.py"
-    words = ("--job.config_file", str(config), "--job.dump_folder", str(folder / "out"))
-    variables = environment(
+    job = start_on_ranks(
+        folder / "out",
+        ranks=ranks,
+        config=config,
+        script=ROOT / "tests/helpers/hashing_train.py",
         NOTES=notes,
-        OMP_NUM_THREADS=1,
-        PYTHONPATH=ROOT,
         HF_DATASETS_CACHE=config.parent / "hf_cache",
         **({} if kill_at is None else {"HOLD_AFTER": kill_at}),
     )
     if kill_at is None:
-        assert ranks == 1
-        done = Forked([script, *words], variables).wait()
+        done = job.wait()
         assert done.returncode == 0, done.stdout + done.stderr
         return
-    process = subprocess.Popen(
-        [sys.executable, *launcher, str(script), *words],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
     metrics = folder / "out" / "metrics.jsonl"
 
     def is_there() -> bool:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return bool(lines) and json.loads(lines[-1])["step"] >= kill_at
 
-    before = set(notes.iterdir())
     wait_for(is_there, f"step {kill_at}", 120)
-    (first,) = (path for path in notes.glob("0.*.txt") if path not in before)
-    os.kill(int(first.name.split(".")[1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == EXIT_SIGKILL, output
+    job.ranks[0].send_signal(signal.SIGKILL)
+    assert job.wait().returncode == -signal.SIGKILL
 
 
 def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
@@ -130,7 +116,7 @@ def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     )
     environ = {"HF_DATASETS_CACHE": tmp_path / "hf_cache"}
     folder = tmp_path / "out"
-    result = launch(folder, *options, **environ)
+    result = train_on_ranks(folder, *options, **environ)
     assert result.returncode == 5, result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     (step,) = {row["step"] for row in records(folder)[-1:]}
@@ -169,7 +155,7 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     )
     sizes = {path: path.stat().st_size for path in cache.rglob("*/00000.tokens")}
     flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
-    result = launch(folder, *options)
+    result = train_on_ranks(folder, *options)
     assert result.returncode == 5, result.stdout + result.stderr
     # of two ranks that meet it, one may find it forgotten by the other
     assert "damaged parts are then made anew" in result.stdout
@@ -295,7 +281,7 @@ BAD_DATA = {
 def test_bad_data_is_one_error(fault: str, tmp_path) -> None:
     """Once, though two ranks meet it: seen for one fault; that it is an error, for each."""
     name, content, message = BAD_DATA[fault]
-    train = launch if fault == "no column" else train_alone
+    train = train_on_ranks if fault == "no column" else train_alone
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name.format("a")).write_bytes(content)
     dataset = ("--training.dataset", "json", "--training.dataset_path", tmp_path / "data")
@@ -313,7 +299,7 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
         *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
         *("--training.max_epochs", 1, "--training.steps", 1000),
     )
-    result = launch(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    result = train_on_ranks(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
     assert result.returncode == 0, result.stdout + result.stderr
     last = records(tmp_path / "out")[-1]
     assert 3 < last["step"] < 100
@@ -353,7 +339,10 @@ def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path
     runs = {
         "without": (train_alone, short),
         "one": (train_alone, (*short, *VALIDATION)),
-        "pipeline": (launch, (*short, *VALIDATION, "--parallelism.pipeline_parallel_degree", 2)),
+        "pipeline": (
+            train_on_ranks,
+            (*short, *VALIDATION, "--parallelism.pipeline_parallel_degree", 2),
+        ),
     }
     for name, (train, arguments) in runs.items():
         result = train(tmp_path / name, *arguments)

@@ -15,8 +15,8 @@ from meshwright.cli.main import run as run_command
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from tests.helpers.hf import SMALL, save_transformers, tensors_of
+from tests.helpers.jobs import ROOT, losses, train_alone
 from tests.helpers.tokenizer_files import byte_level_json
-from tests.integration.test_launcher import ROOT, losses, train_alone
 from tests.unit.test_extension import example
 
 PRESET = ROOT / "train_configs" / "fine_tune.toml"

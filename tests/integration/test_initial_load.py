@@ -15,7 +15,7 @@ from tests.helpers.cli import check_job, export, generate_text
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
-from tests.integration.test_launcher import CONFIG, launch, losses, train_alone
+from tests.helpers.jobs import CONFIG, losses, train_alone, train_on_ranks
 
 MODEL = {
     "model.tokenizer_path": "bytes",
@@ -38,7 +38,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
         "ours": words(checkpoint__initial_load_path=tmp_path / "other"),
     }
     figures = {}
-    for train, (name, options) in zip((launch, train_alone), starts.items(), strict=True):
+    for train, (name, options) in zip((train_on_ranks, train_alone), starts.items(), strict=True):
         done = train(tmp_path / name, *options, "--training.steps", 2)
         assert done.returncode == 0, done.stderr
         figures[name] = losses(tmp_path / name)
@@ -81,11 +81,13 @@ def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> N
     good, bad = (save_checkpoint(checkpoints, model, SMALL, step) for step in (5, 10))
     flip_bit(bad / "__0_0.distcp", 8 * 50_000)
     options = words(checkpoint__initial_load_path=tmp_path / "other")
-    done = launch(tmp_path / "out", *options, "--training.steps", 1)
+    done = train_on_ranks(tmp_path / "out", *options, "--training.steps", 1)
     assert done.returncode == 0, done.stderr
     assert f"passed over {bad}, which is damaged: the content of __0_0.distcp" in done.stdout
     assert f"first weights from {good}" in done.stdout
-    done = launch(tmp_path / "b", *words(checkpoint__initial_load_path=bad), "--training.steps", 1)
+    done = train_on_ranks(
+        tmp_path / "b", *words(checkpoint__initial_load_path=bad), "--training.steps", 1
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     said = "checkpoint.initial_load_path"
     assert f"{said} = {str(bad)!r}: is damaged: the content of __0_0.distcp" in done.stderr

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_launcher import ROOT, environment
+from tests.helpers.jobs import ROOT, environment
 
 CAMPAIGNS = {
     "kills and stops": ("--kills=1", "--stops=1", "--steps=80", "--seed=51"),
-    "files": ("--file-faults=2", "--only=two_jobs", "--only=stray_files", "--steps=20", "--seed=1"),
+    "files": ("--file-faults=1", "--only=two_jobs", "--steps=20", "--seed=1"),
 }
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,65 +21,22 @@ from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
 from tests.helpers.files import flip_bit, tree
 from tests.helpers.forked import Forked
+from tests.helpers.jobs import (
+    CONFIG,
+    ROOT,
+    assert_close,
+    command,
+    environment,
+    launch,
+    losses,
+    records,
+    start_on_ranks,
+    train_alone,
+    train_on_ranks,
+    wait_for,
+)
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ROOT / "run_llama_train.sh"
-CONFIG = Path(__file__).parent / "tiny.toml"
-EXIT_SIGKILL = 128 + signal.SIGKILL
-
-
-def environment(**variables: object) -> dict[str, str]:
-    """This interpreter's, as an active one; without what would change a run."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VISIBLE"))}
-    return kept | {
-        "VIRTUAL_ENV": sys.prefix,
-        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-        "CONFIG_FILE": str(CONFIG),
-        "CUDA_VISIBLE_DEVICES": "",
-        **{name: str(value) for name, value in variables.items()},
-    }
-
-
-def command(folder: Path, *overrides: object) -> list[str]:
-    return [str(LAUNCHER), "--job.dump_folder", str(folder), *map(str, overrides)]
-
-
-def launch(folder: Path, *overrides: object, **variables: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(folder, *overrides),
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd="/",  # it works from anywhere
-    )
-
-
-def train_alone(
-    folder: Path, *overrides: object, config: Path = CONFIG, **variables: object
-) -> subprocess.CompletedProcess:
-    """train.py as one process, for what neither the launcher nor a second rank has a part in; it
-    forks from one that imported torch."""
-    words = ["--job.config_file", config, "--job.dump_folder", folder, *overrides]
-    return Forked([ROOT / "train.py", *words], environment(OMP_NUM_THREADS=1, **variables)).wait()
-
-
-def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; fails if a step is there twice."""
-    rows = records(folder)
-    by_step = {row["step"]: (row["loss/train"], row["optim/grad_norm"]) for row in rows}
-    assert len(by_step) == len(rows)
-    return by_step
-
-
-def assert_close(got: dict[int, tuple[float, float]], want: dict) -> None:
-    assert got.keys() == want.keys()
-    for step, figures in got.items():
-        assert figures == pytest.approx(want[step], rel=1e-5), f"step {step}"
+DOOR = ROOT / "meshwright/launch/door.py"
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -97,19 +53,11 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_for(condition, what: str, seconds: float = 60.0):
-    end = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < end, f"{what} did not come about in {seconds} s"
-        time.sleep(0.02)
-    return result
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
-    """20 steps on two ranks in one go."""
+    """20 steps on two ranks in one go; on the threads that ranks without the launcher get."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "out"
-    result = launch(folder)
+    result = launch(folder, OMP_NUM_THREADS=1)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder / "console.txt").write_text(result.stdout)
     return folder
@@ -189,7 +137,7 @@ def test_an_earlier_checkpoint_can_be_gone_on_from_in_a_pipeline(uninterrupted, 
         *("--parallelism.pipeline_parallel_schedule", "1F1B"),
         *("--checkpoint.load_step", 15),  # saved without a pipeline
     )
-    result = launch(folder, *options, NGPU=4)
+    result = train_on_ranks(folder, *options, ranks=4)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"resumed from {folder}/checkpoint/step-15 " in result.stdout
     assert_close(losses(folder), losses(uninterrupted))
@@ -354,11 +302,12 @@ def test_less_data_than_a_sample_is_a_config_error(tmp_path: Path) -> None:
 
 def test_an_op_that_torch_lacks_is_found_before_anything_is_written(tmp_path: Path) -> None:
     """Only torch knows; though both ranks find it, it is said once."""
-    result = launch(tmp_path / "out", "--activation_checkpoint.saved_ops", '["aten.mmm"]')
+    folder = tmp_path / "out"
+    result = train_on_ranks(folder, "--activation_checkpoint.saved_ops", '["aten.mmm"]')
     assert result.returncode == 2
     assert result.stderr.count("meshwright:") == 1
     assert "activation_checkpoint.saved_ops = 'aten.mmm': torch" in result.stderr
-    assert not (tmp_path / "out").exists()
+    assert not folder.exists()
 
 
 def test_a_bad_config_is_one_line_and_no_rank(tmp_path: Path) -> None:
@@ -406,6 +355,21 @@ def test_bf16_recomputation_and_traces_in_one_run(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
+def test_a_validation_that_is_the_best_so_far_is_saved(tmp_path: Path) -> None:
+    """Between two saves of the interval; this job gets better all the time."""
+    folder = tmp_path / "out"
+    result = train_alone(
+        folder,
+        *("--validation.enable", "--validation.freq", 3, "--validation.num_samples", 8),
+        *("--checkpoint.keep_best", "--checkpoint.interval", 100, "--training.steps", 9),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [row["validation/loss"] for row in records(folder) if "validation/loss" in row]
+    assert found == sorted(found, reverse=True)
+    assert commit.saved_steps(folder / "checkpoint") == [6, 9]
+    assert json.loads((folder / "checkpoint" / "best.json").read_text())["step"] == 9
+
+
 def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     """Here: the log folder of rank 1, whose console is not shown, cannot be written."""
     (tmp_path / "out" / "logs" / "rank_1.log").mkdir(parents=True)
@@ -447,13 +411,11 @@ def test_a_rank_that_fails_is_the_cause_though_others_have_to_be_stopped(tmp_pat
     script = tmp_path / "train.py"
     script.write_text(PEER)
     torchrun = ["--standalone", "--nproc-per-node", "2", str(script)]
-    words = [sys.executable, "-m", "meshwright.launch.door", *torchrun]
-    options = {"env": environment(), "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    jobs = {code: subprocess.Popen([*words, str(code)], **options) for code in (1, 2, 3)}
+    jobs = {code: Forked([DOOR, *torchrun, code], environment()) for code in (1, 2, 3)}
     for code, job in jobs.items():
-        _, errors = job.communicate(timeout=60)
-        assert job.returncode == code
-        assert ("rank 1 failed (exit 1)" in errors) == (code == 1)
+        done = job.wait()
+        assert done.returncode == code
+        assert ("rank 1 failed (exit 1)" in done.stderr) == (code == 1)
 
 
 ABORTED = """
@@ -471,13 +433,7 @@ def test_the_stderr_of_a_rank_that_cpp_ends_is_kept_and_shown(tmp_path: Path) ->
     script.write_text(ABORTED)
     torchrun = ["--standalone", "--nproc-per-node", "2", "--local-ranks-filter", "0", "--tee", "3"]
     words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(folder)]
-    result = subprocess.run(
-        [sys.executable, "-m", "meshwright.launch.door", *torchrun, str(script), *words],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    result = Forked([DOOR, *torchrun, script, *words], environment()).wait()
     assert result.returncode == 128 + signal.SIGABRT
     assert "the end of rank 1's stderr" in result.stderr
     kept = (folder / "logs" / "stderr_1.log").read_text()
@@ -531,7 +487,7 @@ def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_pat
     folder = tmp_path / "out"
     checkpoints = folder / "checkpoint"
     with small_disk(checkpoints, size="5m"):  # of 2 MB each
-        result = launch(folder, "--checkpoint.keep_latest_k", 3)
+        result = train_on_ranks(folder, "--checkpoint.keep_latest_k", 3)
         assert result.returncode == 4, result.stdout + result.stderr
         for said in (
             "15 could not be written: rank",
@@ -547,7 +503,7 @@ def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_pat
         subprocess.run(["mount", "-o", "remount,size=50m", checkpoints], check=True)
         # and the newest goes bad
         flip_bit(checkpoints / "step-10" / "__0_0.distcp", 1_000_000)
-        again = launch(folder)
+        again = train_on_ranks(folder)
         assert again.returncode == 0, again.stdout + again.stderr
         assert "step-10, which is damaged: the content of __0_0.distcp" in again.stdout
         assert f"resumed from {checkpoints / 'step-5'} in" in again.stdout
@@ -591,7 +547,7 @@ def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, t
     (folder / "checkpoint/step-20/checkpoint.json").write_text('{"step": 20}')
     before = tree(folder)
     for train, step, what in (
-        (launch, 15, "the content of __1_0.distcp has changed"),
+        (train_on_ranks, 15, "the content of __1_0.distcp has changed"),
         (train_alone, 20, "has changed since it was written"),
     ):
         result = train(folder, "--checkpoint.load_step", step)
@@ -609,17 +565,12 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
     """A save at every step: there is hardly a moment without one."""
     folder = tmp_path / "out"
     options = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "thread")
-    process = subprocess.Popen(
-        command(folder, *options, "--checkpoint.keep_latest_k", 3),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    job = start_on_ranks(folder, *options, "--checkpoint.keep_latest_k", 3)
     checkpoints = folder / "checkpoint"
     wait_for(lambda: commit.saved_steps(checkpoints), "a checkpoint")
     time.sleep(0.7)
-    os.kill(ranks_of(folder)[-1], signal.SIGKILL)
-    process.communicate(timeout=60)
+    job.ranks[-1].send_signal(signal.SIGKILL)
+    assert job.wait().returncode == -signal.SIGKILL
     steps = commit.saved_steps(checkpoints)
     assert 0 < len(steps) <= 4  # the oldest may be about to go
     assert max(losses(folder)) < 20, "it was over before it was killed"
@@ -628,7 +579,7 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
         checked = commit.verify(commit.step_folder(checkpoints, step), manifest, manifest["files"])
         assert checked == []
 
-    again = launch(folder, *options)
+    again = train_on_ranks(folder, *options)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"resumed from {checkpoints}/step-{steps[-1]} " in again.stdout
     assert losses(folder) == losses(uninterrupted)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.integration.test_launcher import ROOT, losses, train_alone
+from tests.helpers.jobs import ROOT, losses, train_alone
 
 TOML = ROOT / "tests" / "torchtitan" / "debug_model.toml"
 

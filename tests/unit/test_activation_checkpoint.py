@@ -11,7 +11,7 @@ from torch._higher_order_ops import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.config.job_config import SAVED_OPS
+from meshwright.config.job_config import SAVED_OPS, ActivationCheckpoint
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers import document_mask
@@ -29,8 +29,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 def llama(mode: str, **options: object) -> Decoder:
     model = plain_model()
-    defaults = {"selective_ac_option": "op", "saved_ops": SAVED_OPS}
-    apply_ac(model.layers, mode, **defaults | options)
+    apply_ac(model.layers, ActivationCheckpoint(mode=mode, **options))
     return model
 
 
@@ -81,7 +80,7 @@ def test_every_nth_block_is_counted_from_the_models_first() -> None:
     stage = plain_model()
     del stage.layers["0"]
     forwards = {number: block.forward for number, block in stage.layers.items()}
-    apply_ac(stage.layers, "selective", selective_ac_option="2", saved_ops=SAVED_OPS)
+    apply_ac(stage.layers, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
     wrapped = [
         number for number, block in stage.layers.items() if block.forward != forwards[number]
     ]
@@ -98,7 +97,7 @@ def test_what_is_saved_is_not_recomputed(saved: str) -> None:
     assert_equal(gradients, plain_gradients)
 
 
-@pytest.mark.parametrize("name", ["aten.mmm", "atn.mm", "aten.__name__"])
+@pytest.mark.parametrize("name", ["aten.mmm", "atn.mm", "aten.__name__", "aten.__dir__"])
 def test_an_op_that_torch_does_not_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"saved_ops = {name!r}: torch .* has no such operator"):
         find_ops(["aten.mm", name])
@@ -136,7 +135,7 @@ def test_a_compiled_part_of_an_eager_block_is_kept(monkeypatch) -> None:
     counts, gradients = [], []
     for saved_ops in (["aten.mm"], SAVED_OPS):
         blocks = nn.ModuleDict({"0": WithCompiledPart()})
-        apply_ac(blocks, "selective", selective_ac_option="op", saved_ops=saved_ops)
+        apply_ac(blocks, ActivationCheckpoint(mode="selective", saved_ops=saved_ops))
         for _ in range(2):  # the first compiles
             x = torch.linspace(-1, 1, 8, requires_grad=True)
             calls.clear()

@@ -1,6 +1,34 @@
-"""The config on the console, in few lines."""
+"""The config on the console, in few lines; the end of a job in the history of its run."""
 
-from meshwright.announce import compact_toml
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright import announce
+from meshwright.announce import compact_toml, note_failure
+from meshwright.metrics import history
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_that_ends_a_job_is_noted_once_with_its_step(rank, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(announce, "dist", SimpleNamespace(get_rank=lambda: rank))
+    job = SimpleNamespace(dump_folder=str(tmp_path))
+    plan = SimpleNamespace(config=SimpleNamespace(job=job), resume_step=4)
+
+    def fail(error: Exception, step: int) -> None:
+        with note_failure(plan, SimpleNamespace(step=step)):
+            raise error
+
+    for error, step in ((ValueError("bad\nand more"), 7), (KeyError(), 0)):
+        with pytest.raises(type(error)):
+            fail(error, step)
+    with note_failure(plan, SimpleNamespace(step=9)):
+        pass
+    file = tmp_path / history.FILE
+    noted = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    ends = [(event["step"], event["reason"]) for event in noted]
+    assert ends == ([(7, "failed: bad"), (4, "failed: KeyError")] if rank == 0 else [])
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:

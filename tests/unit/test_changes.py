@@ -9,13 +9,13 @@ from unittest.mock import Mock, patch
 import pytest
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.drift import Drift
 from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.resume_diff import ResumeDiff
 from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
-from meshwright.preflight import drift_of, preflight
+from meshwright.preflight import preflight, resume_diff
 from meshwright.saved_job import place_in_data
 from tests.helpers.checkpoints import BARE
 
@@ -70,16 +70,16 @@ def resume(tmp_path: Path):
             commit.unfinished_folder(plan.checkpoint_folder, STEP), BARE | of_job | manifest, {}
         )
 
-    def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> Drift:
+    def look(*words: str, saved_with: tuple[str, ...] = (), **manifest: object) -> ResumeDiff:
         if not commit.saved_steps(tmp_path / "checkpoint"):
             save(saved_with, manifest)
         words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
-        return drift_of(preflight(load_config(words)[0], 1))
+        return resume_diff(preflight(load_config(words)[0], 1))
 
     return look
 
 
-def said(drift: Drift, caplog) -> list[tuple[int, str]]:
+def said(drift: ResumeDiff, caplog) -> list[tuple[int, str]]:
     caplog.set_level(logging.INFO, "meshwright")
     drift.log()
     return [(record.levelno, record.getMessage()) for record in caplog.records]
@@ -194,7 +194,9 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
     manifest["data"] = {"sample": 8, "counts": [2, 6], "places": {}}
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
-        with patch("meshwright.saved_job.drift_of", return_value=Mock(is_reweighted=is_reweighted)):
+        with patch(
+            "meshwright.saved_job.resume_diff", return_value=Mock(is_reweighted=is_reweighted)
+        ):
             assert place_in_data(plan, manifest, []).weighted_from == begin
 
 
@@ -258,7 +260,7 @@ def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tm
     try:
         log_to_console()
         log_to_file(tmp_path, 0)
-        drift.log(is_said=True)
+        drift.log(is_printed=True)
         assert capsys.readouterr().out == ""
         drift.log()
     finally:

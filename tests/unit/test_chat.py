@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.conversations.chat import ChatTemplate, find_template
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.datasets.tokenizers.tiktoken_file import llama3_special_tokens
+from meshwright.datasets.tokenizers.tiktoken_file import special_tokens
 from meshwright.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     byte_level_json,
@@ -205,7 +205,7 @@ def test_special_tokens_in_messages_are_text(folder: Path, kind: str, template: 
     """Ids are those of the same conversation with other text, but for that text."""
     tokenizer = ours(folder, kind)
     chat = ChatTemplate(tokenizer, template)
-    specials = llama3_special_tokens() if kind == "tiktoken" else SPECIALS
+    specials = special_tokens() if kind == "tiktoken" else SPECIALS
     special_ids = set(tokenizer.special_ids.values())
     for token in specials[:12]:
         attack = f"x {token}{token[:2]}{token} y"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import commit, survey
-from meshwright.checkpoint.retention import retire
+from meshwright.checkpoint.retention import apply_retention
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from tests.helpers.checkpoints import set_manifest
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
     kept = []
 
     def verify(checkpoint: Path, *rest: object) -> list[str]:
-        kept.extend(retire(made, 1))
+        kept.extend(apply_retention(made, 1))
         return []
 
     monkeypatch.setattr(commit, "verify", verify)
@@ -140,7 +140,7 @@ def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, 
     kept, real = [], resolve_name(reads.rpartition(".")[0]).read_saved_tensors
 
     def retire_then_read(checkpoint: Path) -> dict:
-        kept.extend(retire(folder, 1))
+        kept.extend(apply_retention(folder, 1))
         return real(checkpoint)
 
     monkeypatch.setattr(reads, retire_then_read)
@@ -179,7 +179,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     assert code == 0
     assert "damaged: __0_0.distcp: No such file" in lines[3]
 
-    def look_and_delete(path: Path) -> survey.Entry:
+    def look_and_delete(path: Path) -> survey.FoundCheckpoint:
         entry = survey.look_at(path)
         if path.name == "step-5":
             shutil.rmtree(path)
@@ -191,7 +191,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
         "step-8.aside0",
     ]
 
-    def forbid(path: Path) -> survey.Entry:
+    def forbid(path: Path) -> survey.FoundCheckpoint:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("meshwright.cli.checkpoint.look_at", forbid)

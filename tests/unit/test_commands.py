@@ -12,7 +12,7 @@ from meshwright.cli.main import COMMANDS, build_parser, main, run
 from meshwright.cli.train import environment
 from meshwright.config.loader import load_config
 from meshwright.config.presets import preset_names
-from meshwright.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.launch.machine import Ranks, count_gpus
 from tests.helpers.cli import check_job, command
 
@@ -218,7 +218,7 @@ def test_presets_are_those_of_the_repository() -> None:
 @pytest.mark.parametrize("page", ["configuration.md", "debugging.md"])
 def test_every_exit_code_is_documented(page) -> None:
     text = (ROOT / "docs" / page).read_text()
-    for code in (*EXIT_CODES.values(), EXIT_STOPPED, EXIT_INTERRUPTED):
+    for code in (*EXIT_CODES.values(), EXIT_HANG, EXIT_STOPPED, EXIT_INTERRUPTED):
         assert f"| {code} |" in text, code
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit, locks
-from meshwright.checkpoint.flushing import warn_once
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
-from meshwright.checkpoint.retention import clean_up, mark_best, retire, set_aside_later
+from meshwright.checkpoint.retention import apply_retention, clean_up, mark_best, set_aside_later
 from meshwright.errors import ConfigError
+from meshwright.file_system import warn_once
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import flip_bit, tree
 
@@ -80,7 +80,7 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
         save(tmp_path, step)
     assert len(set_aside_later(tmp_path, 4)) == 2
     save(tmp_path, 5)
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [5]
     assert (tmp_path / "step-8.aside0").is_dir()
 
@@ -184,11 +184,11 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 100, 20):
         save(tmp_path, step)
-    retire(tmp_path, 0)
+    apply_retention(tmp_path, 0)
     assert commit.saved_steps(tmp_path) == [5, 10, 20, 100]
-    retire(tmp_path, 3)
+    apply_retention(tmp_path, 3)
     assert commit.saved_steps(tmp_path) == [10, 20, 100]
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-100"]
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_one_is_deleted_in_its_turn(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
     no_json(tmp_path / "step-5")
-    retire(tmp_path, 2)
+    apply_retention(tmp_path, 2)
     assert commit.saved_steps(tmp_path) == [10, 15]
 
 
@@ -204,12 +204,12 @@ def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60, 70):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
     lose(tmp_path / "step-50")
-    retire(tmp_path, 1, keep_every_n_steps=20)
+    apply_retention(tmp_path, 1, keep_every_n_steps=20)
     assert commit.saved_steps(tmp_path) == [20, 40, 60, 70]
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [40, 70]  # neither 60 nor 70 has a finite loss
     save(tmp_path, 80)
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [80]
 
 
@@ -219,7 +219,7 @@ def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
     assert mark_best(tmp_path) == 20
     marked = {"step": 20, "validation_loss": 3.5, "checkpoint": "step-20"}
     assert json.loads((tmp_path / "best.json").read_text()) == marked
-    retire(tmp_path, 1, best=20)
+    apply_retention(tmp_path, 1, best=20)
     assert commit.saved_steps(tmp_path) == [20, 40]
     save(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
     assert mark_best(tmp_path) is None
@@ -229,9 +229,9 @@ def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Pat
     for step in (5, 10, 15):
         save(tmp_path, step)
     with being_read(tmp_path / "step-10"), being_read(tmp_path / "step-10"):
-        assert retire(tmp_path, 1) == [10]
+        assert apply_retention(tmp_path, 1) == [10]
         assert commit.saved_steps(tmp_path) == [10, 15]
-    assert retire(tmp_path, 1) == []
+    assert apply_retention(tmp_path, 1) == []
     assert commit.saved_steps(tmp_path) == [15]
     with pytest.raises(ConfigError, match="step-10 is damaged"):
         being_read(tmp_path / "step-10").__enter__()
@@ -285,7 +285,7 @@ def test_a_manifest_of_before_is_read_and_one_of_later_is_an_error(tmp_path: Pat
         commit.choose(tmp_path, -1)
     assert not isinstance(error.value, DamagedError)
     save(tmp_path, 15)
-    assert retire(tmp_path, 1) == []
+    assert apply_retention(tmp_path, 1) == []
     assert commit.saved_steps(tmp_path) == [10, 15]  # nor is it deleted by who cannot read it
 
 
@@ -309,7 +309,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
     for step in (2, 4, 10, 20):
         save(tmp_path, step, "tensors")
         clean_up(tmp_path)
-        retire(tmp_path, 1)
+        apply_retention(tmp_path, 1)
     assert commit.choose(tmp_path, -1).step == 20
     ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, "tensors"))}
     assert tree(tmp_path) == before | ours
@@ -348,7 +348,7 @@ def test_a_renamed_checkpoint_is_neither_the_newest_nor_counted(tmp_path: Path) 
     )
     with pytest.raises(ConfigError, match="saved as step-10"):
         commit.choose(tmp_path, 99)
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [15, 99]
 
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch, caplog
     monkeypatch.setattr(shutil, "rmtree", refuse)
     monkeypatch.setattr("meshwright.log.logger.propagate", True)
     clean_up(tmp_path)
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     said = [record.getMessage() for record in caplog.records]
     assert "step-15.0000000000000000.unfinished, left by a killed job, could not be" in said[0]
     assert "an old checkpoint could not be deleted" in said[1]
@@ -394,7 +394,7 @@ def test_a_file_system_without_flock_or_fsync_is_named_and_used(
         save(tmp_path, step)
         with being_read(tmp_path / f"step-{step}"):
             pass
-    retire(tmp_path, 2)
+    apply_retention(tmp_path, 2)
     assert commit.saved_steps(tmp_path) == [10, 15]
     said = [record.getMessage() for record in caplog.records]
     assert sum("has no flock" in line for line in said) == 1

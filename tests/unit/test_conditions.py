@@ -122,14 +122,13 @@ OUTCOMES = {
         bad_steps="budget spike_window",
         parallelism="enable_async_tensor_parallel context_parallel_attention "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
-        "fsdp_reduce_gradients",
+        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
         metrics="wandb_project wandb_entity wandb_name",
-        profiling="save_traces_folder profile_freq profiler_warmup profiler_active "
-        "save_memory_snapshot_folder",
+        profiling="profile_freq",
     ),
     "acts": keys_of(
         job="config_file dump_folder description device_memory_gib",
@@ -141,12 +140,13 @@ OUTCOMES = {
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
         lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-        parallelism="data_parallel_shard_degree fsdp_reshard_after_forward fsdp_prefetch_layers",
+        parallelism="data_parallel_shard_degree",
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
         metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder",
-        profiling="enable_profiling enable_memory_snapshot",
+        profiling="enable_profiling enable_memory_snapshot save_traces_folder profiler_warmup "
+        "profiler_active save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",
     ),
 }
@@ -194,7 +194,10 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"parallelism.{key}": TWO_IN_FP32
         for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers")
     },
-    "parallelism.fsdp_reduce_gradients": {"training__global_batch_size": 16},
+    "parallelism.fsdp_reduce_gradients": {
+        "training__global_batch_size": 16,
+        "training__enable_cpu_offload": True,
+    },
     "training.mixed_precision_reduce": TWO_IN_FP32,
     "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
     "training.dataset_column": JSON,
@@ -235,16 +238,12 @@ AWAKE: dict[str, dict[str, Any]] = {
         "checkpoint__enable": True,
         "checkpoint__last_save_model_only": True,
     },
-    "profiling.save_memory_snapshot_folder": {"profiling__enable_memory_snapshot": True},
     "metrics.save_tb_folder": {},
     **{
         f"metrics.{key}": {"metrics__enable_wandb": True}
         for key in ("wandb_project", "wandb_entity", "wandb_name")
     },
-    **{
-        f"profiling.{key}": {"profiling__enable_profiling": True}
-        for key in (*("save_traces_folder", "profile_freq", "profiler_warmup", "profiler_active"),)
-    },
+    "profiling.profile_freq": {"profiling__enable_profiling": True},
 }
 """Beside which values each key that can be idle has an effect."""
 ASLEEP: dict[str, dict[str, Any]] = {
@@ -255,8 +254,8 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
     "training.fp32_modules": {"training__mixed_precision_param": "float32"},
     "training.token_cache_folder": STREAMED,
-    "parallelism.fsdp_reshard_after_forward": {"training__mixed_precision_param": "float32"},
-    "parallelism.fsdp_prefetch_layers": {"training__mixed_precision_param": "float32"},
+    "parallelism.fsdp_reshard_after_forward": {},
+    "parallelism.fsdp_prefetch_layers": {},
     "lr_scheduler.decay_type": {"training__steps": 100},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from meshwright.batch import Batch
 from meshwright.models import decoder
+from meshwright.models.layers import document_mask
 from meshwright.models.layers.document_mask import (
     block_mask,
     dense_mask,
@@ -97,3 +98,13 @@ def test_blocks_of_other_documents_are_not_compiled_anew(monkeypatch) -> None:
                 want = plain(batch.tokens, documents=batch.documents)
         torch.testing.assert_close(got, want)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_an_older_torch_compiles_flex_attention_without_the_option(monkeypatch) -> None:
+    def compile_like_an_older_torch(function: object, options: object = None) -> object:
+        if options is not None:
+            raise RuntimeError("Unexpected optimization option")
+        return ("compiled", function)
+
+    monkeypatch.setattr(torch, "compile", compile_like_an_older_torch)
+    assert document_mask._compiled.__wrapped__(len) == ("compiled", len)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import meshwright.cli.export
 import meshwright.exchange.export
 import meshwright.exchange.hf_write
-from meshwright.checkpoint.retention import retire
+from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
@@ -205,7 +205,7 @@ def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeyp
     kept, real = [], meshwright.exchange.export._verify
 
     def retire_then_verify(*of_export: object) -> None:
-        kept.extend(retire(checkpoint.parent, 1))
+        kept.extend(apply_retention(checkpoint.parent, 1))
         real(*of_export)
 
     monkeypatch.setattr(meshwright.exchange.export, "_verify", retire_then_verify)

@@ -6,18 +6,22 @@ from pathlib import Path
 import pytest
 
 import meshwright
+from meshwright.checkpoint.manifest import ADDED
+from meshwright.config.job_config import JobConfig
+from meshwright.families import FIRST
+from meshwright.specs import MODELS
 
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware user_module",
-    "config models batch",
+    "log hardware user_module families",
+    "config models batch file_system",
     "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation generation health",
     "specs step bad_steps exchange due",
     "extension",
     "preflight",
-    "agreement build saved_job announce final_export",
+    "agreement build reporting saved_job announce final_export",
     "trainer",
     "train",
     "main",
@@ -70,3 +74,27 @@ def test_checking_a_config_does_not_import_torch(start: str) -> None:
                 candidates = [path.with_suffix(".py"), path / "__init__.py"]
                 todo += [c for c in candidates if c.exists() and c not in seen]
     assert len(seen) > 3
+
+
+NAME_LLAMA = {  # the registry's line, and tables of names that others gave
+    "families.py": 1,
+    "config/torchtitan/rules.py": 8,
+    "datasets/tokenizers/kinds.py": 4,
+}
+
+
+def test_no_family_is_special() -> None:
+    """Outside of its folder a family is one line of the registry (llama.cpp is another program)."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE).as_posix()
+        lines = file.read_text("utf-8").lower().replace("llama.cpp", "").splitlines()
+        count = sum("llama" in line for line in lines)
+        if count and not name.startswith("models/llama/"):
+            found[name] = count
+    assert found == NAME_LLAMA
+
+
+def test_a_family_that_is_not_named_is_the_first() -> None:
+    """Also in manifests from before they named one, which are all of it."""
+    assert next(iter(MODELS)) == FIRST == JobConfig().model.name == ADDED["model_name"] == "llama"

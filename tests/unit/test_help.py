@@ -120,6 +120,9 @@ def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
 def test_what_is_missing_because_a_key_is_wrong_is_not_reported_too(message) -> None:
     said = message('[model]\nname = "qwen3"\nflavour = "x"\n[checkpoint]\nenabel = true\n')
     assert said.count("fix: ") == 2
+    said = message('[training]\ndataset = "json"\ndataset_pth = "a.jsonl"\n')
+    assert said.count("fix: ") == 1
+    assert "did you mean training.dataset_path?" in said
 
 
 def test_rules_between_keys_come_together(message) -> None:

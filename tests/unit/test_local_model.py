@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
-from typing import Any
 from unittest.mock import Mock
 
+import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import build
+from meshwright.config.job_config import Training
 from meshwright.config.loader import load_config
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms.local_model import allocate, build_local_model
+from meshwright.parallelisms import data_parallel
+from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
 from meshwright.preflight import preflight
 from tests.helpers.tiny import SEQ_LEN, TINY
 
@@ -25,36 +28,46 @@ def test_buffers_may_be_elsewhere_than_parameters() -> None:
     assert not any("cos" in name for name in model.state_dict())
 
 
-def test_every_type_is_the_configs(monkeypatch) -> None:
-    words = ["--job.config_file", "tests/integration/tiny.toml", "--training.dtype", "float32"]
-    words += ["--training.mixed_precision_param", "bfloat16"]
-    words += ["--training.mixed_precision_reduce", "float32"]
-    given: dict[str, Any] = {}
+def one_rank() -> Mock:
+    """Meshes with a rank along each axis."""
+    meshes = Mock()
+    meshes.pp.get_local_rank.return_value = 0
+    for axis in (meshes.pp, meshes.tp, meshes.cp, meshes.world, meshes.fsdp):
+        axis.size.return_value = axis.ndim = 1
+    return meshes
 
-    def note(model: object, apply: Any, stages: object, **options: object) -> None:
-        given.update(options | apply.keywords)
 
-    monkeypatch.setattr(build, "build_local_model", note)
-    build.build_model(preflight(load_config(words)[0], 1), None, torch.device("cpu"))
-    assert (given["dtype"], given["param_dtype"]) == (torch.bfloat16, torch.bfloat16)
-    assert (given["reduce_dtype"], given["master_dtype"]) == (torch.float32, torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "param", "reduce"),
+    [("float32", "bfloat16", "float32"), ("bfloat16",) * 3, ("bfloat16", "bfloat16", "float32")],
+)
+def test_every_type_is_the_configs(monkeypatch, dtype, param, reduce) -> None:
+    words = ["--job.config_file", "tests/integration/tiny.toml", "--training.dtype", dtype]
+    words += ["--training.mixed_precision_param", param]
+    words += ["--training.mixed_precision_reduce", reduce, "--training.global_batch_size", "2"]
+    words += ["--training.enable_cpu_offload"]  # otherwise one rank may do without FSDP2
+    seen = []
+
+    def note(modules: object, *, mp_policy: MixedPrecisionPolicy, **_: object) -> list[Mock]:
+        seen.append((mp_policy.param_dtype, mp_policy.reduce_dtype))
+        return [Mock()]
+
+    monkeypatch.setattr(data_parallel, "fully_shard", note)
+    plan = preflight(load_config(words)[0], 1)
+    model = build.build_model(plan, one_rank(), torch.device("cpu"))
+    assert {*seen} == {(getattr(torch, param), getattr(torch, reduce))}
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
 
 
 def test_a_module_in_fp32_is_not_all_whose_names_begin_as_its_own() -> None:
     args = dataclasses.replace(TINY, n_layers=11)
-    meshes = Mock()
-    meshes.pp.get_local_rank.return_value, meshes.pp.size.return_value = 0, 1
     model = build_local_model(
         functools.partial(Decoder, args, SEQ_LEN),
         lambda stage: None,
-        [args.module_names],
-        meshes=meshes,
+        ModelParts([args.module_names], fp32_modules=["layers.1"]),
+        meshes=one_rank(),
+        training=Training(dtype="bfloat16"),
         schedule="1F1B",
-        num_microbatches=1,
-        activation_shape=(1, SEQ_LEN, args.dim),
-        dtype=torch.bfloat16,
-        master_dtype=torch.bfloat16,
-        fp32_modules=["layers.1"],
         device=torch.device("cpu"),
     )
     in_fp32 = {n for n, p in model.named_parameters() if p.dtype == torch.float32}

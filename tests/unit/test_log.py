@@ -6,7 +6,7 @@ import time
 import pytest
 
 from meshwright import log
-from meshwright.log import ConsoleFormatter, busy, log_to_console, logger
+from meshwright.log import ConsoleFormatter, busy, log_to_console, logger, print_error
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,20 @@ def test_long_messages_are_wrapped_and_long_words_stay_whole(narrow, capsys) -> 
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 60] == [" " * 11 + path]
     assert " ".join(" ".join(lines).split()[1:]).startswith("some words that do not fit into one")
+
+
+def test_errors_are_wrapped_but_for_the_config_s_own_lines(narrow, capsys) -> None:
+    excerpt = f"    steps = {'9' * 60}"
+    carets = f"            {'^' * 60}"
+    print_error(f"a.toml:3: steps: {'a long rule ' * 6}\n{excerpt}\n{carets}\n  fix: {'b ' * 40}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("meshwright: a.toml:3: steps: a long rule")
+    assert excerpt in lines
+    assert carets in lines
+    others = [line for line in lines if line not in (excerpt, carets)]
+    assert max(map(len, others)) <= 60
+    assert " ".join(" ".join(others).split()).count("a long rule") == 6
+    assert lines[-1].startswith("    b ")
 
 
 def test_a_width_that_is_no_number_is_passed_over(monkeypatch, capsys) -> None:

@@ -12,8 +12,8 @@ from meshwright.config.job_config import JobConfig, Optimizer, ParameterGroup
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import FLAVORS
-from meshwright.optim.early_step import EarlyStep
 from meshwright.optim.groups import describe, fitted_groups, names_by_group, settings_of
+from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import OPTIMIZERS, build_optimizer, set_learning_rate, update
 from meshwright.preflight import preflight
 from meshwright.proof.shrink import shrink
@@ -60,7 +60,7 @@ def test_groups_are_those_of_plain_torch(name, is_early, decay_norm_and_bias) ->
     plain = getattr(torch.optim, name)(
         [group for group, _ in groups], betas=betas, eps=config.eps, fused=True
     )
-    early = EarlyStep(optimizer) if is_early else None
+    early = OptimizerInBackward(optimizer) if is_early else None
     tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     for lr in LRS:
         set_learning_rate(optimizer, lr)

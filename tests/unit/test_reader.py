@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.place import Place
-from meshwright.checkpoint.reader import PlainReader
+from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.saved_tensors import INDEX
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.errors import ConfigError
@@ -22,10 +22,10 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tmp_path: Path) -> 
     folder, sprung = tmp_path / "saved", tmp_path / "sprung"
     dcp.save({"a": torch.arange(3), "b": Trap(sprung)}, checkpoint_id=folder, no_dist=True)
     state = {"a": torch.zeros(3, dtype=torch.long)}
-    dcp.load(state, storage_reader=PlainReader(folder), no_dist=True)
+    dcp.load(state, storage_reader=SafeCheckpointReader(folder), no_dist=True)
     assert state["a"].tolist() == [0, 1, 2]
     with pytest.raises(CheckpointException, match="b is an object there, no tensor"):
-        dcp.load({"b": torch.tensor(0)}, storage_reader=PlainReader(folder), no_dist=True)
+        dcp.load({"b": torch.tensor(0)}, storage_reader=SafeCheckpointReader(folder), no_dist=True)
     assert not sprung.exists()
     dcp.load({"b": torch.tensor(0)}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     assert sprung.exists()  # so the trap works
@@ -44,7 +44,7 @@ def test_an_index_does_not_change_classes(tmp_path: Path) -> None:
     before = Path.__subclasses__()[0].__dict__.copy()
     try:
         with pytest.raises(ValueError, match="setstate"):
-            PlainReader(tmp_path)
+            SafeCheckpointReader(tmp_path)
         assert str(tmp_path) != "/victim"
     finally:
         for name in Path.__subclasses__()[0].__dict__.keys() - before.keys():
@@ -60,7 +60,7 @@ def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> 
         place.relative_path = name
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="no file of its folder"):
-        PlainReader(tmp_path / "saved")
+        SafeCheckpointReader(tmp_path / "saved")
 
 
 def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
     assert len(content) == 11 + size
     index.write_bytes(content[:2] + content[11:].replace(was, now))
     state = {"a": torch.zeros(3, dtype=torch.long)}
-    dcp.load(state, storage_reader=PlainReader(tmp_path), no_dist=True)
+    dcp.load(state, storage_reader=SafeCheckpointReader(tmp_path), no_dist=True)
     assert state["a"].tolist() == [0, 1, 2]
 
 
@@ -136,6 +136,6 @@ def test_forged_sizes_are_one_error(forge, message: str, tmp_path: Path) -> None
     forge(metadata)
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=message):
-        PlainReader(tmp_path)
+        SafeCheckpointReader(tmp_path)
     with pytest.raises(ConfigError, match=f"cannot be read: {message}"):
         CheckpointWeights(Place("path", tmp_path), str)

@@ -12,7 +12,6 @@ import torch
 
 from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.global_order import Cursor, GlobalOrder, bad_records, merged
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -21,9 +20,10 @@ from meshwright.datasets.loader import (
     padded_samples,
     to_batches,
 )
-from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
+from meshwright.datasets.sample import SampleRules
+from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
 from meshwright.errors import ConfigError, RecordError
 from meshwright.models.layers.loss import IGNORE
@@ -35,7 +35,7 @@ LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
     """Of 4 documents, so that there are several."""
-    for module in ("token_cache", "tokenizing"):
+    for module in ("token_cache", "cache_files"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
 
 
@@ -131,8 +131,8 @@ def test_a_sample_knows_its_documents(tmp_path, small_blocks) -> None:
 
 def take(source: OpenSource, n: int, cursor: Cursor = Cursor(), **options) -> list:
     """Samples from `cursor` on, each with the cursor behind it."""
-    keywords = {"seed": 0, "max_epochs": 0, "batch": 1, "slots": [0]} | options
-    order = GlobalOrder([source], [1], cursor, length=LENGTH, **keywords)
+    keywords = {"batch": 1, "slots": [0]} | options
+    order = SampleStream([source], [1], cursor, SampleRules(LENGTH, seed=0), **keywords)
     taken = []
     for _ in range(n):
         sample = order.next_sample()
@@ -151,21 +151,11 @@ def test_a_stream_resumes_at_any_sample(window: int) -> None:
         assert take(source, 119 - i, Cursor.from_json(saved)) == want[i + 1 :]
 
 
-@pytest.mark.parametrize("kind", ["cached", "streamed"])
-def test_a_sample_can_be_looked_up_by_its_index(kind, tmp_path) -> None:
-    source = cached(tmp_path) if kind == "cached" else streamed()
-    want = take(source, 60)
-    for first, last, known in ((0, 0, 0), (7, 9, 0), (41, 59, 0), (41, 43, 41), (50, 52, 30)):
-        before = (known, want[known - 1][1]) if known else (0, Cursor())
-        found = find_samples(source, first, last, length=LENGTH, seed=0, before=before)
-        assert [sample.tokens.tolist() for sample in found] == [
-            tokens for tokens, _ in want[first : last + 1]
-        ]
-
-
 def test_a_stream_holds_every_token_once_an_epoch() -> None:
     source = streamed(num_shards=1, window=3)
-    order = GlobalOrder([source], [1], Cursor(), length=1, seed=0, max_epochs=3, batch=1, slots=[0])
+    order = SampleStream(
+        [source], [1], Cursor(), SampleRules(length=1, seed=0, max_epochs=3), batch=1, slots=[0]
+    )
     tokens = Counter()
 
     def read_on() -> None:
@@ -185,8 +175,8 @@ def test_a_window_shuffles_and_differs_each_epoch() -> None:
         for sample in (
             order.next_sample()
             for order in [
-                GlobalOrder(
-                    [source], [1], Cursor(), length=52, seed=0, max_epochs=0, batch=1, slots=[0]
+                SampleStream(
+                    [source], [1], Cursor(), SampleRules(length=52, seed=0), batch=1, slots=[0]
                 )
             ]
             for _ in range(52)
@@ -208,7 +198,7 @@ def test_a_rank_reads_only_its_own_shards() -> None:
     opened = set()
     source = streamed(LETTERS, num_shards=8, window=1, get=lambda i: opened.add(i) or LETTERS[i])
     take_slots = {"batch": 4, "slots": [1]}
-    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, **take_slots)
+    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), **take_slots)
     for _ in range(40):
         order.next_sample()
     shards = {i for i in range(8) for n in opened if 26 * i // 8 <= n < 26 * (i + 1) // 8}
@@ -253,16 +243,15 @@ def read_steps(
     loaders = []
     for rank in range(dp_size):
         shape = BatchShape(local, accumulate, rank, dp_size)
-        order = GlobalOrder(
+        order = SampleStream(
             sources,
             weights,
             cursor,
-            length=LENGTH,
-            seed=0,
-            max_epochs=max_epochs,
+            SampleRules(
+                length=LENGTH, seed=0, max_epochs=max_epochs, max_bad_records=max_bad_records
+            ),
             batch=shape.global_batch_size,
             slots=shape.slots,
-            max_bad_records=max_bad_records,
         )
         loaders.append(Loader(order, shape, mask_documents=mask_documents, pin_memory=False))
     steps = []
@@ -365,8 +354,13 @@ def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
 
 def batches_of(source: OpenSource, mask_documents: bool, has_seed: bool = True) -> list[Batch]:
     shape = BatchShape(4, 1, 0, 1)
-    order = GlobalOrder(
-        [source], [1], Cursor(), length=LENGTH, seed=0, max_epochs=1, batch=4, slots=shape.slots
+    order = SampleStream(
+        [source],
+        [1],
+        Cursor(),
+        SampleRules(length=LENGTH, seed=0, max_epochs=1),
+        batch=4,
+        slots=shape.slots,
     )
     loader = Loader(order, shape, mask_documents=mask_documents, pin_memory=False)
     return [batch for data in loader for batch in data.batches]
@@ -400,13 +394,11 @@ def test_padded_samples_are_the_same_samples_on_any_number_of_ranks(dp_size, tmp
     rows, labels = [], 0
     for rank in range(dp_size):
         shape = BatchShape(4 // dp_size, 1, rank, dp_size)
-        order = GlobalOrder(
+        order = SampleStream(
             [cached(tmp_path)],
             [1],
             Cursor(),
-            length=LENGTH,
-            seed=None,
-            max_epochs=0,
+            SampleRules(length=LENGTH, seed=None),
             batch=4,
             slots=shape.slots,
         )
@@ -429,13 +421,11 @@ def test_a_stream_in_a_mixture_is_read_whole(weights, tmp_path) -> None:
     """Draws are periodic: by the job's number of the sample, some shards would never be read."""
     source = streamed(LETTERS, num_shards=8, window=2)
     letters = {ord(text[0]) for text in LETTERS}
-    order = GlobalOrder(
+    order = SampleStream(
         [cached(tmp_path), source],
         weights,
         Cursor(),
-        length=LENGTH,
-        seed=0,
-        max_epochs=0,
+        SampleRules(length=LENGTH, seed=0),
         batch=8,
         slots=range(8),
     )
@@ -455,7 +445,7 @@ def test_an_error_concerns_the_step_that_it_is_met_in(tmp_path) -> None:
 
     source = streamed(("",) * 6, num_shards=1, window=1, get=get)
     shape = BatchShape(1, 1, 0, 1)
-    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, batch=1, slots=[0])
+    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), batch=1, slots=[0])
     loader = Loader(order, shape, mask_documents=False, pin_memory=False)
     for _ in range(3):
         next(loader)
@@ -496,16 +486,13 @@ def test_records_are_passed_over_on_any_mesh_and_after_resumes(split) -> None:
 def test_no_more_records_are_passed_over_than_may_be() -> None:
     for allowed, error in ((4, None), (3, "is bad"), (0, "is bad")):
         source = streamed(LETTERS, num_shards=1, window=26, get=with_errors(LETTERS, BAD))
-        order = GlobalOrder(
+        order = SampleStream(
             [source],
             [1],
             Cursor(),
-            length=8,
-            seed=0,
-            max_epochs=1,
+            SampleRules(length=8, seed=0, max_epochs=1, max_bad_records=allowed),
             batch=1,
             slots=[0],
-            max_bad_records=allowed,
         )
         samples = iter(order.next_sample, None)
         with pytest.raises(RecordError if error else EndOfData, match=error):
@@ -548,7 +535,7 @@ def test_steps_are_fetched_ahead_of_an_error() -> None:
     source = streamed(
         ("abcdef",) * 6, num_shards=1, window=1, get=with_errors(("abcdef",) * 6, [3])
     )
-    order = GlobalOrder([source], [1], Cursor(), length=8, seed=0, max_epochs=0, batch=1, slots=[0])
+    order = SampleStream([source], [1], Cursor(), SampleRules(length=8, seed=0), batch=1, slots=[0])
     loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
     assert loader.fetch(2) == 2
     next(loader)

@@ -9,9 +9,9 @@ from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.recipe import Recipe
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
 
@@ -24,7 +24,7 @@ sequence; then one document of two sequences, [1, 2] and [3, 4, EOS]."""
 
 def open_tokens(folder: Path, dataset: str, path: Path, *, check_all: bool = False) -> TokenCache:
     source = Source(dataset=dataset, dataset_path=str(path))
-    recipe = Recipe(Entry("training", "data", source), BYTES)
+    recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
     return open_cache(recipe, folder / "cache", num_workers=1, check_all=check_all)
 
 

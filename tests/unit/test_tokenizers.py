@@ -87,7 +87,7 @@ def test_a_tiktoken_file_gives_the_ids_of_transformers(files: dict[str, Path]) -
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(ours.encode(text)) == text
-    for token in tiktoken_file.llama3_special_tokens():
+    for token in tiktoken_file.special_tokens():
         assert ours.special_ids[token] == theirs.token_to_id(token)
     assert ours.vocab_size == theirs.get_vocab_size()
 
@@ -115,7 +115,7 @@ def test_a_sentencepiece_model_gives_the_ids_of_transformers(tmp_path: Path) -> 
 
 def test_llama_3s_special_tokens_have_its_ids() -> None:
     """Llama 3.1's, as its tokenizer_config.json lists them, after 128000 ranks."""
-    ids = {t: 128_000 + i for i, t in enumerate(tiktoken_file.llama3_special_tokens())}
+    ids = {t: 128_000 + i for i, t in enumerate(tiktoken_file.special_tokens())}
     assert len(ids) == 256
     known = {
         "<|begin_of_text|>": 128000,

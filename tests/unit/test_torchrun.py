@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from meshwright.launch.torchrun import _ask_to_stop, _report
+from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
+from meshwright.log import TERMINAL, console_stream, log_to_console, logger
 
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
@@ -36,5 +39,35 @@ def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, 
         os.utime(file, (when, when))
         failures[rank] = ProcessFailure(rank, 7, 1, str(file))
     with pytest.raises(SystemExit, match="1"):
-        _report(ChildFailedError("job", failures), is_asked=False)
-    assert capsys.readouterr().err == "meshwright: rank 1 failed (exit 1)\ncallstack of 1"
+        _report(ChildFailedError("job", failures), is_asked=False, last_place=_place)
+    assert capsys.readouterr().err == (
+        "callstack of 1\nmeshwright: rank 1 failed (exit 1), in the data of step 1\n"
+    )
+
+
+def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -> None:
+    """With colour and bars, which torchrun would not pass on; the other ranks do not."""
+    seen, terminal = os.openpty()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w"))
+    for name in (TERMINAL, PREFIX, "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # and put back afterwards
+    several = Namespace(local_ranks_filter="0,1", role="rank")
+    _set_up_console(several)
+    assert (os.environ[TERMINAL], several.role) == ("", "rank")
+    one = Namespace(local_ranks_filter="1", role="rank")
+    _set_up_console(one)
+    assert (os.environ[TERMINAL], one.role) == (f"1:{os.ttyname(terminal)}", "")
+    before = logger.handlers, logger.propagate
+    try:
+        for rank in "01":
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            log_to_console()
+            assert (console_stream() is sys.stdout) == (rank == "0")
+        logger.info("from rank 1")
+    finally:
+        logger.handlers, logger.propagate = before
+    assert os.read(seen, 100).endswith(b" from rank 1\r\n")
+
+
+def _place(rank: int) -> str:
+    return f"the data of step {rank}"

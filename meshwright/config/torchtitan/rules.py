@@ -38,6 +38,9 @@ FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
 """Their name and flavor; our name, flavor and `model.args`. Every Llama there has Llama 3.1's
 stretched rotation, the debug model too."""
 
+DEFAULT_NAME = "llama3"
+"""Of its model, if a TOML names none."""
+
 DOCUMENT_MASKS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 """Endings of flavors whose attention stays inside documents: `training.mask_documents` here."""
 

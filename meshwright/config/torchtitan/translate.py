@@ -39,14 +39,16 @@ def is_torchtitan(raw: Mapping[str, Any]) -> bool:
     model = raw.get("model")
     if not isinstance(model, Mapping):
         return False
-    name, flavor = model.get("name", "llama3"), model.get("flavor", "debugmodel")
+    name, flavor = model.get("name", rules.DEFAULT_NAME), model.get("flavor", "debugmodel")
     if not (isinstance(name, str) and isinstance(flavor, str)):
         return False
     if name in rules.OTHER_MODELS:
         return True
     if name not in NAMES:
         return False
-    is_theirs = name == "llama3" or flavor != "debugmodel"  # qwen3's debugmodel is of both
+    is_theirs = (
+        name == rules.DEFAULT_NAME or flavor != "debugmodel"
+    )  # there is a debugmodel of both
     return "hf_assets_path" in model or (
         "name" in model and is_theirs and _find_flavor(name, flavor) is not None
     )
@@ -146,7 +148,7 @@ def _find_flavor(name: str, flavor: str) -> tuple[tuple[str, str, Table], bool] 
 
 
 def _model(job: _Job) -> None:
-    name = job.given.pop("model.name", "llama3")
+    name = job.given.pop("model.name", rules.DEFAULT_NAME)
     flavor = job.given.pop("model.flavor", "debugmodel")
     found = _find_flavor(name, flavor)
     if found is None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from meshwright.datasets.conversations.marks import Marks, free_marks, overlaps, take_out
 from meshwright.datasets.conversations.template import TEMPLATE_KEY, compile_template, find_template
-from meshwright.datasets.tokenizers.kinds import KEY, Tokenizer
+from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError, RecordError
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     Args:
         template: Jinja source, as `find_template` gives it.
-        now: the date, for templates that ask for it (Llama 3.1's do): the same for every
+        now: the date, for templates that ask for it: the same for every
             conversation, and to be kept over a resume if the ids are to be the same.
 
     Raises:
@@ -60,9 +60,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, template: str, *, now: datetime | None = None) -> None:
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError(
-                KEY,
-                f"{KEY}: a {type(tokenizer).__name__} cannot parse the special tokens of a chat "
-                "template\n  fix: use a tokenizer.json, or Llama 3's tokenizer.model",
+                PATH_KEY,
+                f"{PATH_KEY}: a {type(tokenizer).__name__} cannot parse the special tokens of a "
+                "chat template\n  fix: use a tokenizer.json, or a tiktoken tokenizer.model",
             )
         self._tokenizer = tokenizer
         self._template = compile_template(template, now or datetime.now())

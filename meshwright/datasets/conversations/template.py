@@ -14,7 +14,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.tokenizers.kinds import KEY, find_file
+from meshwright.datasets.tokenizers.kinds import PATH_KEY, find_file
 from meshwright.datasets.tokenizers.special_tokens import read_json_object
 from meshwright.errors import ConfigError
 
@@ -36,7 +36,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
     if template_path:
         return _read_template(Path(template_path))
     if tokenizer_path == BYTES:
-        raise ConfigError(TEMPLATE_KEY, f"{KEY} = {BYTES!r}: has no chat template\n  {FIX}")
+        raise ConfigError(TEMPLATE_KEY, f"{PATH_KEY} = {BYTES!r}: has no chat template\n  {FIX}")
     tokenizer_file = find_file(tokenizer_path)
     beside = tokenizer_file.with_name(FILE_NAME)
     if beside.is_file():
@@ -44,7 +44,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
     try:
         found = read_json_object(tokenizer_file.with_name(CONFIG_NAME)).get("chat_template")
     except ValueError as error:
-        raise ConfigError(KEY, f"{KEY} = {tokenizer_path!r}: {error}") from error
+        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {tokenizer_path!r}: {error}") from error
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
@@ -52,13 +52,13 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
             names = ", ".join(map(str, named))
             raise ConfigError(
                 TEMPLATE_KEY,
-                f"{KEY} = {tokenizer_path!r}: {CONFIG_NAME} has the chat templates {names}, "
+                f"{PATH_KEY} = {tokenizer_path!r}: {CONFIG_NAME} has the chat templates {names}, "
                 f"and none of them is the default\n  {FIX}",
             )
     if not isinstance(found, str) or not found.strip():
         raise ConfigError(
             TEMPLATE_KEY,
-            f"{KEY} = {tokenizer_path!r}: no chat template beside it, neither {FILE_NAME} nor "
+            f"{PATH_KEY} = {tokenizer_path!r}: no chat template beside it, neither {FILE_NAME} nor "
             f'"chat_template" in {CONFIG_NAME}\n  {FIX}',
         )
     return found

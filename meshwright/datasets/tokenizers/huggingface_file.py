@@ -1,4 +1,4 @@
-"""A `tokenizer.json` of Hugging Face, as Llama 3 has it."""
+"""A `tokenizer.json` of Hugging Face."""
 
 import hashlib
 import json

@@ -15,7 +15,7 @@ from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_t
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError, where_it_ends
 
-KEY = "model.tokenizer_path"
+PATH_KEY = "model.tokenizer_path"
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
     "llama3": "meta-llama/Meta-Llama-3-8B",
@@ -89,13 +89,17 @@ def build_tokenizer(path: str) -> Tokenizer:
     file = find_file(path)
     content = file.read_bytes()
     if not content.strip():
-        raise ConfigError(KEY, f"{KEY} = {str(file)!r}: is empty\n  fix: download it again")
+        raise ConfigError(
+            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: is empty\n  fix: download it again"
+        )
     kind = kind_of(file, content)
     try:
         return kind(file)
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
-        raise ConfigError(KEY, f"{KEY} = {str(file)!r}: not a {kind.__name__}: {reason}") from error
+        raise ConfigError(
+            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: not a {kind.__name__}: {reason}"
+        ) from error
 
 
 def find_file(path: str) -> Path:
@@ -106,9 +110,9 @@ def find_file(path: str) -> Path:
     """
     if not path:
         raise ConfigError(
-            KEY,
-            f"{KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their folder; "
-            f"or {BYTES!r}, which needs no file",
+            PATH_KEY,
+            f"{PATH_KEY}: not given\n  fix: name a tokenizer.model, a tokenizer.json, or their "
+            f"folder; or {BYTES!r}, which needs no file",
         )
     file = Path(path)
     if file.is_dir():
@@ -116,12 +120,13 @@ def find_file(path: str) -> Path:
         if not inside:
             fix = "name the file itself"
             raise ConfigError(
-                KEY, f"{KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}\n  fix: {fix}"
+                PATH_KEY,
+                f"{PATH_KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}\n  fix: {fix}",
             )
         return inside[0]
     if not file.is_file():
         fix = _download(file) or where_it_ends(file)
-        raise ConfigError(KEY, f"{KEY} = {path!r}: no such file or folder\n  fix: {fix}")
+        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {path!r}: no such file or folder\n  fix: {fix}")
     return file
 
 

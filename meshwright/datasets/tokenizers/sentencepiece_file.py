@@ -1,4 +1,4 @@
-"""The `tokenizer.model` of Llama 2: a sentencepiece model."""
+"""A `tokenizer.model` of sentencepiece."""
 
 import hashlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Settings:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, as Llama 2 has it. Control tokens in text are just text to it."""
+    """A sentencepiece model. Control tokens in text are just text to it."""
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()

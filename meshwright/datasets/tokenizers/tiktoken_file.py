@@ -1,4 +1,5 @@
-"""The `tokenizer.model` of Llama 3: a text line for each token, its base64 and its rank."""
+"""A `tokenizer.model` of tiktoken, as Meta has it since 2024: a line for each token, its base64 and
+its rank."""
 
 import base64
 import binascii
@@ -19,10 +20,10 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3's: no token reaches over the end of a match."""
+"""Of Meta's files: no token reaches over the end of a match."""
 
 NUM_SPECIALS = 256
-NAMED_SPECIALS = (  # Llama 3.1's; in Llama 3 some were reserved still, under the same ids
+NAMED_SPECIALS = (  # Meta's of July 2024; in April some were reserved still, under the same ids
     "<|begin_of_text|>",
     "<|end_of_text|>",
     "<|reserved_special_token_0|>",
@@ -49,15 +50,13 @@ _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
 
 class TiktokenTokenizer:
-    """A byte-level BPE from a file of ranks, with Llama 3's split pattern and special tokens."""
+    """A byte-level BPE from a file of ranks, with Meta's split pattern and special tokens."""
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         self.ranks = ranks = read_ranks(content)
-        self.special_ids = {
-            token: len(ranks) + i for i, token in enumerate(llama3_special_tokens())
-        }
+        self.special_ids = {token: len(ranks) + i for i, token in enumerate(special_tokens())}
         self._encoding = tiktoken.Encoding(
             path.name,
             pat_str=SPLIT_PATTERN,
@@ -104,7 +103,7 @@ class TiktokenTokenizer:
             yield character[start], character[end - 1] + 1
 
 
-def llama3_special_tokens() -> list[str]:
+def special_tokens() -> list[str]:
     """In the order of their ids."""
     reserved = NUM_SPECIALS - len(NAMED_SPECIALS)  # 0, 1 and 2 are among the named
     return [*NAMED_SPECIALS, *(f"<|reserved_special_token_{3 + i}|>" for i in range(reserved))]

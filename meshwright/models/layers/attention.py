@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.layers.document_mask import Mask, masked_attention
+from meshwright.models.layers.mixed import Linear, RMSNorm
 from meshwright.models.layers.rope import apply_rope
 from meshwright.models.table import AttentionSpec
 
@@ -57,7 +58,7 @@ def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
 class Attention(nn.Module):
     """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
 
-    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names follow Llama checkpoints.
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names are Meta's.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -65,14 +66,14 @@ class Attention(nn.Module):
         self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
         self.scale = 1 / math.sqrt(spec.head_dim)
         query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        self.wq = nn.Linear(spec.dim, query, bias=False)
-        self.wk = nn.Linear(spec.dim, kv, bias=False)
-        self.wv = nn.Linear(spec.dim, kv, bias=False)
-        self.wo = nn.Linear(query, spec.dim, bias=False)
+        self.wq = Linear(spec.dim, query)
+        self.wk = Linear(spec.dim, kv)
+        self.wv = Linear(spec.dim, kv)
+        self.wo = Linear(query, spec.dim)
         if spec.qk_norm is not None:
             is_whole = spec.qk_norm == "all"
-            self.q_norm = nn.RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
-            self.k_norm = nn.RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
+            self.q_norm = RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from meshwright.models.layers.attention import Attention
 from meshwright.models.layers.document_mask import Mask
 from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.mixed import RMSNorm
 from meshwright.models.table import BlockSpec
 
 
@@ -18,9 +19,9 @@ class Block(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.norm = spec.norm
-        self.attention_norm = nn.RMSNorm(spec.attention.dim, eps=spec.norm_eps)
+        self.attention_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
         self.attention = Attention(spec.attention)
-        self.ffn_norm = nn.RMSNorm(spec.attention.dim, eps=spec.norm_eps)
+        self.ffn_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
         self.feed_forward = FeedForward(spec.feed_forward)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:

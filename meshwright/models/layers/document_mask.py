@@ -94,9 +94,7 @@ def _compiled(function: Any) -> Any:
     """Of flex attention's functions, which uncompiled make a whole (S, S) matrix first."""
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
     # can keep its output. A torch without the option computes it again.
-    import torch._inductor.config as inductor  # half a second
-
-    is_known = hasattr(inductor, "wrap_inductor_compiled_regions")
-    return torch.compile(
-        function, options={"wrap_inductor_compiled_regions": True} if is_known else None
-    )
+    try:
+        return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
+    except RuntimeError:  # "Unexpected optimization option"
+        return torch.compile(function)

@@ -3,23 +3,22 @@
 from torch import Tensor, nn
 
 from meshwright.models.layers.loss import SummedLoss
+from meshwright.models.layers.mixed import Linear
 
 
-class Projection(nn.Linear):
+class Projection(Linear):
     """A projection with a weight of its own.
 
     `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to replace.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__(dim, vocab_size, bias=False)
+        super().__init__(dim, vocab_size)
         self.loss = SummedLoss()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss."""
-        if labels is None:
-            return self.loss.logits(x, self.weight)
-        return self.loss(x, self.weight, labels)
+        return _project(self.loss, x, self.weight, labels)
 
 
 class TiedProjection(nn.Module):
@@ -35,6 +34,9 @@ class TiedProjection(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         """As `Projection`'s, with (V, D) weight."""
-        if labels is None:
-            return self.loss.logits(x, weight)
-        return self.loss(x, weight, labels)
+        return _project(self.loss, x, weight, labels)
+
+
+def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+    weight = weight.to(x.dtype)
+    return loss.logits(x, weight) if labels is None else loss(x, weight, labels)

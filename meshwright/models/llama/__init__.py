@@ -74,7 +74,7 @@ FAMILY = Family(
         rotated=("attention.wq", "attention.wk"),
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         defaults={"rms_norm_eps": 1e-6},
-        has_rope_scaling=True,
+        stretched_rope_type="llama3",
     ),
     meta=meta,
     torchtitan=torchtitan,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.models.args import DecoderArgs, RopeScaling
-from meshwright.models.foreign import Dimension
+from meshwright.models.foreign import Dimension, positive
 
 TIED = "output.weight"
 """Written out in the files even where it is the embedding once more."""
@@ -31,12 +31,12 @@ def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
         value = params.get(key)
         if value is None and key == "n_kv_heads":
             value = params.get("n_heads")
-        found[key] = Dimension(key, _positive(key, value))
+        found[key] = Dimension(key, positive(key, value))
     width = found["dim"].value // found["n_heads"].value
     found["head_dim"] = Dimension("heads of width dim / n_heads, which", width)
     vocab_size = params.get("vocab_size", -1)
     if vocab_size != -1:  # which is for the tokenizer to say
-        found["vocab_size"] = Dimension("vocab_size", _positive("vocab_size", vocab_size))
+        found["vocab_size"] = Dimension("vocab_size", positive("vocab_size", vocab_size))
     for key, default in NUMBERS.items():
         value = params.get(key, default)
         if type(value) not in (int, float):
@@ -50,15 +50,9 @@ def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
     return found
 
 
-def _positive(key: str, value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, not a positive integer")
-    return value
-
-
 def _hidden_dim(params: Mapping[str, Any]) -> int:
     """Two thirds of 4 D, times the multiplier, up to the next multiple; truncated at each step."""
-    multiple_of = _positive("multiple_of", params.get("multiple_of", 256))
+    multiple_of = positive("multiple_of", params.get("multiple_of", 256))
     multiplier = params.get("ffn_dim_multiplier")
     if multiplier is None:
         multiplier = 1

@@ -21,8 +21,8 @@ class Qwen3Args(DecoderArgs):
     rope_theta: float = 1000000.0
 
     def expand(self) -> DecoderSpec:
-        """Queries and keys are normalised, each head on its own. Initial values are as Llama's: the
-        report gives none."""
+        """Queries and keys are normalised, each head on its own. The report gives no
+        initial values; these make logits of variance 1 at any width."""
         return self.decoder(
             qk_norm="head",
             out_std=STD / math.sqrt(2 * self.n_layers),

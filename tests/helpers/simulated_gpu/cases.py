@@ -59,21 +59,12 @@ FP32 = ("--training.mixed_precision_param=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 
 CASES = {
-    "one GPU": Case({}),
     "one GPU, fp32": Case({}, FP32),
-    "one GPU, full recomputation": Case({}, _checkpointed("full")),
     "FSDP 8": Case({"dp_shard": 8}),
-    "FSDP 8, fp32": Case({"dp_shard": 8}, FP32),
     "FSDP 8, every microbatch reduced": Case(
         {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",)
     ),
     "FSDP 8, selective by op": Case({"dp_shard": 8}, _checkpointed("selective")),
-    "FSDP 8, selective every 2nd": Case({"dp_shard": 8}, _checkpointed("selective", "2")),
-    "FSDP 8, optimizer in backward": Case(
-        {"dp_shard": 8},
-        ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf"),
-        microbatches=1,
-    ),
     "FSDP 8, CPU offload": Case({"dp_shard": 8}, ("--training.enable_cpu_offload=true",)),
     "FSDP 8, documents": Case({"dp_shard": 8}, DOCUMENTS),
     "FSDP 8, documents, selective by op": Case(
@@ -96,8 +87,9 @@ CASES = {
         {"dp_shard": 2, "cp": 4}, (*GATHER, "--model.args.dim=240"), rank=1
     ),
     "CP 4, gather, documents": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *DOCUMENTS), rank=1),
-    "PP 2 x FSDP 2, 1F1B, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
-    "PP 2 x FSDP 2, 1F1B, last rank": Case({"pp": 2, "dp_shard": 2}, rank=3, microbatches=4),
+    "PP 2 x FSDP 2, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
     "one GPU, with faults": Case({}, is_faulty=True),
-    "PP 2 x FSDP 2 x TP 2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4),
+    "PP 2 x FSDP 2 x TP 2, last rank": Case(
+        {"pp": 2, "dp_shard": 2, "tp": 2}, rank=7, microbatches=4
+    ),
 }

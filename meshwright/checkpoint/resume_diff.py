@@ -24,7 +24,7 @@ from meshwright.models.args import DecoderArgs
 
 
 @dataclass(frozen=True)
-class Drift:
+class ResumeDiff:
     """Differences between a job and the one that saved `checkpoint`, by their effect."""
 
     checkpoint: Path
@@ -100,13 +100,13 @@ class Drift:
             way = "checkpoint.load_step to its step"  # for it has been left out once
         return f"; or set {way}, to begin with {' and '.join(begins.values())}"
 
-    def log(self, is_said: bool = False) -> None:
+    def log(self, is_printed: bool = False) -> None:
         """Log the differences that do not prevent a resume: a line for each key that matters.
 
         Args:
-            is_said: on the console, so that it is to go to the log's file alone.
+            is_printed: on the console, so that it is to go to the log's file alone.
         """
-        extra, resuming = {"is_said": is_said}, f"resuming {self.checkpoint.name} with"
+        extra, resuming = {"is_printed": is_printed}, f"resuming {self.checkpoint.name} with"
         for difference in self.on_training:
             what = "a change that training will show"
             if effect_of(difference.key) is None:
@@ -122,14 +122,14 @@ def _change(difference: Difference) -> str:
     return f"{difference.key} = {shown(difference.new)} (was {shown(difference.old)})"
 
 
-def find_drift(
+def find_resume_diff(
     manifest: Manifest,
     checkpoint: Path,
     config: JobConfig,
     args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
-) -> Drift:
+) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 
     Args:
@@ -151,7 +151,7 @@ def find_drift(
     said = {difference.key for difference in on_training}
     of_data = identity if DATALOADER in excluded else weights
     on_training += [difference for difference in of_data if difference.key not in said]
-    return Drift(
+    return ResumeDiff(
         checkpoint=checkpoint,
         config=config,
         model=model,

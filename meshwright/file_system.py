@@ -1,9 +1,11 @@
-"""Flushes files and folders to the disk, on file systems that cannot do so too. Free of torch."""
+"""Flushes and locks files, also where a file system cannot do so. Free of torch."""
 
 import errno
+import fcntl
 import os
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 from meshwright.log import logger
 
@@ -27,7 +29,7 @@ def sync_file(descriptor: int, path: Path) -> None:
         kind = "a folder" if path.is_dir() else "a file"
         warn_once(
             f"the file system at {mount_of(path)} cannot flush {kind} to the disk "
-            f"({error.strerror}): a power cut may damage the newest checkpoint"
+            f"({error.strerror}): a power cut may damage the newest files"
         )
 
 
@@ -53,6 +55,27 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
+
+
+def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
+    """Take a flock on `file`; whether nobody holds one that excludes it.
+
+    A file system without flock is named in the log, once, with the `risk`; the lock then counts as
+    taken.
+
+    Args:
+        kind: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
+        path: of the file.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.ENOLCK}:
+            raise
+        warn_once(f"the file system at {mount_of(path)} has no flock ({error.strerror}): {risk}")
+    return True
 
 
 def mount_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ from meshwright.optim.optimizers import update
 from meshwright.parallelisms.gradients import local_square_sum
 
 
-class EarlyStep:
+class OptimizerInBackward:
     """Makes `optimizer` update each parameter as soon as its gradient is final, and frees that.
 
     Its state and learning rate stay where they are, so checkpoints are the same with or without.

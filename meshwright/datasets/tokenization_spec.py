@@ -7,23 +7,25 @@ from datetime import datetime
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.chat import ChatTemplate, find_template
+from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.sources import DatasetSpec, Documents, fingerprint, revision, sampled
+from meshwright.datasets.source_files import fingerprint, revision, sampled
+from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (it is the one that Llama 3.1's falls back to): the same
+"""For chat templates that write the date (those of Meta's templates fall back to it): the same
 conversation has to be the same tokens tomorrow."""
 FORMAT = 1
 """Of the files; another number is another cache."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizationSpec:
     """Everything that the tokens of a source depend on."""
 
     entry: Entry

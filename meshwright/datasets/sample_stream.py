@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource, OpenSource
-from meshwright.datasets.sample import Sample
+from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace, StreamedSamples
 from meshwright.errors import RecordError
 from meshwright.log import logger
@@ -62,14 +62,10 @@ def merged(cursors: Sequence[Cursor]) -> Cursor:
     return replace(first, places=places)
 
 
-class GlobalOrder:
+class SampleStream:
     """The samples of all sources, one after the other, from a cursor on.
 
     Args:
-        length: tokens of a sample.
-        seed: of every shuffle; None: samples of caches come in the order in which they lie.
-        max_epochs: times that a source may be read; 0: no limit.
-        max_bad_records: of streamed sources, to be passed over, in all shards that are read here.
         batch: samples of a global batch.
         slots: which of them, by number, are asked for; others are only stepped over.
     """
@@ -79,27 +75,24 @@ class GlobalOrder:
         sources: Sequence[OpenSource],
         weights: Sequence[float],
         cursor: Cursor,
+        rules: SampleRules,
         *,
-        length: int,
-        seed: int | None,
-        max_epochs: int,
         batch: int,
         slots: Collection[int],
-        max_bad_records: int = 0,
     ) -> None:
-        self.length, self._max_bad_records = length, max_bad_records
+        self.rules = rules
         self._sample, self._weighted_from = cursor.sample, cursor.weighted_from
         before = cursor.weighted_from or (0,) * len(sources)
         counts = cursor.counts or before
         drawn = [count - start for count, start in zip(counts, before, strict=True)]
         self._before, self._mixture = before, Mixture(weights, drawn)
-        self._max_epochs, self._batch, self._slots = max_epochs, batch, frozenset(slots)
+        self._batch, self._slots = batch, frozenset(slots)
         self._samples: list[CachedSamples | StreamedSamples] = []
         self._names = [source.entry.name for source in sources]
         self.names = ", ".join(self._names)
         for source in sources:
             if isinstance(source, CachedSource):
-                self._samples.append(CachedSamples(source.cache, length, seed))
+                self._samples.append(CachedSamples(source.cache, rules.length, rules.seed))
             else:
                 # keep only shards that this rank reads; its positions in the rest are stale
                 places = {
@@ -107,18 +100,7 @@ class GlobalOrder:
                     for shard, place in cursor.places.get(source.entry.name, {}).items()
                     if self._is_read_here(shard, source.num_shards)
                 }
-                streamed = StreamedSamples(
-                    source.entry,
-                    source.documents,
-                    source.encoder,
-                    num_shards=source.num_shards,
-                    length=length,
-                    window=source.window,
-                    seed=seed or 0,
-                    max_epochs=max_epochs,
-                    pass_over=self._pass_over,
-                    places=places,
-                )
+                streamed = StreamedSamples(source, rules, pass_over=self._pass_over, places=places)
                 self._samples.append(streamed)
 
     @property
@@ -150,7 +132,7 @@ class GlobalOrder:
     def _pass_over(self, error: RecordError) -> None:
         """Log the record; or raise, if there were as many before as there may be."""
         so_far = sum(bad_records(self.cursor).values())
-        if so_far >= self._max_bad_records:
+        if so_far >= self.rules.max_bad_records:
             raise error
         logger.warning("passed over a record (%d): %s", so_far + 1, error)
 
@@ -166,7 +148,7 @@ class GlobalOrder:
         index = self._before[source] + self._mixture.counts[source] - 1
         sample = None
         if isinstance(samples, CachedSamples):
-            if self._max_epochs and index >= self._max_epochs * samples.samples_per_epoch:
+            if self.rules.max_epochs and index >= self.rules.max_epochs * samples.samples_per_epoch:
                 raise EndOfData
             sample = samples.read(index) if is_asked_for else None
         else:
@@ -181,7 +163,7 @@ class GlobalOrder:
         i mod batch, and from shard i mod shards. In a mixture, where sample i is not its source's
         i-th, that may be any; and with an end all are read, so that every rank finds it at the
         same sample."""
-        if len(self._names) > 1 or self._max_epochs > 0:
+        if len(self._names) > 1 or self.rules.max_epochs > 0:
             return True
         common = math.gcd(self._batch, num_shards)
         return any(slot % common == shard % common for slot in self._slots)

@@ -1,0 +1,102 @@
+"""Stall one rank in turn in each part of a job; print whom the launcher names, and how soon.
+
+python benchmarks/hangs.py [--ranks 4] [--limit 15] [--cases data:stop,forward:loop]
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CASES = [f"{place}:stop" for place in ("data", "forward", "save", "validation")]
+CASES += ["data:read", "forward:loop", "validation:loop"]
+STEP = 4
+NAMED = {"forward": "forward/backward"}
+VALIDATION = """
+[validation]
+enable = true
+freq = 4
+num_samples = 16
+"""
+
+
+def main() -> None:
+    """Print a row for each case; exit with 1 if one is not named rightly, or too late."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=15, help="comm.train_timeout_seconds")
+    parser.add_argument("--cases", default=",".join(CASES), help="place:way, ...")
+    args = parser.parse_args()
+    print(f"{'stalled in':12} {'by':5} {'rank named':>10} {'in phase':18} {'s':>5} {'exit':>4}")
+    is_right = True
+    for number, case in enumerate(args.cases.split(",")):
+        place, way = case.split(":")
+        rank = number % args.ranks
+        named, phase, seconds, code, output = stalled(args.ranks, args.limit, rank, place, way)
+        good = (named, phase, code) == (str(rank), NAMED.get(place, place), 6)
+        good = good and seconds < args.limit + 10
+        is_right = is_right and good
+        note = "" if good else f"  <- wrong: rank {rank}\n{output}"
+        print(
+            f"{place:12} {way:5} {named:>10} {phase:18} {seconds:5.1f} {code:4}{note}", flush=True
+        )
+    sys.exit(not is_right)
+
+
+def stalled(
+    ranks: int, limit_s: int, rank: int, place: str, way: str
+) -> tuple[str, str, float, int, str]:
+    """Run a job whose `rank` stalls; return whom the last line names, its phase, the seconds since
+    it stalled until the job's end, the exit code and the console."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny = (ROOT / "tests/integration/tiny.toml").read_text()
+        assets = str(ROOT / "assets")
+        (folder / "job.toml").write_text(tiny.replace("../../assets", assets) + VALIDATION)
+        torchrun = ["--standalone", "--nproc-per-node", str(ranks), "--local-ranks-filter", "0"]
+        words = [
+            *(sys.executable, "-m", "meshwright.launch.door", *torchrun, "--tee", "3"),
+            *(str(ROOT / "tests/helpers/stalling_train.py"), "--job.config_file"),
+            *(str(folder / "job.toml"), "--job.dump_folder", str(folder / "out")),
+            *("--training.local_batch_size", "1", "--checkpoint.interval", str(STEP)),
+            *("--comm.train_timeout_seconds", str(limit_s), "--training.steps", "100"),
+        ]
+        variables = {"STALL": f"{rank} {STEP} {place} {way}", "STALLED": str(folder / "stalled")}
+        variables |= {
+            "MESHWRIGHT_COLUMNS": "1000",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        job = subprocess.Popen(
+            words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, cwd=ROOT,
+        )  # fmt: skip
+        began: list[float] = []
+        threading.Thread(target=_note_stall, args=(job, folder, began), daemon=True).start()
+        output, _ = job.communicate(timeout=400)
+        seconds = time.monotonic() - began[0] if began else float("nan")
+        last = output.rstrip().rpartition("\n")[2]
+        found = re.search(r"rank (\d+) \(on .*\) hangs in (.*) of step (\d+)", last)
+        named, phase = (found[1], found[2]) if found else ("?", "?")
+        return named, phase, seconds, job.returncode, output
+
+
+def _note_stall(job: subprocess.Popen[str], folder: Path, began: list[float]) -> None:
+    """Note the time at which the rank says that it stalls."""
+    marker = folder / "stalled"
+    while job.poll() is None:
+        if marker.exists():
+            began.append(time.monotonic())
+            return
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()

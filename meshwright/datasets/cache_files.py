@@ -1,0 +1,167 @@
+"""Writes the files of a token cache."""
+
+import functools
+import hashlib
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from meshwright.datasets.documents import Documents
+from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.entry import Entry
+from meshwright.datasets.indexing import index_tokens
+from meshwright.datasets.token_cache import (
+    BLOCK_BYTES,
+    BLOCK_DOCUMENTS,
+    OF_PART,
+    Part,
+    checksums,
+    load_arrays,
+)
+from meshwright.datasets.token_files import FormatError, TokenFiles
+from meshwright.datasets.tokenization_spec import TokenizationSpec
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.well_formed import well_formed
+from meshwright.file_system import sync_file
+
+
+@functools.lru_cache(1)
+def open_source(recipe: TokenizationSpec) -> tuple[Documents | TokenFiles, Encoder]:
+    """A worker opens its source once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    return recipe.open(streamed=False), recipe.encoder()
+
+
+def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
+    """Tokenise the documents of one part; the number of its tokens."""
+    documents, encoder = open_source(recipe)
+    if isinstance(documents, TokenFiles):
+        return _index_part(recipe, documents, part)
+    lengths, num_bytes = [], 0
+    unfinished = part.tokens.with_suffix(f".{os.getpid()}.unfinished")
+    has_flags = np.dtype(dtype).itemsize == 4
+    try:
+        with open(unfinished, "wb") as raw_file:
+            file = _Checksummed(raw_file)
+            for document in documents.read(part.number, documents.parts):
+                tokens = encoder.encode(document)
+                if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
+                    raise recipe.entry.error(
+                        "dataset_column", "holds texts and conversations: they must be one kind"
+                    )
+                if len(tokens):
+                    file.write(tokens.astype(dtype).tobytes())
+                    lengths.append(len(tokens))
+                    num_bytes += _num_bytes(document)
+            token_checksums = file.finish()
+            raw_file.flush()
+            sync_file(raw_file.fileno(), unfinished)
+        os.replace(unfinished, part.tokens)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _save_arrays(
+        part.index,
+        lengths=np.array(lengths, np.uint32),
+        token_checksums=np.array(token_checksums, np.uint32),
+        num_bytes=np.int64(num_bytes),
+    )
+    return sum(lengths)
+
+
+def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> int:
+    """Write the index of one file of tokens; return the number of its tokens."""
+    tokenizer = build_tokenizer(recipe.tokenizer_path)
+    file = files.open(tokenizer.vocab_size)[part.number]
+    try:
+        index = index_tokens(file, tokenizer)
+    except (FormatError, OSError) as error:
+        raise files.error(file.path, str(error)) from error
+    _save_arrays(part.index, **index)
+    return file.num_tokens
+
+
+class _Checksummed:
+    """Takes the checksum of each block in memory, before it is written, not of the bytes a disk
+    has made of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._pending = file, bytearray()
+        self._checksums: list[int] = []
+
+    def write(self, content: bytes) -> None:
+        self._pending += content
+        while len(self._pending) >= BLOCK_BYTES:
+            self._write(bytes(self._pending[:BLOCK_BYTES]))
+            del self._pending[:BLOCK_BYTES]
+
+    def finish(self) -> list[int]:
+        """Write the rest; the checksums of all blocks."""
+        if self._pending:
+            self._write(bytes(self._pending))
+            self._pending.clear()
+        return self._checksums
+
+    def _write(self, block: bytes) -> None:
+        self._checksums.append(zlib.crc32(block))
+        self._file.write(block)
+
+
+def _num_bytes(document: Any) -> int:
+    texts = [document] if isinstance(document, str) else [turn["content"] for turn in document]
+    return sum(len(well_formed(text).encode()) for text in texts)
+
+
+def join_parts(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None:
+    """Merge the part indices into the index of the cache.
+
+    Raises:
+        ConfigError: if it is nothing.
+    """
+    content, num_bytes, lengths_of = hashlib.sha256(dtype.encode()), 0, []
+    for part in parts:
+        index = load_arrays(part.index, OF_PART)
+        content.update(index["token_checksums"].tobytes())
+        content.update(index["lengths"].tobytes())
+        lengths_of.append(index["lengths"])
+        num_bytes += int(index["num_bytes"])
+    lengths = np.concatenate(lengths_of).astype("<u4")
+    if not len(lengths):
+        raise entry.error("dataset", "holds no text")
+    unfinished = folder / "lengths.unfinished"
+    with open(unfinished, "wb") as file:
+        file.write(lengths.tobytes())
+        file.flush()
+        sync_file(file.fileno(), unfinished)
+    os.replace(unfinished, folder / "lengths")
+    firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
+    per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
+    per_part = [part_lengths.sum(dtype=np.uint64) for part_lengths in lengths_of]
+    _save_arrays(
+        folder / "cache.npz",
+        content=np.str_(content.hexdigest()[:16]),
+        num_bytes=np.int64(num_bytes),
+        num_documents=np.int64(len(lengths)),
+        dtype=np.str_(dtype),
+        part_starts=_starts(per_part),
+        block_starts=_starts(per_block),
+        length_checksums=checksums(folder / "lengths", 4 * BLOCK_DOCUMENTS),
+    )
+
+
+def _starts(sizes: Any) -> Any:
+    """(n,) sizes -> (n + 1,) where each begins, and the end."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
+
+
+def _save_arrays(path: Path, **arrays: Any) -> None:
+    """Write an .npz that appears under its name only when it is complete."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        sync_file(file.fileno(), unfinished)
+    os.replace(unfinished, path)

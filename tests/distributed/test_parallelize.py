@@ -1,0 +1,81 @@
+"""The log says what was applied to a model."""
+
+import logging
+
+import pytest
+import torch
+
+from meshwright.build import build_model
+from meshwright.config.loader import load_config
+from meshwright.log import logger
+from meshwright.preflight import preflight
+from tests.helpers.tiny import meshes_of
+
+FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32"
+FULL = "activation checkpointing: full"
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _build(options: dict[str, str], world_size: int) -> list[str]:
+    words = ["--job.config_file", "tests/integration/tiny.toml"]
+    words += [word for key, value in options.items() for word in (f"--{key}", value)]
+    plan = preflight(load_config(words)[0], world_size)
+    handler, level = Lines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        build_model(plan, meshes_of(plan.dims, "cpu"), torch.device("cpu"))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return handler.lines
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (
+            {
+                "parallelism.tensor_parallel_degree": "2",
+                "parallelism.context_parallel_degree": "2",
+                "activation_checkpoint.mode": "selective",
+                "compile.enable": "true",
+                "compile.backend": "aot_eager",
+            },
+            [
+                "tensor parallelism: matrices, and the sequence between them, cut in 2",
+                "context parallelism: sequences cut in 2; keys and values are gathered",
+                "activation checkpointing: selective (op)",
+                "torch.compile: each block and the loss, by aot_eager",
+                FSDP.format(2, "float32"),
+            ],
+        ),
+        (
+            {
+                "model.args.n_layers": "4",
+                "parallelism.pipeline_parallel_degree": "2",
+                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+                "activation_checkpoint.mode": "full",
+                "training.mixed_precision_param": "bfloat16",
+            },
+            [
+                "pipeline: 4 stages on 2 ranks, Interleaved1F1B, 2 microbatches",
+                FULL,  # once, not of each stage
+                FSDP.format(2, "bfloat16"),
+            ],
+        ),
+    ],
+    ids=["tp-cp", "pp"],
+)
+def test_each_parallelism_is_in_the_log_once(on_ranks, options, lines) -> None:
+    assert on_ranks(4, _build, options, 4) == [lines] * 4

@@ -1,0 +1,78 @@
+"""One rank in bf16 without FSDP2: the same numbers as with it."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.batch import Batch
+from meshwright.config.job_config import Parallelism, Training
+from meshwright.models.decoder import Decoder
+from meshwright.models.initialize import initialize
+from meshwright.parallelisms.data_parallel import apply_fsdp
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, whole
+
+
+def _gradients(model: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """Added up over the microbatches."""
+    for index, batch in enumerate(batches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(index == len(batches) - 1)
+        model(batch.tokens, batch.labels).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _with_fsdp(meshes: Meshes, tie: bool, fp32_modules: tuple[str, ...]) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(TIED if tie else TINY, SEQ_LEN)
+    apply_fsdp(
+        model,
+        meshes,
+        Training(mixed_precision_param="bfloat16"),
+        Parallelism(),
+        fp32_modules,
+    )
+    model.to_empty(device="cpu")
+    initialize(model, 0)
+    return model
+
+
+def _compare(tie: bool, fp32_modules: tuple[str, ...], ac_mode: str, compile_backend: str | None):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(TINY.vocab_size, (4, 2, SEQ_LEN + 1), generator=generator)
+    batches = [Batch(part[:, :-1], part[:, 1:], None) for part in tokens]
+    local, meshes = parallel_model(
+        ParallelDims(dp_replicate=1, dp_shard=1),
+        TIED if tie else TINY,
+        param_dtype=torch.bfloat16,
+        fp32_modules=fp32_modules,
+        ac_mode=ac_mode,
+        **({"compile_backend": compile_backend} if compile_backend else {}),
+    )
+    (model,) = local.stages
+    assert not isinstance(model, FSDPModule)
+    own = _gradients(model, batches)
+    expected = _gradients(_with_fsdp(meshes, tie, fp32_modules), batches)
+    assert own.keys() == expected.keys()
+    for name, gradient in own.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("tie", "fp32_modules", "ac_mode", "compile_backend"),
+    [
+        (False, (), "none", None),
+        (True, (), "full", None),
+        (False, ("tok_embeddings", "layers.0.attention_norm", "output"), "none", None),
+        (False, ("layers.1", "norm"), "selective", None),
+        (True, (), "none", "eager"),
+    ],
+)
+def test_one_rank_computes_in_bf16_as_fsdp_does(
+    on_ranks, tie, fp32_modules, ac_mode, compile_backend
+) -> None:
+    on_ranks(1, functools.partial(_compare, tie, fp32_modules, ac_mode, compile_backend))

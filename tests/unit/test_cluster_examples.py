@@ -1,0 +1,85 @@
+"""Examples for clusters: their commands start our launcher as it wants to be, on every machine."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.cli.main import build_parser
+from meshwright.cli.train import _rendezvous
+from meshwright.config.command_line import parse
+from meshwright.config.presets import find_config
+from meshwright.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED
+from meshwright.launch.machine import count_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+AGAIN = [EXIT_DATA, EXIT_HANG, EXIT_STOPPED]
+RUNTIME, TRAIN_JOB = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+SKY = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+MASTER = {"PET_MASTER_ADDR": "node-0", "PET_MASTER_PORT": "29400"}
+KUBERNETES = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "auto", **MASTER}
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
+CASES = {
+    "kubernetes": (TRAIN_JOB["spec"]["trainer"]["args"][0], KUBERNETES, "node-0:29400"),
+    "skypilot": (SKY["run"], SKYPILOT, "10.0.0.1:29500"),
+}
+
+
+@pytest.mark.parametrize("cluster", CASES)
+def test_the_launcher_gets_the_machines(cluster: str, tmp_path: Path, monkeypatch) -> None:
+    script, given, endpoint = CASES[cluster]
+    for name in ("meshwright", "run_llama_train.sh"):
+        program = tmp_path / name
+        program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"; echo; env\n')
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words, _, variables = ran.stdout.partition("\n\n")
+    found = dict(line.split("=", 1) for line in variables.splitlines() if "=" in line)
+    assert not any(name.startswith("PET_") for name in found)
+    for name in ("NNODES", "NGPU", "RDZV_ENDPOINT", "RDZV_ID"):
+        monkeypatch.delenv(name, raising=False)
+        if name in found:
+            monkeypatch.setenv(name, found[name])
+    command = words.splitlines()
+    if command[0] == "train":
+        command = command[1:]
+    options = parse(build_parser("train", command), command)
+    assert Path(find_config(options.config)).name == "llama3_8b.toml"
+    assert options.overrides == {("job", "dump_folder"): "/shared/llama3-8b"}
+    ranks = count_ranks(options)
+    assert ranks.machines == 2
+    rendezvous = _rendezvous(options, ranks)
+    assert rendezvous[rendezvous.index("--rdzv-endpoint") + 1] == endpoint
+    assert rendezvous[rendezvous.index("--rdzv-id") + 1] == "llama3-8b"
+
+
+def test_a_job_starts_again_on_the_codes_that_slurm_s_does() -> None:
+    assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == AGAIN
+    (job,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+    (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    by_signals = [128 + 9, 128 + 15]
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
+    assert rule["onExitCodes"]["values"] == [*AGAIN, *by_signals]
+    assert TRAIN_JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
+
+
+def test_kubeflow_s_own_types_take_the_example() -> None:
+    """Every key is one of theirs. Needs `pip install kubeflow_trainer_api`."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for example in (RUNTIME, TRAIN_JOB):
+        read = getattr(models, f"TrainerV1alpha1{example['kind']}").from_dict(example)
+        assert read.to_dict() == example

@@ -1,0 +1,239 @@
+"""Who is blamed for a hang, by the launcher's thread that watches; ranks are plain processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.launch import heartbeat, watch
+from meshwright.launch.hang import Evidence, culprits, verdict
+from meshwright.launch.heartbeat import Heartbeat, read_beats
+from meshwright.launch.watch import ABORTED, Watch, state_of
+
+LIMIT_S = 0.5
+RANK = """
+import json, os, sys, time
+from pathlib import Path
+from meshwright.launch.heartbeat import Heartbeat
+
+def dead_loop():
+    while True:
+        pass
+
+folder, facts, way = sys.argv[1:]
+heart = Heartbeat(Path(folder), json.loads(facts))
+heart.limit(%s, "comm.train_timeout_seconds")
+heart.answer(lambda: "last collectives: gloo:all_reduce")
+heart.beat("data", 7)
+if way != "behind":
+    heart.beat("forward/backward")
+print("ready", flush=True)
+if way == "loop":
+    dead_loop()
+if way == "abort":
+    time.sleep(float(%s))
+    os.abort()
+with heart.guard():
+    if way == "timeout":
+        time.sleep(float(%s))
+        raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
+    time.sleep(60)
+""" % ((LIMIT_S,) * 3)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {
+        "LOOK_EVERY_S": 0.1,
+        "ANSWER_S": 0.8,  # ranks look for the question every half second
+        "ASK_MACHINES_EVERY_S": 0.2,
+        "WARN_AFTER_S": 0.5,
+    }.items():
+        monkeypatch.setattr(watch, name, seconds)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    """`start(rank, way, folder, **facts)`: a rank that waits, loops, aborts or times out."""
+    with ExitStack() as stack:
+
+        def begin(rank: int, way: str, folder: Path = tmp_path, **facts: object):
+            facts = {"rank": rank, "local_rank": rank, "machine": 0, "machines": 1} | facts
+            words = [sys.executable, "-c", RANK, folder, json.dumps({"world_size": 2} | facts), way]
+            process = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            assert process.stdout.readline() == b"ready\n"
+            return process
+
+        yield begin
+
+
+def judge(folder: Path, stderr: Path | None = None, wait_s: float = 8.0) -> tuple[str, float]:
+    """Watch until there is a verdict; return it and the seconds it took."""
+    begun = time.monotonic()
+    with Watch(folder, lambda rank: stderr, lambda: folder, lambda text: None) as launcher:
+        while launcher.verdict is None and time.monotonic() - begun < wait_s:
+            time.sleep(0.05)
+    return "\n".join(launcher.verdict or []), time.monotonic() - begun
+
+
+def test_a_stopped_rank_is_named_with_the_stacks_of_all(tmp_path: Path, start) -> None:
+    ranks = [start(0, "wait"), start(1, "wait")]
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    text, seconds = judge(tmp_path)
+    *_, limit, last = text.splitlines()
+    host = os.uname().nodename
+    assert last.startswith(f"rank 1 (on {host}) hangs in forward/backward of step 7, entered ")
+    assert last.endswith(" s ago: stopped by a signal (SIGSTOP)")
+    assert limit == "the limit on waiting: comm.train_timeout_seconds = 0.5 s"
+    assert "rank 0: in forward/backward of step 7\n" in text
+    assert seconds < LIMIT_S + 5
+    assert [rank.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
+    report = (tmp_path / "hang_0.txt").read_text()
+    assert report.count('File "<string>", line') >= 2  # the stopped one's, too
+    assert "last collectives: gloo:all_reduce" in report
+
+
+def test_a_rank_in_a_loop_is_named_when_a_collective_of_another_times_out(tmp_path, start) -> None:
+    """Both are in the same phase; the one that has not failed is no victim."""
+    victim = start(0, "timeout")
+    start(1, "loop")
+    text, _ = judge(tmp_path)
+    assert victim.wait(5) == -signal.SIGKILL  # it did not leave before, as the first to fail
+    assert "rank 1 (on " in text.splitlines()[-1]
+    assert text.endswith("computing")
+    assert "dead_loop" in (tmp_path / "hang_0.txt").read_text()
+
+
+def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(watch, "WRITE_S", 0.2)
+    rank = start(0, "wait")
+    start(1, "wait")
+    os.kill(rank.pid, signal.SIGSTOP)
+    with Watch(tmp_path, lambda rank: None, lambda: time.sleep(30) or tmp_path, print) as launcher:
+        assert rank.wait(8) == -signal.SIGKILL
+    assert launcher.verdict[-1].startswith("rank 0 (on ")
+    assert not any("stacks of all ranks" in line for line in launcher.verdict)
+
+
+def test_an_early_error_is_no_hang(tmp_path: Path) -> None:
+    """Though its text is that of a timeout; and an error of the config is none at all."""
+    heart = Heartbeat(tmp_path, {"rank": 0})
+    heart.limit(100, "comm.train_timeout_seconds")
+    begun = time.monotonic()
+    for error in (RuntimeError("timed out"), ValueError("timed out")):
+        with pytest.raises(type(error)), heart.guard():
+            raise error
+    assert time.monotonic() - begun < 1
+    assert read_beats(tmp_path)[0].failed == ""
+
+
+@pytest.mark.parametrize("said", [ABORTED, "out of memory"])
+def test_a_rank_that_nccl_aborts_at_the_limit_is_no_cause(tmp_path: Path, start, said: str) -> None:
+    start(0, "abort").wait()
+    start(1, "loop")
+    (tmp_path / "stderr.log").write_text(f"[rank0]: {said}: WorkNCCL(SeqNum=7)\n")
+    text, _ = judge(tmp_path, tmp_path / "stderr.log", wait_s=8.0 if said == ABORTED else 0.5)
+    assert ("rank 1 (on " in text) == (said == ABORTED)
+
+
+@pytest.mark.parametrize(("way", "count"), [("loop", 0), ("behind", 1)])
+def test_a_job_that_may_go_on_is_not_ended(tmp_path: Path, start, way: str, count: int) -> None:
+    """A rank that keeps the others waiting is named, once. Not if all may be at work."""
+    ranks, said = [start(0, "wait"), start(1, way)], []
+    with Watch(tmp_path, lambda rank: None, lambda: tmp_path, said.append) as launcher:
+        time.sleep(LIMIT_S + watch.WARN_AFTER_S + 2 * watch.ANSWER_S + 0.5)
+    assert launcher.verdict is None
+    assert [rank.poll() for rank in ranks] == [None, None]
+    assert len(said) == count
+    assert all("rank 1 has been in data of step 7 for" in text for text in said)
+
+
+def test_machines_tell_each_other(tmp_path: Path, start) -> None:
+    """The rank that is stopped is on another machine than the one that waits."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    facts = {"machines": 2, "store": ["localhost", store.port], "local_rank": 0}
+    folders = [tmp_path / name for name in "ab"]
+    ranks = [
+        start(number, "wait", folder, machine=number, **facts)
+        for number, folder in enumerate(folders)
+    ]
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    with ExitStack() as stack:
+        launchers = [
+            stack.enter_context(Watch(f, lambda rank: None, lambda: tmp_path, print))
+            for f in folders
+        ]
+        end = time.monotonic() + 15
+        while time.monotonic() < end and any(w.verdict is None for w in launchers):
+            time.sleep(0.1)
+    lasts = [launcher.verdict[-1] for launcher in launchers]
+    assert [last.partition(" (on ")[0] for last in lasts] == ["rank 1", "rank 1"]
+    assert {path.name for path in tmp_path.glob("hang_*")} == {"hang_0.txt", "hang_1.txt"}
+
+
+WAITS = """Thread 0x0000000000000001 (most recent call first):
+  File "/python/threading.py", line 3 in wait
+Thread 0x0000000000000002 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 1 in all_reduce
+  File "/meshwright/step.py", line 1 in train_step
+"""
+WORKS = WAITS.replace("/site-packages/torch/distributed/distributed_c10d.py", "/meshwright/a.py")
+ONE = Evidence(0, "a", 5, 3, "save", 9.0, 8.0, "comm.k", "S", "", "", WAITS, "")
+SAME = [replace(ONE, rank=rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "others"),
+    [
+        ({"state": "T", "stacks": ""}, {}),
+        ({"count": 4}, {"state": "D"}),
+        ({"stacks": WORKS}, {"state": "D"}),
+        ({"stacks": WORKS}, {"stacks": WORKS, "failed": "Timed out"}),
+        ({"state": "D"}, {}),
+        ({"state": "T"}, {"count": 4, "stacks": WORKS}),
+    ],
+)
+def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
+    ranks = [replace(rank, **(change if rank.rank == 2 else others)) for rank in SAME]
+    assert [rank.rank for rank in culprits(ranks)] == [2]
+    assert verdict(ranks, 4, "there")[-1].startswith("rank 2 (on a) hangs in save of step 3")
+
+
+def test_without_a_difference_nobody_is_blamed() -> None:
+    assert verdict(SAME, 4, "")[-1] == (
+        "ranks hang, and none is behind the others or does anything but wait"
+    )
+    assert verdict(SAME[:2], 4, "")[-1].startswith("ranks 2-3 hang: nothing is heard of them")
+    stopped = [SAME[0], replace(SAME[1], state="T")]
+    assert verdict(stopped, 4, "")[-1].startswith("rank 1 (on a) hangs")
+
+
+def test_a_beat_is_cheap(tmp_path: Path) -> None:
+    """A step has about nine: of 10 ms, a thousandth is 10 us."""
+    heart, rounds = Heartbeat(tmp_path, {"rank": 0}), 10_000
+    start = time.process_time()
+    for step in range(rounds):
+        heart.beat("forward/backward", step)
+    assert (time.process_time() - start) / rounds < 20e-6
+    (beat,) = read_beats(tmp_path)
+    assert (beat.count, beat.step, beat.phase) == (rounds, rounds - 1, "forward/backward")
+    assert state_of(beat.pid) == "R"
+
+
+def test_a_rank_alone_or_without_our_launcher_has_nobody_to_tell(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("MESHWRIGHT_HEARTBEATS", raising=False)
+    for variables in ({}, {"MESHWRIGHT_HEARTBEATS": str(tmp_path), "WORLD_SIZE": "1"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        heartbeat.heartbeat_of_this_rank().beat("data", 1)
+    assert read_beats(tmp_path) == []
