@@ -1,7 +1,9 @@
 """Planned peaks beside those of torch's allocator, for every axis, mode and schedule.
 
     python -m benchmarks.planning [CASE ...]
-    python -m benchmarks.planning --presets      plans every preset, and writes it into its header
+    python -m benchmarks.planning --presets [NAME ...]
+
+The second plans every preset, or those named, and writes the plan into its header.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of step 2.
@@ -16,8 +18,8 @@ from tests.helpers.presets import peak_gib, presets, with_plan
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--presets"]:
-        write_presets()
+    if sys.argv[1:2] == ["--presets"]:
+        write_presets(sys.argv[2:])
         return
     words = [sys.executable, "-m", "tests.helpers.planning", *sys.argv[1:]]
     worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -35,9 +37,11 @@ def main() -> None:
         print(f"| {name} | {planned:,} | {allocated:,} | {off:+.3%} | {part:.2%} |", flush=True)
 
 
-def write_presets() -> None:
+def write_presets(names: list[str]) -> None:
     today = datetime.date.today().isoformat()
     for path, ranks in presets():
+        if names and path.stem not in names:
+            continue
         text = path.read_text()
         peak = peak_gib(path, ranks)
         path.write_text(with_plan(path, text, ranks, peak, today))
