@@ -89,6 +89,7 @@ def plan(parser: Parser) -> None:
     parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
         "--no-remedies", action="store_true", help="try no switches if it does not fit"
     )

@@ -32,6 +32,8 @@ def _answer(given: Namespace) -> str:
     workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
     config, provenance = load_given(given)
     with config_errors(provenance):
+        if given.search:
+            return command.search(config, given.world_size, device, workers, given.json)
         return command.plan(
             config,
             given.world_size,

@@ -73,7 +73,7 @@ def peaks_by_place(record: Record) -> dict[str, int]:
     for run, layers in enumerate(runs):
         for index, number in enumerate(layers):
             from_end = index - len(layers)
-            names[number] = f"{run}: {index if index < 2 else from_end if from_end > -3 else ''}"
+            names[number] = f"{run}: {from_end if from_end > -3 else index if index < 2 else ''}"
     found: dict[str, int] = {}
     total = 0
     for event in record.events:

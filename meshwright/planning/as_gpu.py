@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from meshwright.models import decoder
-from meshwright.models.layers import document_mask
+from meshwright.models.layers import document_mask, loss
 from meshwright.models.layers.attention import repeat_heads
 from meshwright.parallelisms import gathered_attention, gradients, ring_attention
 from meshwright.planning.torch_names import flex_attention_operator
@@ -32,13 +32,14 @@ _on_cpu = F.scaled_dot_product_attention
 
 @contextmanager
 def as_gpu() -> Iterator[None]:
-    """Within, attention, document masks and the gradient norm are those of a GPU."""
+    """Within, attention, document masks, the gradient norm and the loss's blocks are a GPU's."""
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
         (gathered_attention, "kernels", _kernels),
         (decoder, "build_mask", _block_mask),
         (document_mask, "flex_attention", flex_attention_operator),
+        (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
     )
     with ExitStack() as stack:
         for owner, name, value in replaced:

@@ -10,13 +10,13 @@ from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
 from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning import page, remedies, report
-from meshwright.planning.devices import Device, find_device
+from meshwright.planning import search as searching
+from meshwright.planning.devices import DEVICES, Device, find_device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import in_processes
 from meshwright.planning.report import RankPlan
 from meshwright.planning.simulate import simulate
 from meshwright.planning.timing import Rates, assumed
-from meshwright.preflight import Plan
 
 
 def plan(
@@ -47,9 +47,9 @@ def plan(
     rates = list(assumed(device) or [])
     ranks = range(0, world_size, world_size // job.dims.pp) if all_stages else [rank]
     if len(ranks) == 1:
-        found = [of_rank(job, world_size, rank, device, rates)]
+        found = [of_rank(job.config, world_size, rank, device, rates)]
     else:
-        tasks = [(job, world_size, one, device, rates) for one in ranks]
+        tasks = [(job.config, world_size, one, device, rates) for one in ranks]
         done = dict(in_processes(tasks, of_rank, workers))
         found = [result for _, result in sorted(done.items()) if isinstance(result, RankPlan)]
     shown = max(found, key=lambda one: one.peak.num_bytes)
@@ -64,8 +64,11 @@ def plan(
     return "\n".join([report.to_text(job, found, device), *remedies.lines(tried)])
 
 
-def of_rank(job: Plan, world_size: int, rank: int, device: Device, rates: list[Rates]) -> RankPlan:
+def of_rank(
+    config: JobConfig, world_size: int, rank: int, device: Device, rates: list[Rates]
+) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
+    job = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(job, world_size, rank, is_gpu=device.is_gpu)
     stages = []
     if job.dims.pp > 1:
@@ -73,3 +76,21 @@ def of_rank(job: Plan, world_size: int, rank: int, device: Device, rates: list[R
         place = rank // (world_size // job.dims.pp)
         stages = stages_of_rank(place, job.dims.pp, len(job.stage_modules), schedule)
     return report.summarize(job, simulation, device, rates, stages)
+
+
+def search(
+    config: JobConfig, world_size: int, device_word: str, workers: int, as_json: bool
+) -> str:
+    """Return the best mesh and modes for the job, as a table and as TOML.
+
+    Raises:
+        ConfigError: if nothing fits, or nothing is known of the device's rates.
+    """
+    device = find_device(device_word)
+    rates = assumed(device)
+    fix = f"name one of {', '.join(DEVICES)}"
+    check(rates is not None, "--device", device_word, "has no known rates to rank by", fix)
+    assert rates is not None
+    found = searching.find(config, world_size, device, rates[1], workers)
+    show = searching.to_json if as_json else searching.to_text
+    return show(config, found, rates[1].source)

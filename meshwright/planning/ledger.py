@@ -89,10 +89,15 @@ class Ledger(torch_names.TorchDispatchMode):
     Args:
         scope: knows which module and phase runs.
         fake: tensors of this mode count; None: all real ones.
+        has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
+            TensorIterator); GPUs convert it element by element.
     """
 
-    def __init__(self, scope: Scope, fake: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._has_copies = has_copies
         self._scope, self._fake = scope, fake
         self._number: dict[int, int] = {}  # storage -> index in items
         self._size: dict[int, int] = {}
@@ -202,8 +207,18 @@ class Ledger(torch_names.TorchDispatchMode):
         for leaf in torch_names.tree_iter(output):
             if isinstance(leaf, Tensor):
                 self._count(leaf, purpose, name)
+        if self._has_copies and name == "add_.Tensor":
+            self._count_copy(*args[:2])
         scope.seen(func, args, kwargs, output)
         return output
+
+    def _count_copy(self, total: Tensor, summand: object) -> None:
+        """Count the copy of `summand` that an addition makes, and frees."""
+        if not isinstance(summand, Tensor) or summand.dtype == total.dtype or not summand.dim():
+            return
+        number, size = len(self.record.items), summand.numel() * total.element_size()
+        self.record.items.append(Item(self._scope.purpose, "add_", self._place))
+        self.record.events += [Event(number, size, self._place), Event(number, -size, self._place)]
 
 
 def _plain(tensor: Tensor) -> Tensor:

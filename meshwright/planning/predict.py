@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,6 +31,9 @@ class Figures:
     """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
     """Of a step at the given rates; 0 without them."""
+    rank: int = 0
+    line: tuple[Figures, Figures] | None = None
+    """The figures of two shallow models, if these are predicted from them."""
 
     @property
     def peak_bytes(self) -> int:
@@ -49,7 +53,7 @@ class Figures:
             if place in deeper.peaks
         }
         seconds = self.seconds + factor * (deeper.seconds - self.seconds)
-        return Figures(peaks, deeper.rounding, seconds)
+        return Figures(peaks, deeper.rounding, seconds, self.rank, (self, deeper))
 
 
 def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
@@ -66,22 +70,16 @@ def figures_of(
     if rates is not None:
         seconds = step_time(simulation, num_microbatches, rates, device.per_node).seconds
     rounding = rounded_peak(record) / find_peak(record).num_bytes
-    return Figures({**peaks_by_place(record)}, rounding, seconds)
+    return Figures({**peaks_by_place(record)}, rounding, seconds, simulation.rank)
 
 
 def predict(
-    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None = None
+    plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None = None
 ) -> Figures:
-    """Predict a rank's figures from two depths; each layer adds the same.
-
-    Raises:
-        ConfigError: if the job cannot run.
-    """
-    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    depth, period = depth_of_rank(plan, rank), _period(config)
-    # From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it,
-    # while the gradients of the one before are reduced.
-    few, more = 4 * period, 5 * period
+    """Predict a rank's figures from two depths; each layer adds the same."""
+    depth, period = depth_of_rank(plan, rank), _period(plan.config)
+    few = _few(plan)
+    more = few + period
     if depth <= more:
         return measure(plan, world_size, rank, device, rates)
     try:
@@ -91,6 +89,31 @@ def predict(
     first = measure(shallow, world_size, rank, device, rates)
     second = measure(deeper, world_size, rank, device, rates)
     return first.extend(second, (depth - few) / period)
+
+
+def error_of_line(
+    config: JobConfig, world_size: int, found: Figures, device: Device, rates: Rates | None
+) -> float:
+    """Simulate a third depth of a prediction; return by what part the line is off there, in bytes
+    or seconds, whichever is more. 0 for figures of a whole model."""
+    if found.line is None:
+        return 0.0
+    first, second = found.line
+    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    third = at_depth(plan, world_size, device, _few(plan) + 2 * _period(config))
+    simulated = measure(third, world_size, found.rank, device, rates)
+    expected = first.extend(second, 2.0)
+    seconds = expected.seconds / simulated.seconds - 1 if rates is not None else 0.0
+    return max(abs(expected.peak_bytes / simulated.peak_bytes - 1), abs(seconds))
+
+
+def _few(plan: Plan) -> int:
+    """Return the layers of the shallower model.
+
+    From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
+    the gradients of the one before are reduced. In a pipeline layers are gathered once and stay.
+    """
+    return (4 if plan.dims.pp == 1 else 2) * _period(plan.config)
 
 
 def _period(config: JobConfig) -> int:
@@ -137,19 +160,23 @@ def at_depth(plan: Plan, world_size: int, device: Device, layers: int) -> Plan:
 def in_processes(
     tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int
 ) -> Iterator[tuple[int, Result | ConfigError]]:
-    """Run `function` with each of `tasks`, in processes of their own; yield as they end.
-
-    A process for each: torch keeps meshes of groups that are gone in caches.
-    """
-    context = multiprocessing.get_context("fork")
-    with context.Pool(workers, maxtasksperchild=1) as pool:
-        calls = [(index, function, task) for index, task in enumerate(tasks)]
-        yield from pool.imap_unordered(_call, calls, chunksize=1)
+    """Run `function` with each of `tasks`, in processes of their own; yield as they end."""
+    with processes(workers) as pool:
+        calls = {pool.submit(_call, function, task): i for i, task in enumerate(tasks)}
+        for call in as_completed(calls):
+            yield calls[call], call.result()
 
 
-def _call(call: tuple[int, Callable[..., Any], tuple[Any, ...]]) -> tuple[int, Any]:
-    index, function, task = call
+def processes(workers: int) -> ProcessPoolExecutor:
+    """Return a pool that takes a new process for every call: torch keeps meshes of groups that are
+    gone in caches. Processes are forks of one that has imported torch, and has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(workers, context, max_tasks_per_child=1)
+
+
+def _call(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
     try:
-        return index, function(*task)
+        return function(*task)
     except ConfigError as error:
-        return index, error
+        return error

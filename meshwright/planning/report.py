@@ -82,11 +82,12 @@ def world_size(plan: Plan) -> int:
 
 
 def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
+    """At most 1: the bound skips masked pairs of attention, which MFU counts."""
     dtype = plan.config.training.mixed_precision_param
     measured = max(rate for _, rate in rates.matrix[dtype])
     peak = device.flops_per_s if device.flops_per_s and dtype == "bfloat16" else measured
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-    return tokens_per_step(plan) * per_token / world_size(plan) / seconds / peak
+    return min(1.0, tokens_per_step(plan) * per_token / world_size(plan) / seconds / peak)
 
 
 def _range(values: list[float]) -> Any:

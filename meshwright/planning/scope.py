@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -82,22 +83,21 @@ class Scope:
         """Find out where the operator that runs is called from."""
         phase, purpose, is_loss, self.is_fsdp = OTHER, "", False, False
         while frame is not None:
-            code = frame.f_code
-            file, name = code.co_filename, code.co_name
-            if "/_fully_shard/" in file:
+            kind, detail = _kind_of(frame.f_code)
+            if kind == "":
+                pass
+            elif kind == "fsdp":
                 self.is_fsdp = True
-                purpose = purpose or _purpose_in_fsdp(file, name)
-            elif file.endswith("/utils/checkpoint.py") and name == "unpack_hook":
+                purpose = purpose or detail
+            elif kind == AGAIN:
                 phase = AGAIN
-            elif file.endswith("/autograd/graph.py"):
-                phase = BACKWARD if phase == OTHER else phase
-            elif "/distributed/pipelining/" in file and "recv" in name:
-                purpose = purpose or "communication buffers"
-            elif "/optim/" in file:
-                phase = UPDATE if phase == OTHER else phase
-            elif file.endswith("meshwright/loss.py"):
+            elif kind in (BACKWARD, UPDATE):
+                phase = kind if phase == OTHER else phase
+            elif kind == "receive":
+                purpose = purpose or detail
+            elif kind == LOSS:
                 is_loss = True
-            elif name == LAST_FRAME:
+            else:
                 break
             frame = frame.f_back
         if phase == OTHER and (self._modules or is_loss):
@@ -124,6 +124,25 @@ class Scope:
             if number is not None and self._numbers:
                 index = bisect_right(self._numbers, number) - 1
                 self.module, self.microbatch = self._places[max(index, 0)]
+
+
+@cache
+def _kind_of(code: CodeType) -> tuple[str, str]:
+    """What a frame of this code says, and the purpose of tensors made in it."""
+    file, name = code.co_filename, code.co_name
+    if "/_fully_shard/" in file:
+        return "fsdp", _purpose_in_fsdp(file, name)
+    if file.endswith("/utils/checkpoint.py") and name == "unpack_hook":
+        return AGAIN, ""
+    if file.endswith("/autograd/graph.py"):
+        return BACKWARD, ""
+    if "/distributed/pipelining/" in file and "recv" in name:
+        return "receive", "communication buffers"
+    if "/optim/" in file:
+        return UPDATE, ""
+    if file.endswith("models/layers/loss.py"):
+        return LOSS, ""
+    return (LAST_FRAME if name == LAST_FRAME else ""), ""
 
 
 def _purpose_in_fsdp(file: str, function: str) -> str:

@@ -74,7 +74,7 @@ def run_step(
         plan = with_microbatches(plan, simulated)
     trace = Trace(meshes)
     scope = Scope(trace.see)
-    ledger = Ledger(scope, fake)
+    ledger = Ledger(scope, fake, has_copies=not is_gpu)
     trace.scope = scope
     with scope, ledger:
         rank = Rank(plan, meshes, fake)

@@ -162,6 +162,7 @@ def planned(case: Case) -> dict[str, object]:
     return {
         "planned": peak.num_bytes,
         "by_purpose": peak.by_purpose,
+        "module": peak.module,
         "traffic": [asdict(row) for row in traffic(found, count, ranks_per_node=8)],
         "flops": flops(found, count),
     }

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from meshwright.cli.main import run
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
+from meshwright.planning import search
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -66,3 +68,16 @@ def test_mistakes_are_named(words, what) -> None:
         words = [*words, "--training.global_batch_size=16"]
     with pytest.raises(ConfigError, match=what):
         run(["plan", str(DEBUG), *words])
+
+
+def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(search, "MOST_SIMULATED", 3)
+    words = ["--world-size", "2", "--device", "h100", "--search", "--workers", "2", "--json"]
+    run(["plan", str(DEBUG), *words, "--training.global_batch_size=32", *SMALL])
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] == 3
+    assert found["candidates"] > 20
+    speeds = [row["tokens_per_second"] for row in found["ranked"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert found["winner_bytes"] == found["ranked"][0]["peak_bytes"]  # 2 layers: nothing predicted
+    assert set(tomllib.loads(found["toml"])) <= {"parallelism", "activation_checkpoint", "training"}

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from meshwright import main
+from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
+from meshwright.models.layers import loss
+from meshwright.planning.as_gpu import as_gpu
 from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
-from meshwright.planning.timing import bubble, interpolate
+from meshwright.planning.job import plan_job
+from meshwright.planning.report import _mfu
+from meshwright.planning.timing import assumed, bubble, interpolate
 from meshwright.planning.torch_names import Action
 
 
@@ -82,3 +87,19 @@ def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None
     assert codes == [1]
     words = "meshwright plan --job.config_file 'a b.toml' --world-size 8 --device cpu"
     assert words in said[0]
+
+
+def test_a_plan_for_gpus_takes_their_blocks_in_the_loss() -> None:
+    matrix = torch.empty(1, 1 << 20, device="meta")
+    in_cpu = torch.empty(1, 1 << 20)
+    assert loss._block_size(in_cpu) == loss.BLOCKS["cpu"] >> 20
+    with as_gpu():
+        assert loss._block_size(matrix) == loss._block_size(in_cpu) == 64
+
+
+def test_mfu_is_at_most_one() -> None:
+    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml"])
+    plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
+    best, poor = assumed(device)
+    assert _mfu(plan, device, best, 1e-9) == 1
+    assert _mfu(plan, device, best, 2.0) == _mfu(plan, device, poor, 1.0) / 2 < 1
