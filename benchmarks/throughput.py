@@ -45,6 +45,9 @@ class Run(NamedTuple):
     first_step_s: float
     """From the start of the process to the end of its first step."""
     peak_gib: float
+    cpu_s: float
+    """Processor time of a step, which other load changes less than its time; with OMP_NUM_THREADS=1
+    threads do not wait for each other in it."""
     disturbed: int
     """Steps left out."""
 
@@ -63,8 +66,8 @@ def command_of(contender: str, work: Workload) -> tuple[list[str], dict[str, str
     python = python_of(name)
     assert python is not None
     script = [str(HERE / "contenders" / f"{name}.py"), to_command_line(work)]
-    threads = max(1, (os.cpu_count() or 1) // work.ranks)
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    threads = str(max(1, (os.cpu_count() or 1) // work.ranks))
+    env = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": ""}
     command = [str(python)]
     if work.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -95,10 +98,11 @@ def run_once(contender: str, work: Workload) -> Run:
         raise RuntimeError(f"{contender} (exit {done.returncode}): {done.stderr[-2000:]}")
     result = json.loads(lines[-1].partition("RESULT ")[2])
     marks = result["marks"]
-    times, quiet = [], []
+    times, quiet, cpu = [], [], []
     for before, after in zip(marks[WARM_UP - 1 :], marks[WARM_UP:], strict=False):
         seconds, own, busy = (b - a for a, b in zip(before, after, strict=True))
         times.append(seconds)
+        cpu.append(own)
         if busy - own * work.ranks <= OTHER_LOAD * seconds:
             quiet.append(seconds)
     tokens = work.batch * work.ranks * work.seq_len
@@ -106,6 +110,7 @@ def run_once(contender: str, work: Workload) -> Run:
         tokens / median(quiet or times),
         marks[0][0] - start,
         result["peak_bytes"] / 2**30,
+        median(cpu),
         len(times) - len(quiet),
     )
 
@@ -154,6 +159,7 @@ def table(runs: dict[str, list[Run]], work: Workload, limit: float) -> list[dict
                 "ratio_to_bare": round(median(ratios), 3),
                 "mfu_pct": round(100 * rate / work.ranks * work.flops_per_token / limit, 1),
                 "peak_gib": round(max(run.peak_gib for run in own), 2),
+                "cpu_s": round(median(run.cpu_s for run in own), 3),
                 "first_step_s": round(median(run.first_step_s for run in own), 1),
                 "disturbed_steps": sum(run.disturbed for run in own),
                 "rounds": len(own),
