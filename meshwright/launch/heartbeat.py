@@ -83,9 +83,9 @@ class Heartbeat:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._write(b"")
-        unfinished.replace(path)
         self._stacks = (folder / f"rank_{rank}.stacks").open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks)
+        unfinished.replace(path)  # last: whoever has such a file gets the signal, and must bear it
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters `phase`. All ranks do so alike, in the same order.
