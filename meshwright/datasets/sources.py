@@ -60,12 +60,12 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
-    if not streamed:  # a reader of a stream checks each file when it comes to it
-        check_files(entry, files)
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
     options |= {"data_files": names, "split": "train"}
-    if not streamed:
+    if not streamed:  # a reader of a stream checks each file when it comes to it
         options["cache_dir"] = _arrow_folder(entry, files)
+        if not os.path.isdir(options["cache_dir"]):  # else another process, which made it, has
+            check_files(entry, files)
     if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
         # its own reader makes text of numbers, and JSON of objects, in files after the first
         options["sample_by"] = "line"
