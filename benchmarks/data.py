@@ -36,6 +36,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource
+from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
@@ -150,9 +151,7 @@ def read_rates(source: CachedSource, theirs: datasets.Dataset) -> None:
             [source],
             [1],
             Cursor(),
-            length=LENGTH,
-            seed=turn,
-            max_epochs=1,
+            SampleRules(LENGTH, turn, max_epochs=1),
             batch=BATCH,
             slots=shape.slots,
         )
@@ -246,9 +245,7 @@ def resume() -> None:
                     [source, CachedSource(Entry("training", "b", Source()), source.cache)],
                     [0.75, 0.25],
                     Cursor(sample, tuple(share)),
-                    length=LENGTH,
-                    seed=0,
-                    max_epochs=0,
+                    SampleRules(LENGTH, seed=0),
                     batch=BATCH,
                     slots=shape.slots,
                 )

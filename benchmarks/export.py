@@ -102,6 +102,8 @@ def measure(folder: Path, dtype: torch.dtype) -> None:
         max_shard_bytes=10**9,
         special_tokens={},
         other_files={},
+        encode=None,
+        texts=(),
     )
     torch.mm(torch.ones(9, 9), torch.ones(9, 9))  # its threads and buffers are not counted either
     with torch.device("meta"):

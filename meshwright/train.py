@@ -30,6 +30,7 @@ from meshwright.checkpoint.manager import CheckpointManager, HasState
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.checks import check_device
+from meshwright.config.conditions import compiles
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
@@ -362,7 +363,7 @@ def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[st
         if passed_over > allowed:
             stop.fail(too_many_bad_records(passed_over, allowed), step)
     if job.validate is not None and due.validate:
-        if config.compile.enable:
+        if compiles(config):
             _set_limit(job, stop, "init_timeout_seconds")
 
         def is_stopped() -> bool:

@@ -29,6 +29,10 @@ def _answer(given: Namespace) -> str:
     check(bool(given.config), "CONFIG", given.config, "is needed", "name a TOML")
     check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
     check(given.rank >= 0, "--rank", given.rank, "must not be negative")
+    for option in ("rank", "all_stages", "html", "no_remedies"):
+        value = getattr(given, option)
+        key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
+        check(not (given.search and value), key, value, "has no effect on a --search", fix)
     workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
     config, provenance = load_given(given)
     with config_errors(provenance):

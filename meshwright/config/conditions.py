@@ -50,6 +50,11 @@ def needs_fsdp_alone(training: Training) -> bool:
     return training.enable_cpu_offload or not adds_up_in_fp32
 
 
+def compiles(c: JobConfig) -> bool:
+    """Return whether a pass of a new kind, as validation, compiles; masks have compiled kernels."""
+    return c.compile.enable or c.training.mask_documents
+
+
 def _has_one_microbatch(c: JobConfig) -> bool:
     training = c.training
     return training.global_batch_size == num_data_ranks(c) * training.local_batch_size

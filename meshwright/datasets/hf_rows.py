@@ -11,6 +11,7 @@ from meshwright.datasets.documents import Documents, IndexedDocuments, Reader
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, row_reader
+from meshwright.datasets.zstd_frames import CutError, check_whole
 from meshwright.errors import ConfigError, RecordError
 
 NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
@@ -65,10 +66,16 @@ class _RowReader:
         self._iterator, self._count, self._files = iter(rows), 0, files
         # files are searched for the first bad record: others cannot be told from it
         self._is_first_bad = is_whole and not entry.source.dataset_format
+        self._num_checked: int | None = None
 
     @property
     def state(self) -> Any:
-        return self._rows.state_dict()
+        state = self._rows.state_dict()
+        number = _file_number(state)
+        if self._num_checked is None:  # of a resume, files before this one are read no more
+            self._num_checked = max(number - 1, 0)
+        self._check_files(number + 2)  # rows are read ahead
+        return state
 
     def __iter__(self) -> Iterator[Document]:
         return self
@@ -77,6 +84,7 @@ class _RowReader:
         with openable(self._entry, self._near_files):
             row = next(self._iterator, None)
         if row is None:
+            self._check_files(len(self._files))
             raise StopIteration
         self._count += 1
         try:
@@ -87,10 +95,26 @@ class _RowReader:
             key = error.key.rpartition(".")[2]
             raise (self._entry.record_error(key, fault) if fault else error) from error
 
+    def _check_files(self, end: int) -> None:
+        """Check the files before number `end` that were not checked yet."""
+        begin = self._num_checked or 0
+        check_files(self._entry, self._files[begin:end])
+        self._num_checked = max(begin, end)
+
     def _near_files(self) -> Sequence[str]:
         """The file that is being read and its neighbours: rows are read ahead."""
         number = _file_number(self._rows.state_dict())
         return self._files[max(number - 1, 0) : number + 2]
+
+
+def check_files(entry: Entry, files: Sequence[str]) -> None:
+    """Raise `ConfigError` if one of these files was cut off, and its format does not show that."""
+    for file in files:
+        if file.endswith(".zst"):
+            try:
+                check_whole(file)
+            except CutError as error:
+                raise entry.error("dataset_path", f"{file}: cannot be read: {error}") from error
 
 
 def _file_number(state: Any) -> int:

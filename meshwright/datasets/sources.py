@@ -11,7 +11,7 @@ from typing import Any, Literal
 from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.faulty_files import has_lines
-from meshwright.datasets.hf_rows import load_rows
+from meshwright.datasets.hf_rows import check_files, load_rows
 from meshwright.datasets.rows import line_reader, row_reader
 from meshwright.datasets.source_files import (
     LINES,
@@ -23,7 +23,6 @@ from meshwright.datasets.source_files import (
     subset_of,
 )
 from meshwright.datasets.token_files import TokenFiles, token_paths
-from meshwright.datasets.zstd_frames import CutError, check_whole
 from meshwright.errors import check, where_it_ends
 
 
@@ -61,15 +60,12 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     """Files that Hugging Face `datasets` can read; of text files, each is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
-    for file in (file for file in files if file.endswith(".zst")):
-        try:
-            check_whole(file)
-        except CutError as error:
-            raise entry.error("dataset_path", f"{file}: cannot be read: {error}") from error
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
     options |= {"data_files": names, "split": "train"}
-    if not streamed:
+    if not streamed:  # a reader of a stream checks each file when it comes to it
         options["cache_dir"] = _arrow_folder(entry, files)
+        if not os.path.isdir(options["cache_dir"]):  # else another process, which made it, has
+            check_files(entry, files)
     if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
         # its own reader makes text of numbers, and JSON of objects, in files after the first
         options["sample_by"] = "line"

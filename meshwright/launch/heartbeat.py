@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import EXIT_CODES
 from meshwright.launch.process import HEARTBEATS
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
@@ -83,9 +84,9 @@ class Heartbeat:
             file.truncate(SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._write(b"")
-        unfinished.replace(path)
         self._stacks = (folder / f"rank_{rank}.stacks").open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks)
+        unfinished.replace(path)  # last: whoever has such a file gets the signal, and must bear it
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters `phase`. All ranks do so alike, in the same order.
@@ -115,8 +116,10 @@ class Heartbeat:
             yield
         except RuntimeError as error:
             waited_s = time.monotonic() - self._since
-            is_timeout = TIMED_OUT.search(str(error)) and waited_s >= UNTIL_TIMEOUT * self._limit_s
-            if self._stacks is not None and is_timeout:
+            is_late = waited_s >= UNTIL_TIMEOUT * self._limit_s
+            is_timeout = is_late and TIMED_OUT.search(str(error))
+            is_own = isinstance(error, tuple(EXIT_CODES))  # all ranks report it
+            if self._stacks is not None and is_timeout and not is_own:
                 traceback.print_exception(error, file=self._stacks)
                 self._stacks.flush()
                 self._write(str(error).encode()[:200])

@@ -141,7 +141,8 @@ class Watch:
     def _examine(self, beats: Sequence[Beat]) -> list[Evidence]:
         """Have the ranks here write their stacks and last collectives, and collect everything."""
         before = {beat.rank: _evidence(beat, self._folder) for beat in beats}
-        (self._folder / EXAMINE).touch()
+        with suppress(OSError):  # a full disk: there are stacks without the collectives
+            (self._folder / EXAMINE).touch()
         for beat in beats:
             if not beat.failed:  # it has written them
                 _kill(beat.pid, STACKS_SIGNAL)
@@ -266,5 +267,5 @@ def tail(path: Path, size: int = TAIL_BYTES) -> str:
 
 
 def _kill(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # gone; or its number is another user's
         os.kill(pid, number)

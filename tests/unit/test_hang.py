@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from meshwright.errors import SaveError
 from meshwright.launch import heartbeat, watch
 from meshwright.launch.hang import Evidence, culprits, verdict
 from meshwright.launch.heartbeat import Heartbeat, read_beats
@@ -126,11 +127,16 @@ def test_a_folder_that_does_not_answer_delays_the_verdict_for_seconds(tmp_path, 
 
 
 def test_an_early_error_is_no_hang(tmp_path: Path) -> None:
-    """Though its text is that of a timeout; and an error of the config is none at all."""
+    """Though its text is that of a timeout; and an error of the config, or one that all ranks
+    report themselves, as of a file system, is none at all."""
     heart = Heartbeat(tmp_path, {"rank": 0})
-    heart.limit(100, "comm.train_timeout_seconds")
     begun = time.monotonic()
-    for error in (RuntimeError("timed out"), ValueError("timed out")):
+    for error, limit_s in (
+        (RuntimeError("timed out"), 100),
+        (ValueError("timed out"), 0),
+        (SaveError("[Errno 110] Connection timed out"), 0),
+    ):
+        heart.limit(limit_s, "comm.train_timeout_seconds")
         with pytest.raises(type(error)), heart.guard():
             raise error
     assert time.monotonic() - begun < 1

@@ -1,0 +1,30 @@
+"""How long ranks wait for each other."""
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from meshwright import train
+from meshwright.config.job_config import JobConfig
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "limits"),
+    [
+        ("compile", "enable", ["init_timeout_seconds"]),
+        ("training", "mask_documents", ["init_timeout_seconds"]),
+        ("training", "deterministic", []),
+    ],
+)
+def test_validation_that_compiles_may_take_as_long_as_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, section: str, key: str, limits: list[str]
+) -> None:
+    """Masks have compiled kernels in a job that is not compiled, too."""
+    config, given = JobConfig.model_validate({section: {key: True}}), list[str]()
+    job, due, result = MagicMock(), MagicMock(is_first=False), MagicMock(group_norms=None)
+    job.plan.config, job.bad_steps.figures = config, {}
+    job.validate.return_value = {"loss/validation": 1.0}
+    monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
+    data = MagicMock(epochs={})
+    assert "loss/validation" in train._figures(job, MagicMock(), train.Taken(7, data, result), due)
+    assert given == limits
