@@ -42,7 +42,8 @@ def run(given: Namespace) -> None:
     torchrun = [
         *rendezvous,
         *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
-        *("--role", "rank", "--tee", "3"),
+        # ranks of a second attempt would meet those of the first in the store
+        *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
     ]
     words = [str(SCRIPT), "--job.config_file", str(find_config(given.config)), *_overrides(given)]
     os.execv(

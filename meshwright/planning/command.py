@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check
+from meshwright.errors import ConfigError, check
 from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning import page, remedies, report
 from meshwright.planning import search as searching
@@ -51,7 +51,11 @@ def plan(
     else:
         tasks = [(job.config, world_size, one, device, rates) for one in ranks]
         done = dict(in_processes(tasks, of_rank, workers))
-        found = [result for _, result in sorted(done.items()) if isinstance(result, RankPlan)]
+        found = []
+        for _, result in sorted(done.items()):
+            if isinstance(result, ConfigError):
+                raise result
+            found.append(result)
     shown = max(found, key=lambda one: one.peak.num_bytes)
     tried = []
     if shown.verdict != "fits" and tries_remedies:
