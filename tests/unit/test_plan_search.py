@@ -60,6 +60,9 @@ def test_choices_are_legal_and_many() -> None:
     for choice, plan in plans.items():
         assert plan.config.training.global_batch_size == 64
         assert (plan.dims.tp, plan.dims.pp) == (choice.mesh.tensor, choice.mesh.pipeline)
+        policy = plan.config.parallelism.fsdp_reshard_after_forward
+        keeps = policy == "never" or (policy == "default" and plan.dims.pp > 1)
+        assert choice.keeps_gathered == keeps
 
 
 def test_a_pipeline_waits_at_least_as_its_schedule_says() -> None:
