@@ -166,6 +166,25 @@ def test_the_winner_fits_with_all_of_its_layers(made_up, monkeypatch, error) -> 
     assert found.corrected == (error > 0)
 
 
+def test_what_is_corrected_is_ranked_anew(made_up, monkeypatch) -> None:
+    def slower(config: JobConfig, *_: object) -> Figures:
+        one = _made_up(made_up[id(config)], 30.0)
+        return replace(one, seconds=100 * one.seconds)
+
+    monkeypatch.setattr(search, "_measure", slower)
+    monkeypatch.setattr(search, "error_of_line", lambda *_: 0.01)
+    found = search.find(_config(), 8, H100, RATES, 2)
+    assert found.corrected == search.CHECKED < len(found.ranked)
+    seconds = [one.figures.seconds for one in found.ranked]
+    assert seconds == sorted(seconds)
+
+
+def test_of_both_ends_the_larger_peak_and_the_longer_time_count() -> None:
+    first, last = Figures({"a": 9.0}, 1.0, 1.0), Figures({"a": 8.0}, 1.0, 2.0)
+    most = search._most([first, last])
+    assert (most.peak_bytes, most.seconds) == (9, 2.0)
+
+
 @pytest.mark.parametrize(
     "words",
     [
