@@ -78,8 +78,8 @@ def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _behind(evidence: Sequence[Evidence]) -> list[Evidence]:
-    fewest = min(rank.count for rank in evidence)
-    return [rank for rank in evidence if rank.count == fewest]
+    counts = [rank.count for rank in evidence]
+    return [rank for rank in evidence if rank.count == min(counts) < max(counts)]
 
 
 def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[str]:

@@ -51,13 +51,6 @@ class Scope:
             for name, module in stage.named_modules():
                 self._names[id(module)] = name
 
-    def begin(self) -> None:
-        """Count microbatches anew."""
-        self._forwards.clear()
-        self._numbers.clear()
-        self._places.clear()
-        self.microbatch = 0
-
     def __enter__(self) -> Scope:
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),

@@ -100,7 +100,6 @@ def run_step(
         for state in rank.optimizer.state.values():
             tensors = (x for x in state.values() if isinstance(x, Tensor))
             ledger.note(tensors, HOST if is_offloaded else "optimizer")
-        scope.begin()
         trace.begin()
         ledger.begin()
         rank.step(2, batches[:simulated])

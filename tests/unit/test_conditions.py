@@ -10,8 +10,14 @@ import pytest
 
 import meshwright
 from meshwright.config.checks import check_device
-from meshwright.config.conditions import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
-from meshwright.config.job_config import JobConfig
+from meshwright.config.conditions import (
+    IDLE_BESIDE,
+    IDLE_WHERE,
+    idle_options,
+    needs_fsdp_alone,
+    value_of,
+)
+from meshwright.config.job_config import JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
@@ -343,3 +349,18 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
     assert preflight(config, 1).idle_options == [
         "optimizer.groups.0 has no effect: model.frozen has all its parameters"
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param", "reduce", "needs"),
+    [
+        ("float32", "float32", "float32", False),
+        ("float32", "bfloat16", "float32", False),
+        ("float32", "bfloat16", "bfloat16", True),
+        ("bfloat16", "bfloat16", "float32", True),  # autograd would add up in bf16
+    ],
+)
+def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32(dtype, param, reduce, needs) -> None:
+    types = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
+    assert needs_fsdp_alone(Training(dtype=dtype, **types)) == needs
+    assert needs_fsdp_alone(Training(dtype=dtype, **types, enable_cpu_offload=True))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshwright.errors import SaveError
 from meshwright.launch import heartbeat, watch
 from meshwright.launch.hang import Evidence, culprits, verdict
-from meshwright.launch.heartbeat import Heartbeat, read_beats
+from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
 from meshwright.launch.watch import ABORTED, Watch, state_of
 
 LIMIT_S = 0.5
@@ -222,6 +222,35 @@ def test_without_a_difference_nobody_is_blamed() -> None:
     assert verdict(SAME[:2], 4, "")[-1].startswith("ranks 2-3 hang: nothing is heard of them")
     stopped = [SAME[0], replace(SAME[1], state="T")]
     assert verdict(stopped, 4, "")[-1].startswith("rank 1 (on a) hangs")
+    assert verdict(stopped[1:], 4, "")[-1].startswith("rank 1 (on a) hangs")
+    assert culprits(SAME[:1]) == []  # the only one heard of, and it waits
+
+
+def test_a_rank_that_was_stopped_twice_for_a_while_may_go_on(tmp_path, monkeypatch) -> None:
+    launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
+    beat = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
+    found = []
+    for now, state in ((0.0, "T"), (0.4, "T"), (0.5, "S"), (0.6, "T"), (1.0, "T"), (1.2, "T")):
+        monkeypatch.setattr(watch, "state_of", lambda pid, state=state: state)
+        found.append(launcher._is_hung([beat], now))
+    assert found == [False] * 5 + [True]
+
+
+def test_what_the_question_does_to_a_rank_is_not_its_state(tmp_path: Path) -> None:
+    """One that is at its end, without a handler any more, dies of the signal."""
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        while state_of(rank.pid) != "S":
+            time.sleep(0.01)
+        Heartbeat(tmp_path, {"rank": 0, "pid": rank.pid})
+        launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
+        (evidence,) = launcher._examine(read_beats(tmp_path))
+    assert (rank.returncode, evidence.state) == (-heartbeat.STACKS_SIGNAL, "S")
+
+
+def test_beats_are_in_the_order_of_ranks(tmp_path: Path) -> None:
+    for rank in (10, 0, 2):
+        Heartbeat(tmp_path, {"rank": rank})
+    assert [beat.rank for beat in read_beats(tmp_path)] == [0, 2, 10]
 
 
 def test_a_beat_is_cheap(tmp_path: Path) -> None:
