@@ -197,6 +197,8 @@ def _reason(error: BaseException) -> str:
     """The first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, StopIteration):
+    from datasets.arrow_writer import SchemaInferenceError  # here, as above
+
+    if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

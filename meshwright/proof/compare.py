@@ -75,7 +75,8 @@ class Reference:
     update_norms: Mapping[str, float]
     """2-norm of every parameter's change by the first steps."""
     roundings: Mapping[str, float] = field(default_factory=dict)
-    """Relative error of every parameter's gradient, against one process in fp32."""
+    """Relative error of every parameter's gradient against one process in fp32: the largest among
+    the layers' parameters of its name."""
 
 
 def compare(

@@ -1,6 +1,7 @@
 """Run cases one after the other, and judge each."""
 
 import contextlib
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,12 +102,27 @@ def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tupl
     roundings: dict[str, float] = {}
     if exact is not None:
         in_fp32 = torch.load(exact, weights_only=True)["gradients"]
-        roundings = {
-            name: (gradient.double() - in_fp32[name].double()).norm().item() / (norms[name] or 1)
-            for name, gradient in gradients.items()
-        }
+        roundings = _largest_of_layers(
+            {
+                name: (gradient.double() - in_fp32[name].double()).norm().item()
+                / (norms[name] or 1)
+                for name, gradient in gradients.items()
+            }
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
     return Reference(seen, shapes, norms, update_norms, roundings), file
+
+
+def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
+    """Return for each parameter the largest error among those of its name in all layers.
+
+    One error is one draw: of a norm with few elements it may be small by chance.
+    """
+    layers = {name: re.sub(r"\.\d+\.", ".*.", name) for name in errors}
+    largest: dict[str, float] = {}
+    for name, error in errors.items():
+        largest[layers[name]] = max(error, largest.get(layers[name], 0.0))
+    return {name: largest[layer] for name, layer in layers.items()}
 
 
 def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:

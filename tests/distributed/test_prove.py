@@ -29,7 +29,7 @@ from meshwright.proof.cases import (
 )
 from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
-from meshwright.proof.prove import Row, prove, record_references
+from meshwright.proof.prove import Row, _largest_of_layers, prove, record_references
 from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
 from meshwright.specs import MODELS
 from tests.helpers.faults import FAULTS, MOMENT
@@ -231,6 +231,11 @@ def test_gradients_of_weights_that_are_computed_apart_are_summed_in_fp32(verdict
     verdict = verdict_of(case, small=small)
     assert verdict.failures == []
     assert verdict.gradient_error < 1e-7
+
+
+def test_rounding_is_the_largest_of_all_layers() -> None:
+    errors = {"layers.0.w1": 0.1, "layers.11.w1": 0.3, "layers.0.w2": 0.2, "norm": 0.4}
+    assert _largest_of_layers(errors) == errors | {"layers.0.w1": 0.3}
 
 
 def test_bf16_where_products_are_cut(verdict_of) -> None:
