@@ -1,8 +1,6 @@
-"""The job in three parts: set up, loop, finish."""
+"""The job in three parts: set up (`set_up.py`), loop, finish."""
 
-import dataclasses
 import gc
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -15,78 +13,36 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from meshwright import hardware
 from meshwright.agreement import check_agreement
-from meshwright.announce import CHECKED, announce, announce_end, note_end, note_failure, note_start
-from meshwright.bad_steps import BadStepReporter
-from meshwright.build import (
-    Validate,
-    build_loader,
-    build_validation,
-    initialize_weights,
-)
-from meshwright.checkpoint import commit
+from meshwright.announce import announce_end, note_end, note_failure
 from meshwright.checkpoint.manager import CheckpointManager, HasState
-from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import ModelTensors
-from meshwright.config.checks import check_device
 from meshwright.config.conditions import compiles
 from meshwright.config.job_config import Checkpoint, JobConfig
-from meshwright.datasets.loader import Loader, StepData, num_bad_records, whole_cursor
-from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
+from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after, saves
 from meshwright.errors import (
     ConfigError,
     DataError,
     TrainingError,
 )
-from meshwright.extension import user_sinks
 from meshwright.final_export import export_last
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.stop import StopCoordinator
-from meshwright.log import busy, log_to_file, logger
+from meshwright.log import busy, logger
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
-from meshwright.metrics.reporter import Reporter
-from meshwright.metrics.sinks import Spared
-from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.activation_checkpoint import find_ops
-from meshwright.parallelisms.memory import check_memory
-from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.process_group import (
     barrier,
     last_collectives,
     set_timeout,
-    start_process_group,
 )
-from meshwright.preflight import Plan, check_first_weights, resume_diff
+from meshwright.preflight import Plan
 from meshwright.profiling import Profiler
-from meshwright.reporting import build_reporter
-from meshwright.saved_job import best_of, manifest_of, place_in_data, too_many_bad_records
+from meshwright.saved_job import manifest_of, too_many_bad_records
+from meshwright.set_up import Job, set_up, start
 from meshwright.step import StepResult
-from meshwright.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Job:
-    """The parts of one rank's job, ready for the first step."""
-
-    plan: Plan
-    device: torch.device
-    meshes: Meshes
-    trainer: Trainer
-    checkpoints: CheckpointManager
-    sources: Sequence[OpenSource]
-    loader: Loader
-    reporter: Reporter
-    validate: Validate | None
-    bad_steps: BadStepReporter
-    resumed_step: int
-    """The last step that was taken before this process; 0 at the start."""
-    since: float
-    """`time.perf_counter()` when its set-up began."""
-    heart: Heartbeat
 
 
 @dataclass(frozen=True)
@@ -117,7 +73,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
     heart.limit(plan.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
     heart.answer(last_collectives)
     with heart.guard(), busy("meeting the other ranks, opening the data"):
-        device = _start(plan)
+        device = start(plan)
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
         check_agreement(plan, [*sources, *held_out])
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -125,7 +81,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
     try:
         heart.beat("set-up")
         with heart.guard(), busy("setting up"):
-            job = _set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart)
+            job = set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart)
         if job is None:
             heart.limit(0, "")
             rank = dist.get_rank()
@@ -154,135 +110,6 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
         return is_done
     finally:
         checkpoints.release()
-
-
-def _user_sinks(config: JobConfig) -> list[Sink]:
-    """Sinks of the user's own module, for the first rank; an `OSError` of theirs is a warning."""
-    if dist.get_rank() > 0:
-        return []
-    folder = Path(config.job.dump_folder)
-    return [
-        Spared(name, partial(build, config, folder)) for name, build in user_sinks(config).items()
-    ]
-
-
-def _start(plan: Plan) -> torch.device:
-    """Check the plan against the device, and have the ranks meet."""
-    config = plan.config
-    if config.training.deterministic:
-        hardware.make_deterministic()
-    device = hardware.pick_device(
-        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(hardware.GPUS_EXPECTED, "0"))
-    )
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    head_dim = plan.model_args.table.rope.head_dim
-    check_device(
-        config,
-        device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
-        # pytorch pull request 180666; a TorchVersion compares as a version, not as text
-        waits_for_offload=torch.__version__ >= "2.13",
-        fp32_modules=plan.fp32_modules,
-    )
-    if device.type == "cuda":
-        check_memory(config, plan.least_bytes, hardware.memory_gib(device))
-    find_ops(config.activation_checkpoint.saved_ops)
-    start_process_group(device, config.comm.init_timeout_seconds)
-    return device
-
-
-def _set_up(
-    plan: Plan,
-    device: torch.device,
-    checkpoints: CheckpointManager,
-    sources: Sequence[OpenSource],
-    held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[Sink],
-    heart: Heartbeat,
-) -> Job | None:
-    """Resume or begin: build every part of the job. None if its last step is done already."""
-    since = time.perf_counter()
-    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    found = checkpoints.select_and_verify()
-    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
-    if found is not None:
-        resume_diff(plan, found).check()
-    else:
-        checkpoints.tell(lambda: check_first_weights(plan))
-    if plan.resume_step >= config.training.steps:
-        logger.info(
-            "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
-            "to start over, use another job.dump_folder.",
-            plan.checkpoint_folder,
-            plan.resume_step,
-            config.training.steps,
-        )
-        return None
-    log_to_file(dump_folder / "logs", dist.get_rank())
-    announce(plan, device)
-    extra_sinks = [*extra_sinks, *_user_sinks(config)]
-    note_start(plan, device)
-    if found is not None and dist.get_rank() == 0:
-        resume_diff(plan, found).log(_is_printed(plan))
-    torch.manual_seed(config.training.seed)
-    gc.disable()  # a collection on one rank makes all others wait: they collect together
-
-    meshes = build_meshes(plan.dims, device.type)
-    set_timeout(meshes, config.comm.init_timeout_seconds)
-    trainer = Trainer(plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/")))
-    checkpoints.guard(trainer.optimizer)
-    cursor = _set_values(plan, trainer, checkpoints, found, sources)
-    tokens_seen = found["tokens_seen"] if found else 0
-    return Job(
-        plan,
-        device,
-        meshes,
-        trainer,
-        checkpoints,
-        sources,
-        loader=build_loader(plan, sources, meshes, device, cursor),
-        reporter=build_reporter(
-            plan,
-            device,
-            trainer.phases,
-            extra_sinks,
-            plan.resume_step,
-            tokens_seen,
-            best_of(found) if found else None,
-        ),
-        validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        bad_steps=BadStepReporter(
-            config.bad_steps,
-            device,
-            is_early=config.optimizer.early_step_in_backward,
-            folder=dump_folder,
-            sources=[source.entry.name for source in sources],
-            step=plan.resume_step,
-            cursor=cursor,
-            saved=found["bad_steps"] if found else None,  # checkpoints from before have none
-        ),
-        resumed_step=plan.resume_step,
-        since=since,
-        heart=heart,
-    )
-
-
-def _set_values(
-    plan: Plan,
-    trainer: Trainer,
-    checkpoints: CheckpointManager,
-    found: Manifest | None,
-    sources: Sequence[OpenSource],
-) -> Cursor:
-    """Load the checkpoint `found`, or set the first values; return where its data begins."""
-    if found is None:
-        initialize_weights(plan, trainer.model)
-        return Cursor()
-    cursor = place_in_data(plan, found, sources)
-    checkpoints.load(trainer.tensors, found)
-    for stage in trainer.model.stages:
-        stage.init_buffers()
-    return cursor
 
 
 def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | None, bool]:
@@ -467,14 +294,6 @@ def _raise_data_error(
         raise ConfigError(getattr(error, "key", ""), what)
     _check_goes_on(config.checkpoint, what)
     raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
-
-
-def _is_printed(plan: Plan) -> bool:
-    """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
-    load_step = plan.config.checkpoint.load_step
-    return CHECKED in os.environ and plan.resume_step == commit.choose_step(
-        plan.checkpoint_folder, load_step
-    )
 
 
 def _check_goes_on(config: Checkpoint, stopped: str) -> None:

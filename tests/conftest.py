@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.log import logger
 from meshwright.proof.ranks import RankPool
 
 RunOnRanks = Callable[..., list[Any]]
@@ -23,6 +24,12 @@ RunOnRanks = Callable[..., list[Any]]
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"])
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_imported() -> None:
+    """Messages reach caplog, and once, whatever tests before have made of the logger."""
+    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(scope="session")

@@ -91,6 +91,18 @@ def predict(
     return first.extend(second, (depth - few) / period)
 
 
+def predict_config(
+    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None = None
+) -> Figures:
+    """Plan and predict: for a process of its own, as a plan cannot be sent to one.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    return predict(plan, world_size, rank, device, rates)
+
+
 def error_of_line(
     config: JobConfig, world_size: int, found: Figures, device: Device, rates: Rates | None
 ) -> float:

@@ -7,8 +7,7 @@ from typing import Any
 
 from meshwright.config.job_config import JobConfig
 from meshwright.planning.devices import GIB, Device, overheads, verdict
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, in_processes, predict
+from meshwright.planning.predict import Figures, in_processes, predict_config
 from meshwright.planning.report import RankPlan
 from meshwright.preflight import Plan
 
@@ -33,16 +32,12 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
         tasks.append((changed(job.config, update), ranks, shown.rank, device))
         changes.append(change)
     found = []
-    for index, result in in_processes(tasks, _predict, workers):
+    for index, result in in_processes(tasks, predict_config, workers):
         if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
             peak, rounded = result.peak_bytes, result.rounded_bytes
             modelled = overheads(device, peak, rounded, len(shown.traffic))
             found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
     return sorted(found, key=lambda one: one.peak_bytes)
-
-
-def _predict(config: JobConfig, ranks: int, rank: int, device: Device) -> Figures:
-    return predict(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device)
 
 
 def lines(found: list[Remedy]) -> list[str]:

@@ -16,7 +16,7 @@ from meshwright.planning.board import Board, Candidate, fits_in
 from meshwright.planning.choices import Choice, difference, legal
 from meshwright.planning.devices import GIB, Device
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, error_of_line, measure, predict, processes
+from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
 from meshwright.planning.remedies import changed
 from meshwright.planning.timing import Rates
 from meshwright.preflight import Plan
@@ -68,7 +68,7 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
                 and (choice := board.next()) is not None
             ):
                 task = (plans[choice].config, ranks, 0, device, rates)
-                running[pool.submit(_predict, *task)] = choice, None
+                running[pool.submit(predict_config, *task)] = choice, None
             if not running:
                 break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -78,7 +78,7 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
                     figures = _most([first, figures])
                 elif plan.dims.pp > 1 and fits_in(figures, plan, device):  # the last stage, too
                     task = (plan.config, ranks, _ends(plan)[-1], device, rates)
-                    running[pool.submit(_predict, *task)] = choice, figures
+                    running[pool.submit(predict_config, *task)] = choice, figures
                     continue
                 board.note(choice, figures)
                 bar.update()
@@ -119,10 +119,6 @@ def _most(found: list[Figures]) -> Figures:
     """Of several ranks, the figures of the one with the highest peak; the time of the slowest."""
     most = max(found, key=lambda figures: figures.rounded_bytes)
     return replace(most, seconds=max(figures.seconds for figures in found))
-
-
-def _predict(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
-    return predict(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
 
 
 def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:

@@ -266,6 +266,5 @@ def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tm
     finally:
         for handler in logger.handlers:
             handler.close()
-        logger.handlers, logger.propagate = [], True
     assert capsys.readouterr().out.count("resuming step-5 with") == 2
     assert (tmp_path / "rank_0.log").read_text().count("resuming step-5 with") == 4

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import random
 import shutil
 import zlib
@@ -15,9 +14,8 @@ from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import apply_retention, clean_up, mark_best, set_aside_later
 from meshwright.errors import ConfigError
-from meshwright.file_system import warn_once
 from tests.helpers.checkpoints import BARE, set_manifest
-from tests.helpers.files import flip_bit, tree
+from tests.helpers.files import NOT_THERE, flip_bit, leave_out_flock_and_fsync, tree
 
 
 def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
@@ -361,7 +359,6 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch, caplog
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    monkeypatch.setattr("meshwright.log.logger.propagate", True)
     clean_up(tmp_path)
     apply_retention(tmp_path, 1)
     said = [record.getMessage() for record in caplog.records]
@@ -379,17 +376,11 @@ def test_a_save_under_way_is_not_cleaned_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f"step-5.{'1' * 16}.unfinished"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("number", NOT_THERE)
 def test_a_file_system_without_flock_or_fsync_is_named_and_used(
     tmp_path: Path, monkeypatch, caplog, number: int
 ) -> None:
-    def lacks(*of_call: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", lacks)
-    monkeypatch.setattr("os.fsync", lacks)
-    monkeypatch.setattr("meshwright.log.logger.propagate", True)
-    warn_once.cache_clear()
+    leave_out_flock_and_fsync(monkeypatch, number)
     for step in (5, 10, 15):
         save(tmp_path, step)
         with being_read(tmp_path / f"step-{step}"):

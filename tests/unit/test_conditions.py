@@ -1,7 +1,6 @@
 """Every key of the config acts, is refused, or is reported as idle: none is accepted in silence."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -21,7 +20,6 @@ from meshwright.config.job_config import JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
-from meshwright.log import logger
 from meshwright.preflight import preflight
 from tests.helpers.cli import check_job
 
@@ -91,13 +89,6 @@ def outcome(key: str, folder: Path) -> str:
         return "refused"
     assert value_of(config, key) != value_of(DEFAULTS, key)
     return "idle" if any(text.startswith(f"{key} = ") for text in idle) else "acts"
-
-
-@pytest.fixture(autouse=True)
-def _console_is_left() -> Iterator[None]:
-    """Where other tests look for what is logged."""
-    yield
-    logger.handlers, logger.propagate = [], True
 
 
 def keys_of(**sections: str) -> set[str]:

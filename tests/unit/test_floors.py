@@ -23,6 +23,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "preflight",
     "agreement build reporting saved_job announce final_export",
     "trainer",
+    "set_up",
     "train",
     "main",
     "proof report planning",

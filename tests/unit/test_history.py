@@ -18,7 +18,6 @@ def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path
     assert events() == [("start", 0)]
 
 
-def test_a_full_disk_is_a_warning(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(history.logger, "propagate", True)
+def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
     history.note(tmp_path / "not there", 3, "end", {})
     assert "history.jsonl cannot be written" in caplog.text

@@ -9,13 +9,6 @@ from meshwright import log
 from meshwright.log import ConsoleFormatter, busy, log_to_console, logger, print_error
 
 
-@pytest.fixture(autouse=True)
-def _as_before():
-    before = logger.handlers, logger.propagate
-    yield
-    logger.handlers, logger.propagate = before
-
-
 @pytest.fixture
 def narrow(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_COLUMNS", "60")

@@ -124,7 +124,7 @@ def made_up(monkeypatch) -> dict[int, Choice]:
 
     monkeypatch.setattr(search, "legal", lambda *_: plans.items())
     monkeypatch.setattr(search, "processes", lambda workers: _AtOnce())
-    monkeypatch.setattr(search, "_predict", figures)
+    monkeypatch.setattr(search, "predict_config", figures)
     monkeypatch.setattr(search, "_measure", figures)
     monkeypatch.setattr(search, "error_of_line", lambda *_: 0.0)
     return choices

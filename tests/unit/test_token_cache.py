@@ -1,6 +1,5 @@
 """Tokens are written once and read back as they were, or not at all."""
 
-import errno
 import os
 import random
 import resource
@@ -24,7 +23,7 @@ from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
-from meshwright.file_system import warn_once
+from tests.helpers.files import NOT_THERE, leave_out_flock_and_fsync
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
@@ -329,17 +328,11 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) ->
     assert named >= {"00000.tokens", "00000.npz", "lengths", "cache.npz"}
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("number", NOT_THERE)
 def test_a_file_system_without_flock_or_fsync_holds_a_cache(
     tmp_path, monkeypatch, caplog, number
 ) -> None:
-    def lacks(*of_call: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", lacks)
-    monkeypatch.setattr("os.fsync", lacks)
-    monkeypatch.setattr("meshwright.log.logger.propagate", True)
-    warn_once.cache_clear()
+    leave_out_flock_and_fsync(monkeypatch, number)
     cache = open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
     assert cache.num_tokens == sum(len(encode(text)) for text in TEXTS)
     said = [record.getMessage() for record in caplog.records]
