@@ -52,7 +52,9 @@ def build_model(
                 parallelism=config.parallelism,
                 recomputation=config.activation_checkpoint,
                 compilation=config.compile,
+                float8_options=config.float8,
                 fp32_modules=plan.fp32_modules,
+                float8_layers=plan.float8_layers,
             )
         )
         allocate(stage, torch.device("cpu") if training.enable_cpu_offload else device, device)

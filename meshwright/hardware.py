@@ -89,6 +89,13 @@ def device_name(device: torch.device) -> str:
     return device.type
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether the device multiplies in float8. AMD's GPUs do so in types of their own."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Path) -> Peak:
     """The published dense peak for bf16, or a measured one for devices not in the table.
 

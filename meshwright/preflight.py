@@ -21,6 +21,7 @@ from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
+    find_float8_layers,
     find_fp32_modules,
     resolve_auto_values,
 )
@@ -71,6 +72,8 @@ class Plan:
     """Modules of each stage of the pipeline; without one, a single stage has them all."""
     fp32_modules: list[str]
     """Names of the modules that `training.fp32_modules` matches."""
+    float8_layers: list[str]
+    """Names of the layers that multiply in float8."""
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
     checkpoint_folder: Path
@@ -138,6 +141,7 @@ def preflight(
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
+    float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
@@ -169,6 +173,7 @@ def preflight(
         frozen=frozen,
         stage_modules=stage_modules,
         fp32_modules=fp32_modules,
+        float8_layers=float8_layers,
         least_bytes=least_bytes,
         checkpoint_folder=folder,
         resume_step=resume_step or 0,
@@ -199,6 +204,8 @@ def check_alone(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         check_wandb(config)
     with mistakes.collect():
+        check_torchao(config)
+    with mistakes.collect():
         check_writable(config.job.dump_folder)
     mistakes.check()
     return tokenizer
@@ -212,6 +219,17 @@ def check_wandb(config: JobConfig) -> None:
         True,
         "wandb is not installed",
         "pip install 'meshwright[wandb]'",
+    )
+
+
+def check_torchao(config: JobConfig) -> None:
+    """Check that torchao is installed if it is needed."""
+    check(
+        not config.float8.enable or importlib.util.find_spec("torchao") is not None,
+        "float8.enable",
+        True,
+        "torchao is not installed",
+        "pip install 'meshwright[float8]'",
     )
 
 

@@ -86,6 +86,7 @@ def start(plan: Plan) -> torch.device:
         has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
+        has_float8=hardware.has_float8(device),
         fp32_modules=plan.fp32_modules,
     )
     if device.type == "cuda":

@@ -56,6 +56,7 @@ EFFECTS: dict[str, Effect] = {
     **_keys(
         "none",
         bad_steps="budget",
+        float8="emulate",
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
         "loss_chunk_tokens enable_cpu_offload gc_freq deterministic",
         optimizer="early_step_in_backward",
@@ -72,6 +73,7 @@ EFFECTS: dict[str, Effect] = {
         training="mask_documents global_batch_size max_norm steps dtype mixed_precision_param "
         "fp32_modules mixed_precision_reduce",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
+        float8="enable recipe_name filter_fqns",
         lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         checkpoint="exclude_from_loading",
     ),

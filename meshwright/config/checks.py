@@ -87,6 +87,7 @@ def check_device(
     *,
     has_ring_kernel: bool = True,
     waits_for_offload: bool = True,
+    has_float8: bool = True,
     fp32_modules: Sequence[str] = (),
 ) -> None:
     """Rules that only a rank can check, which knows its device.
@@ -94,11 +95,19 @@ def check_device(
     Args:
         waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
         has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
+        has_float8: the device multiplies in float8.
         fp32_modules: the result of `find_fp32_modules`.
 
     Raises:
         ConfigError: naming the first that is broken.
     """
+    check(
+        has_float8 or not config.float8.enable or config.float8.emulate,
+        "float8.enable",
+        True,
+        "needs NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper, Blackwell)",
+        "leave it out; or set float8.emulate = true, which is slow, to try it",
+    )
     is_on = config.parallelism.enable_async_tensor_parallel
     is_on = is_on and config.parallelism.tensor_parallel_degree > 1  # otherwise it is idle
     check(
@@ -274,3 +283,46 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
         f'{whole_blocks}set activation_checkpoint.mode = "full"',
     )
     return outermost
+
+
+class HasLayers(Protocol):
+    """The linear layers of a model's blocks."""
+
+    def linear_layers(self, tp: int = 1) -> Mapping[str, tuple[int, int]]: ...
+
+
+def find_float8_layers(
+    config: JobConfig, model: HasLayers, fp32_modules: Sequence[str]
+) -> list[str]:
+    """Names of the layers that multiply in float8; without `float8.enable` none.
+
+    Raises:
+        ConfigError: if a filter matches no layer, if none is left, or if GPUs cannot multiply one.
+    """
+    options, parallelism = config.float8, config.parallelism
+    if not options.enable:
+        return []
+    layers = model.linear_layers(parallelism.tensor_parallel_degree)
+    key = "float8.filter_fqns"
+    for part in options.filter_fqns:
+        valid = {re.sub(r"layers\.\d+\.", "", name) for name in layers}
+        is_found = any(part in name for name in layers)
+        check(is_found, key, part, "is part of no layer's name", did_you_mean(part, valid))
+    outside = tuple(f"{name}." for name in fp32_modules)
+    found = [
+        name
+        for name in layers
+        if not any(part in name for part in options.filter_fqns)
+        and not f"{name}.".startswith(outside)
+    ]
+    fix = "set float8.enable = false, or name less there or in training.fp32_modules"
+    check(bool(found), key, options.filter_fqns, "leaves no layer to multiply in float8", fix)
+    if not options.emulate:
+        tokens = config.training.local_batch_size * config.training.seq_len
+        tokens //= parallelism.context_parallel_degree
+        odd = [name for name in found if any(size % 16 for size in layers[name])]
+        rule = "GPUs multiply multiples of 16 in float8, and a rank's part of "
+        check(not odd, key, options.filter_fqns, f"{rule}{' '.join(odd[:1])} is none", "name it")
+        fix = "change training.seq_len or training.local_batch_size"
+        check(tokens % 16 == 0, "float8.enable", True, f"{rule}a microbatch is {tokens} tokens", fix)
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import JobConfig, Source, Training
+from meshwright.config.job_config import Float8, JobConfig, Source, Training
 
 
 def schedule_steps(c: JobConfig) -> int:
@@ -39,15 +39,16 @@ def has_fsdp(c: JobConfig) -> bool:
     """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
     p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training)
+    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training, c.float8)
 
 
-def needs_fsdp_alone(training: Training) -> bool:
-    """Whether one rank needs FSDP2: to offload, or since autograd would not add up in fp32."""
+def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
+    """Whether one rank needs FSDP2: to offload, since autograd would not add up in fp32, or since
+    float8 layers do not cast their weights to bf16 first, as they do on several ranks."""
     adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
         training.dtype == training.mixed_precision_reduce == "float32"
     )
-    return training.enable_cpu_offload or not adds_up_in_fp32
+    return training.enable_cpu_offload or not adds_up_in_fp32 or float8.enable
 
 
 def compiles(c: JobConfig) -> bool:
@@ -94,6 +95,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
     ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
     ("compile.enable", _is_off, "backend"),
+    ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
     (
         "checkpoint.enable",
         _is_off,

@@ -183,6 +183,23 @@ CONTRADICTIONS = (
         'set compile.enable = true and compile.backend = "inductor", or leave it out',
     ),
     Contradiction(
+        "parallelism.enable_async_tensor_parallel",
+        lambda c: (
+            c.float8.enable
+            and c.parallelism.enable_async_tensor_parallel
+            and c.parallelism.tensor_parallel_degree > 1
+        ),
+        "is not known to work with float8.enable",
+        ONE_OF_TWO,
+    ),
+    Contradiction(
+        "float8.enable",
+        lambda c: c.float8.enable and c.training.mixed_precision_param != "bfloat16",
+        "results of float8 products are bfloat16, and training.mixed_precision_param is "
+        "{training.mixed_precision_param}",
+        'set training.mixed_precision_param = "bfloat16"',
+    ),
+    Contradiction(
         "parallelism.context_parallel_attention",
         lambda c: (
             c.parallelism.context_parallel_attention == "ring"

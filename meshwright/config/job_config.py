@@ -474,6 +474,29 @@ def _no_write_process(mode: object) -> object:
     return mode
 
 
+class Float8(Section):
+    """[float8] Matrix products of the blocks in 8 bits, forward and backward, by torchao (pip
+    install 'meshwright[float8]'). On GPUs of compute capability 8.9 or newer; best compiled."""
+
+    enable: bool = False
+    """Multiply in float8. Weights, gradients, optimizer, communication and all other layers, the
+    output among them, stay as they are."""
+
+    recipe_name: Literal["rowwise", "tensorwise"] = "rowwise"
+    """rowwise: each row and column that is multiplied has a scale, a power of two, so that the
+    model does not depend on the mesh beyond rounding. tensorwise: one scale for a whole tensor,
+    which is faster, and depends on the mesh and on `training.local_batch_size`: a token's result
+    changes with the tokens beside it."""
+
+    filter_fqns: list[str] = ["attention.wk", "attention.wv"]
+    """Parts of names of layers that stay in `training.mixed_precision_param`. The default ones, the
+    projections of keys and values, are small in models with grouped heads: casts would cost more
+    than they gain."""
+
+    emulate: bool = False
+    """Round to float8, but multiply in fp32: on any device, and slow. For tests and proofs."""
+
+
 class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
@@ -632,6 +655,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()

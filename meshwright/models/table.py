@@ -187,6 +187,21 @@ class DecoderSpec:
             names += [f"{module}.{name.rpartition('.')[0]}" for name in own if "." in name]
         return names
 
+    def linear_layers(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """(out, in) of the weights of linear layers in blocks, by name of the layer.
+
+        Args:
+            tp: ranks that tensor parallelism cuts each into.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.layout in ("colwise", "rowwise"):
+                rows, columns = parameter.shape
+                is_colwise = parameter.layout == "colwise"
+                cut = (rows // tp, columns) if is_colwise else (rows, columns // tp)
+                found[name.removesuffix(".weight")] = cut
+        return found
+
     @property
     def num_params(self) -> int:
         """All parameters; tied embeddings count once."""

@@ -3,12 +3,19 @@
 from collections.abc import Collection
 
 from meshwright.config.conditions import needs_fsdp_alone
-from meshwright.config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from meshwright.config.job_config import (
+    ActivationCheckpoint,
+    Compile,
+    Float8,
+    Parallelism,
+    Training,
+)
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
     data_parallel,
+    float8,
     precision,
     tensor_parallel,
 )
@@ -23,10 +30,13 @@ def parallelize(
     parallelism: Parallelism,
     recomputation: ActivationCheckpoint,
     compilation: Compile,
+    float8_options: Float8,
     fp32_modules: Collection[str] = (),
+    float8_layers: Collection[str] = (),
 ) -> list[str]:
     """Wrap and shard `model` in place, best while it is on the meta device. The order is fixed:
 
+    0. Float8 layers, which take the place of others under the same names.
     1. Tensor parallelism first, because its plan finds submodules by their plain names, those of
        the model's table.
     2. Context parallelism, inside of every wrapper of a block.
@@ -37,11 +47,14 @@ def parallelize(
 
     Args:
         fp32_modules: as `apply_fsdp` takes them.
+        float8_layers: as `apply_float8` takes them, if `float8_options.enable`.
 
     Returns:
         A line for the log about each step that was applied.
     """
     applied: list[str] = []
+    if float8_options.enable:
+        applied.append(float8.apply_float8(model, float8_layers, float8_options))
     if meshes.tp.size() > 1:
         applied.append(tensor_parallel.apply_tp(model, meshes.tp))
         if parallelism.enable_async_tensor_parallel:
@@ -55,7 +68,7 @@ def parallelize(
     if compilation.enable:
         has_meshes = meshes.tp.size() > 1
         applied.append(_compile(model, compilation.backend, recomputation, has_meshes=has_meshes))
-    if meshes.world.size() == 1 and not needs_fsdp_alone(training):
+    if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8_options):
         applied.append(precision.compute_in(model, training.mixed_precision_param, fp32_modules))
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))

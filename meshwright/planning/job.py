@@ -33,6 +33,13 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
         "only the compiler knows what it keeps",
         'plan mode = "none" for the most, and "full" for the least',
     )
+    check(
+        not config.float8.enable,
+        "float8.enable",
+        True,
+        "a plan does not count the casts to float8, nor the speed of its products",
+        "plan without it: weights, gradients and optimizer take the same memory",
+    )
     plain = Training()
     of_data = {
         name: getattr(plain, name)

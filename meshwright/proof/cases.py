@@ -50,7 +50,13 @@ class Case:
     world_size: int
     kind: Kind = "fp32"
     """Names the reference that it is held against, and the bounds. "bf16 sums": it multiplies the
-    reference's own numbers, one sequence at a time, and only adds up in another order."""
+    reference's own numbers, one sequence at a time, and only adds up in another order. Cases in
+    bf16 multiply in float8 where the config does, and have wider bounds."""
+
+    @property
+    def bounds(self) -> str:
+        """Their name in `BOUNDS`."""
+        return self.kind.replace("bf16", "float8") if self.config.float8.enable else self.kind
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -91,6 +97,10 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
         cases.append(build_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
     if "tp" in shape or "cp" in shape:
         cases.append(build_case("bf16", small, shape, kind="bf16"))
+    if config.float8.enable:
+        for name, sections in modes.items():
+            case = build_case(f"float8, {name}", small, {"dp_shard": 2}, kind="bf16", **sections)
+            cases.append(case)
     return distinct(cases)
 
 
@@ -265,6 +275,9 @@ def build_case(
     updates["parallelism"] = updates.get("parallelism", {}) | degrees
     local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
     precision = FP32 if kind == "fp32" else {}
+    if small.float8.enable:
+        updates["float8"] = {"enable": kind != "fp32"}
+        name = name.replace("bf16", "float8")
     updates["training"] = updates.get("training", {}) | local | precision
     config = small.model_copy(
         update={

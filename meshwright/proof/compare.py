@@ -40,8 +40,11 @@ BOUNDS = {
     "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16),
     # and of numbers that were added up in parts, and rounded
     "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, rounding=2.0),
+    # rounded to numbers 16 times as far apart: errors are 4 times as large
+    "float8 sums": Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16),
+    "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
 }
-"""By kind of case."""
+"""By `Case.bounds`."""
 
 
 @dataclass

@@ -55,7 +55,7 @@ def prove(
                         reference, file = references[case.kind]
                         try:
                             ranks = pool.run(measure_case, case.config, world_size, file)
-                            bounds = BOUNDS[case.kind]
+                            bounds = BOUNDS[case.bounds]
                             verdict, is_broken = compare(reference, ranks, bounds), False
                         except RankError as error:
                             verdict, is_broken = Verdict([f"stopped: {error}"]), True

@@ -92,7 +92,7 @@ def _as_json(small: JobConfig, rows: Sequence[Row]) -> dict[str, object]:
             {
                 "name": row.case.name,
                 "ranks": row.case.world_size,
-                "bounds": row.case.kind,
+                "bounds": row.case.bounds,
                 "seconds": round(row.seconds, 2),
                 **dataclasses.asdict(row.verdict),
             }

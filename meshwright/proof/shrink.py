@@ -147,6 +147,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
+            "float8": config.float8.model_copy(update={"emulate": True}),
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),

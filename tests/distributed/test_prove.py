@@ -90,7 +90,7 @@ def verdict_of(on_ranks, references, folder):
             references[key] = record_references(run_on_one, small, {case.kind}, mine)
         reference, file = references[key][case.kind]
         ranks = on_ranks(n, measure_with, fault, case.config, n, file)
-        return compare(reference, ranks, BOUNDS[case.kind])
+        return compare(reference, ranks, BOUNDS[case.bounds])
 
     return run
 

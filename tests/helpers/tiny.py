@@ -7,9 +7,12 @@ from collections.abc import Collection
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.config.checks import find_float8_layers
 from meshwright.config.job_config import (
     ActivationCheckpoint,
     Compile,
+    Float8,
+    JobConfig,
     Parallelism,
     Section,
     Training,
@@ -83,6 +86,7 @@ def parallel_model(
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
     frozen: Collection[str] = (),
+    float8: Float8 = Float8(),
     **options: object,
 ) -> tuple[LocalModel, Meshes]:
     """As the trainer builds it, and the meshes it is on.
@@ -119,7 +123,9 @@ def parallel_model(
             parallelism=sections[Parallelism],
             recomputation=sections[ActivationCheckpoint],
             compilation=sections[Compile],
+            float8_options=float8,
             fp32_modules=fp32_modules,
+            float8_layers=find_float8_layers(JobConfig(float8=float8), args.table, fp32_modules),
         )
         allocate(stage, CPU, CPU)
 
