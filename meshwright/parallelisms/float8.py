@@ -7,8 +7,6 @@ from collections.abc import Collection
 from meshwright.config.job_config import Float8
 from meshwright.models.decoder import Decoder
 
-PACKAGE = "torchao"
-
 
 def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str:
     """Have the linear layers of these names multiply in float8, in place.
@@ -23,9 +21,11 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     Returns:
         A line for the log.
     """
-    # It warns of kernels that it cannot load, of which none is needed here.
-    logging.getLogger(PACKAGE).setLevel(logging.ERROR)
-    # here, for it is optional, and its import takes seconds
+    # Its import warns of kernels that it cannot load, of which none is needed here, and calls a
+    # function that torch deprecates.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # here, for it is optional, and its import takes 2 s
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(options.recipe_name)
@@ -34,4 +34,9 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
         config=dataclasses.replace(recipe, emulate=options.emulate),
         module_filter_fn=lambda _, name: name in names,
     )
-    return f"float8: {options.recipe_name}{', emulated' * options.emulate}"
+    is_rowwise = options.recipe_name == "rowwise"
+    return (
+        f"float8: {len(names)} layers, {options.recipe_name}"
+        + ", emulated" * options.emulate
+        + "; losses depend on the mesh and on the local batch" * (not is_rowwise)
+    )

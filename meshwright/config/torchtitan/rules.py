@@ -81,6 +81,13 @@ DEFAULTS: dict[str, Default] = {
 }
 """By our key, in the order in which they are stated."""
 
+FLOAT8 = ("float8", "quantize.linear.float8")
+"""Names of the converter to float8 layers."""
+
+SMALL_LAYERS = "auto_filter_small_kn"
+"""Among the layers to leave out there: those too small to gain. In Llama 3 these are the projections
+of keys and values."""
+
 FLOAT8_ONLY = "it matters only to model.converters, which asks for nothing"
 NO_EXPERTS = "it matters only to mixtures of experts"
 NO_TORCHFT = "it matters only to fault_tolerance.enable"
@@ -137,11 +144,6 @@ LEAVE_OUT = "leave it out"
 REFUSED: dict[str, Refusal] = {
     "job.custom_config_module": Refusal(
         ("",), "keys of your own are not supported", "see experimental.custom_import in the docs"
-    ),
-    "model.converters": Refusal(
-        ([],),
-        "the model is trained in training.mixed_precision_param; float8 and MX are not supported",
-        "set model.converters = [] (on the command line: --model.converters '[]')",
     ),
     "parallelism.pipeline_parallel_schedule_csv": Refusal(
         ("",), "schedules from a file are not supported", "use pipeline_parallel_schedule"

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.config.job_config import Float8
 from meshwright.config.torchtitan import rules
 from meshwright.errors import CombinedConfigError, ConfigError
 
@@ -74,6 +75,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     _pipeline(job)
     _schedule(job)
     _compile(job)
+    _float8(job)
     _tables(job)
     table = job.ours | job.given
     noted = {note.key for note in job.notes}
@@ -269,6 +271,36 @@ def _compile(job: _Job) -> None:
         job.note(key, "the model alone can be compiled: compile.enable = false")
     elif components != ["model"]:
         job.note(key, "blocks of the model are compiled, each by itself; the loss is not")
+
+
+def _float8(job: _Job) -> None:
+    key, prefix = "model.converters", "quantize.linear.float8."
+    converters = job.given.pop(key, [])
+    if not converters:
+        return
+    if not isinstance(converters, list) or not set(converters) <= {*rules.FLOAT8}:
+        rule = "only float8 layers are supported, not MX, and not mixtures of experts"
+        raise _error(key, converters, rule, f'set it to ["{rules.FLOAT8[0]}"], or to []')
+    job.put("float8.enable", True, key, "float8.enable = true")
+    recipe = job.given.pop(f"{prefix}recipe_name", None) or "tensorwise"  # their default
+    if recipe == "rowwise_with_gw_hp":
+        rule, fix = "gradients of weights are in float8, too", 'use "rowwise"'
+        raise _error(f"{prefix}recipe_name", recipe, rule, fix)
+    text = f"{recipe!r}: float8.recipe_name; absent it is tensorwise there"
+    job.put("float8.recipe_name", recipe, f"{prefix}recipe_name", text)
+    left_out = job.given.pop(f"{prefix}filter_fqns", [])
+    names = [name for name in left_out if name not in ("output", rules.SMALL_LAYERS)]
+    if rules.SMALL_LAYERS in left_out:
+        names += Float8().filter_fqns
+    text = f"float8.filter_fqns = {names}; the output never multiplies in float8"
+    job.put("float8.filter_fqns", names, f"{prefix}filter_fqns", text)
+    emulate = f"{prefix}emulate"
+    if emulate in job.given:
+        job.put("float8.emulate", job.given.pop(emulate), emulate, "renamed: float8.emulate")
+    for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+        if job.given.pop(prefix + name, False):
+            text = "without effect: parameters are gathered in training.mixed_precision_param"
+            job.note(prefix + name, text)
 
 
 def _tables(job: _Job) -> None:

@@ -1,0 +1,93 @@
+"""Float8 layers on two ranks, emulated, against one rank."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.config.job_config import Float8
+from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.proof.compare import BOUNDS
+from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, whole
+
+ONE = ParallelDims(dp_replicate=1, dp_shard=1)
+SHARDS = ParallelDims(dp_replicate=1, dp_shard=2)
+HALVES = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+SAME_NUMBERS, OTHER_NUMBERS = BOUNDS["float8 sums"], BOUNDS["float8"]
+Figures = tuple[float, dict[str, torch.Tensor]]
+
+
+def train(dims: ParallelDims, recipe: str, size: int, options: dict[str, Any]) -> Figures:
+    """Loss and whole gradients of four sequences, `size` at a time on each rank.
+
+    Args:
+        recipe: "": fp32.
+    """
+    torch.compiler.reset()
+    float8 = Float8(enable=bool(recipe), recipe_name=recipe or "rowwise", emulate=True)
+    dtype = torch.bfloat16 if recipe else torch.float32
+    local, meshes = parallel_model(dims, param_dtype=dtype, float8=float8, **options)
+    (model,) = local.stages
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(TINY.vocab_size, (4, SEQ_LEN + 1), generator=generator)
+    loss = torch.zeros(())
+    for part in tokens.chunk(meshes.dp.size())[meshes.dp.get_local_rank()].split(size):
+        summed = model(part[:, :-1], part[:, 1:]) / tokens[:, 1:].numel()
+        summed.backward()
+        loss += summed.detach()
+    dist.all_reduce(loss, group=meshes.dp.get_group())
+    gradients = {name: whole(p.grad) for name, p in local.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
+
+
+@pytest.fixture
+def run(on_ranks):
+    def run(dims: ParallelDims, recipe: str = "rowwise", size: int = 1, **options: Any) -> Figures:
+        function = functools.partial(train, dims, recipe, size, options)
+        return on_ranks(dims.dp_shard * dims.tp, function)[0]
+
+    return run
+
+
+def errors(got: Figures, wanted: Figures) -> tuple[float, dict[str, float]]:
+    """Relative, of the loss and of each gradient."""
+    assert got[1].keys() == wanted[1].keys()
+    return abs(got[0] / wanted[0] - 1), {
+        name: ((got[1][name] - gradient).norm() / gradient.norm()).item()
+        for name, gradient in wanted[1].items()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ac_mode": "selective"},
+        {"enable_cpu_offload": True, "frozen": ["layers.1.feed_forward.w1.weight"]},
+        {"fp32_modules": ["layers.1"]},
+    ],
+    ids=["recomputed", "offloaded, partly frozen", "a block in fp32"],
+)
+def test_two_shards_multiply_the_same_numbers(run, options) -> None:
+    loss, gradients = errors(run(SHARDS, **options), run(ONE, **options))
+    print(loss, max(gradients.values()))
+    assert loss <= SAME_NUMBERS.loss
+    assert max(gradients.values()) <= SAME_NUMBERS.gradient
+
+
+def test_a_batch_that_is_cut_otherwise(run) -> None:
+    for recipe in ("rowwise", "tensorwise"):
+        loss, gradients = errors(run(SHARDS, recipe, 1), run(ONE, recipe, 4))
+        print(recipe, loss, max(gradients.values()))
+
+
+@pytest.mark.parametrize("options", [{}, {"compile_backend": "aot_eager"}], ids=["eager", "compiled"])
+def test_halves_of_matrices_are_off_by_rounding(run, options) -> None:
+    one = run(ONE)
+    exact, rounding = errors(run(ONE, ""), one)
+    loss, gradients = errors(run(HALVES, **options), one)
+    print(loss, max(gradients.values()), max(rounding.values()), max(gradients[n]/rounding[n] for n in gradients))
+    assert loss <= OTHER_NUMBERS.loss
+    for name, error in gradients.items():
+        assert error <= OTHER_NUMBERS.gradient + OTHER_NUMBERS.rounding * rounding[name], name

@@ -1,0 +1,155 @@
+"""Layers that multiply in float8: which they are, and which jobs cannot have them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.checks import check_device, find_float8_layers
+from meshwright.config.contradictions import check_contradictions
+from meshwright.config.job_config import Float8, JobConfig, Training
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.float8 import apply_float8
+from meshwright.planning.job import plan_job
+from meshwright.preflight import preflight
+from tests.helpers.tiny import TINY, plain_model
+
+ON = Float8(enable=True, emulate=True)
+LARGE = dataclasses.replace(TINY, dim=64, hidden_dim=96)  # multiples of 16, alone and cut in two
+BATCH = Training(seq_len=16, local_batch_size=1)
+WORDS = ("--model.tokenizer_path=bytes", "--model.args.vocab_size=258", "--float8.enable=true")
+
+
+def layers_of(
+    options: Float8 = ON, fp32_modules: tuple[str, ...] = (), args=TINY, **sections
+) -> list[str]:
+    config = JobConfig(float8=options, **sections)
+    return find_float8_layers(config, args.table, fp32_modules)
+
+
+def test_matrices_of_blocks_but_keys_and_values() -> None:
+    found = layers_of()
+    names = ("attention.wq", "attention.wo", *(f"feed_forward.w{n}" for n in (1, 2, 3)))
+    assert found == [f"layers.{block}.{name}" for block in range(TINY.n_layers) for name in names]
+    everything = layers_of(Float8(enable=True, emulate=True, filter_fqns=[]))
+    assert len(everything) == len(found) + 2 * TINY.n_layers
+    assert layers_of(Float8()) == []
+
+
+def test_modules_in_fp32_are_left_out() -> None:
+    found = layers_of(fp32_modules=("layers.1", "layers.0.attention.wq"))
+    left = {name.split(".")[1] for name in found}
+    assert left == {"0", "2"}
+    assert "layers.0.attention.wq" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "training", "says"),
+    [
+        ({"filter_fqns": ["wkv"]}, TINY, BATCH, "filter_fqns = 'wkv': is part of no layer's name"),
+        ({"filter_fqns": ["layers"]}, TINY, BATCH, "leaves no layer"),
+        ({"emulate": False}, TINY, BATCH, r"multiples of 16 .* layers.0.feed_forward.w1 is none"),
+        ({"emulate": False}, LARGE, Training(seq_len=9, local_batch_size=1), "is 9 tokens"),
+    ],
+)
+def test_layers_that_cannot_be(options, args, training, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        layers_of(ON.model_copy(update=options), args=args, training=training)
+
+
+def test_a_ranks_part_is_counted() -> None:
+    options = Float8(enable=True)
+    assert layers_of(options, args=LARGE, training=BATCH)
+    four = JobConfig(float8=options, training=BATCH, parallelism={"tensor_parallel_degree": 4})
+    with pytest.raises(ConfigError, match="layers.0.feed_forward.w1 is none"):  # 96 / 4
+        find_float8_layers(four, LARGE.table, ())
+
+
+def test_devices_and_packages() -> None:
+    config = JobConfig(float8=Float8(enable=True))
+    with pytest.raises(ConfigError, match="compute capability 8.9"):
+        check_device(config, "cuda", has_float8=False)
+    check_device(config, "cuda", has_float8=True)
+    check_device(JobConfig(float8=ON), "cpu", has_float8=False)
+
+
+def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
+        preflight(load_config([*WORDS])[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--training.mixed_precision_param=float32"], "results of float8 products are bfloat16"),
+        (
+            [
+                *("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true"),
+                "--parallelism.tensor_parallel_degree=2",
+            ],
+            "not known to work with float8.enable",
+        ),
+    ],
+)
+def test_combinations_that_are_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_contradictions(load_config([*WORDS, *words])[0])
+
+
+def test_the_planner_refuses_it() -> None:
+    with pytest.raises(ConfigError, match="does not count the casts to float8"):
+        plan_job(load_config([*WORDS])[0], 1, is_gpu=True)
+
+
+def float8_model(recipe: str) -> Decoder:
+    model = plain_model()
+    options = ON.model_copy(update={"recipe_name": recipe})
+    apply_float8(model, layers_of(options), options)
+    return model.bfloat16()
+
+
+def rounded(x: Tensor, dim: int) -> Tensor:
+    """`x` (float32) to e4m3 and back, with a power of two as the scale of each row along `dim`."""
+    largest = x.abs().amax(dim, keepdim=True)
+    scale = 2.0 ** (448 / largest).log2().floor()
+    _, exponent = torch.frexp(x * scale)
+    step = 2.0 ** (exponent.clamp(min=-5) - 4)  # 3 bits after the leading one; subnormals below
+    return (x * scale / step).round() * step / scale
+
+
+def test_products_are_those_of_rounded_rows() -> None:
+    model = float8_model("rowwise")
+    layer = model.layers["0"].feed_forward.w1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 32, generator=generator).mul(3).bfloat16().requires_grad_()
+    out = layer(x)
+    grad = torch.randn(out.shape, generator=generator).bfloat16()
+    out.backward(grad)
+    a, w, g = x.detach().float(), layer.weight.detach().float(), grad.float()
+    for got, wanted in (
+        (out, rounded(a, 1) @ rounded(w, 1).t()),
+        (x.grad, rounded(g, 1) @ rounded(w, 0)),
+        (layer.weight.grad, rounded(g, 0).t() @ rounded(a, 0)),
+    ):
+        assert torch.allclose(got.detach().float(), wanted, rtol=2**-8, atol=1e-7)
+    assert not torch.allclose(out.detach().float(), a @ w.t(), rtol=2**-6)
+
+
+@pytest.mark.parametrize(("recipe", "is_equal"), [("rowwise", True), ("tensorwise", False)])
+def test_a_tokens_result_depends_on_others_only_with_one_scale(recipe, is_equal) -> None:
+    layer = float8_model(recipe).layers["0"].feed_forward.w1
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, halves = layer(x), torch.cat([layer(part) for part in x.chunk(2)])
+    assert torch.equal(whole, halves) == is_equal
+
+
+def test_names_and_weights_stay() -> None:
+    model = float8_model("rowwise")
+    assert [*dict(model.named_parameters())] == [*dict(plain_model().named_parameters())]
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {*layers_of()}
+    assert kinds["output"] == "Projection"
