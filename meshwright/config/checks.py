@@ -315,14 +315,35 @@ def find_float8_layers(
         if not any(part in name for part in options.filter_fqns)
         and not f"{name}.".startswith(outside)
     ]
-    fix = "set float8.enable = false, or name less there or in training.fp32_modules"
-    check(bool(found), key, options.filter_fqns, "leaves no layer to multiply in float8", fix)
+    check(
+        bool(found),
+        key,
+        options.filter_fqns,
+        "leaves no layer to multiply in float8, or training.fp32_modules does",
+        "name fewer, or set float8.enable = false",
+    )
     if not options.emulate:
-        tokens = config.training.local_batch_size * config.training.seq_len
-        tokens //= parallelism.context_parallel_degree
-        odd = [name for name in found if any(size % 16 for size in layers[name])]
-        rule = "GPUs multiply multiples of 16 in float8, and a rank's part of "
-        check(not odd, key, options.filter_fqns, f"{rule}{' '.join(odd[:1])} is none", "name it")
-        fix = "change training.seq_len or training.local_batch_size"
-        check(tokens % 16 == 0, "float8.enable", True, f"{rule}a microbatch is {tokens} tokens", fix)
+        _check_multiples(config, {name: layers[name] for name in found})
     return found
+
+
+def _check_multiples(config: JobConfig, layers: Mapping[str, tuple[int, int]]) -> None:
+    """Check that GPUs can multiply parts of these sizes in float8."""
+    rule = "GPUs multiply in float8 if every size is a multiple of 16, and "
+    for name, (rows, columns) in layers.items():
+        check(
+            rows % 16 == columns % 16 == 0,
+            "float8.filter_fqns",
+            config.float8.filter_fqns,
+            f"{rule}a rank's part of {name} is {rows} x {columns}",
+            f'add "{name.split(".", 2)[-1]}"',
+        )
+    tokens = config.training.local_batch_size * config.training.seq_len
+    tokens //= config.parallelism.context_parallel_degree
+    check(
+        tokens % 16 == 0,
+        "float8.enable",
+        True,
+        f"{rule}a rank has {tokens} tokens of a microbatch",
+        "change training.seq_len or training.local_batch_size",
+    )

@@ -109,6 +109,8 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     names = [*small_args.parameter_names()]
     groups = fitted_groups(config.optimizer.groups, names)
     frozen = _found(config.model.frozen, names)
+    layers = small_args.table.linear_layers()
+    left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
     model = {
         "args": user_args | dimensions,
         "tokenizer_path": BYTES,
@@ -147,7 +149,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
-            "float8": config.float8.model_copy(update={"emulate": True}),
+            "float8": config.float8.model_copy(update={"filter_fqns": left_out, "emulate": True}),
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),

@@ -16,7 +16,7 @@ from meshwright.config.conditions import (
     needs_fsdp_alone,
     value_of,
 )
-from meshwright.config.job_config import JobConfig, Training
+from meshwright.config.job_config import Float8, JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "activation_checkpoint.selective_ac_option": "2",
     "activation_checkpoint.saved_ops": ["aten.mm"],
     "checkpoint.exclude_from_loading": ["optimizer"],
+    "float8.filter_fqns": ["attention"],
 }
 """Valid values where the type does not say one."""
 
@@ -109,6 +110,7 @@ OUTCOMES = {
         parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
         "pipeline_parallel_degree",
         checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf keep_best",
+        float8="enable",
         metrics="enable_wandb",
         experimental="custom_import",
     ),
@@ -122,6 +124,7 @@ OUTCOMES = {
         "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend",
+        float8="recipe_name filter_fqns emulate",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
         metrics="wandb_project wandb_entity wandb_name",
@@ -152,7 +155,7 @@ under `acts` only if it does."""
 
 
 def test_every_key_acts_or_is_answered(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb, no torchao
     got: dict[str, set[str]] = {name: set() for name in OUTCOMES}
     for key in KEYS:
         got[outcome(key, tmp_path)].add(key)
@@ -223,6 +226,10 @@ AWAKE: dict[str, dict[str, Any]] = {
     "activation_checkpoint.saved_ops": {"activation_checkpoint__mode": "selective"},
     "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
     "compile.backend": {"compile__enable": True},
+    **{
+        f"float8.{key}": {"float8__enable": True}
+        for key in ("recipe_name", "filter_fqns", "emulate")
+    },
     **{
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
@@ -353,5 +360,7 @@ def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:
 )
 def test_one_rank_needs_fsdp_for_other_sums_than_in_fp32(dtype, param, reduce, needs) -> None:
     types = {"mixed_precision_param": param, "mixed_precision_reduce": reduce}
-    assert needs_fsdp_alone(Training(dtype=dtype, **types)) == needs
-    assert needs_fsdp_alone(Training(dtype=dtype, **types, enable_cpu_offload=True))
+    training, off = Training(dtype=dtype, **types), Float8()
+    assert needs_fsdp_alone(training, off) == needs
+    assert needs_fsdp_alone(training.model_copy(update={"enable_cpu_offload": True}), off)
+    assert needs_fsdp_alone(training, Float8(enable=True))

@@ -9,7 +9,7 @@ import tomli_w
 
 from meshwright.cli.main import run as run_command
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import Float8, JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.torchtitan import rules
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
@@ -25,6 +25,7 @@ SPECIAL = {  # by functions of translate.py
     "parallelism.pipeline_parallel_microbatch_size",
     "parallelism.context_parallel_rotate_method",
     "compile.components",
+    "model.converters",
 }
 
 
@@ -80,7 +81,7 @@ def test_each_key_alone_is_kept_noted_or_refused(key: str, tmp_path: Path) -> No
         ("debug_model", 8, ["--training.dataset_path", __file__]),
         ("llama3_8b", 8, []),
         ("llama3_70b", 256, []),
-        ("llama3_405b", 512, ["--model.converters", "[]"]),
+        ("llama3_405b", 512, ["--parallelism.enable_async_tensor_parallel", "false"]),
     ],
 )
 def test_files_with_every_key_of_theirs_pass_the_check(
@@ -95,7 +96,7 @@ def test_files_with_every_key_of_theirs_pass_the_check(
 
 @pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
 def test_a_migrated_file_loads_to_the_same_config(name: str, tmp_path: Path, capsys) -> None:
-    words = [str(FOLDER / f"{name}.toml"), "--model.converters", "[]"]
+    words = [str(FOLDER / f"{name}.toml")]
     wanted, provenance = load_config(words)
     run_command(["config", "migrate", *words])
     migrated = tmp_path / "ours.toml"
@@ -115,12 +116,35 @@ def test_only_theirs_are_migrated() -> None:
         run_command(["config", "migrate", "debug_model"])
 
 
-def test_float8_is_refused_in_words() -> None:
-    path = FOLDER / "llama3_405b.toml"
-    line = path.read_text().splitlines().index('converters = ["float8"]') + 1
-    with pytest.raises(ConfigError, match=rf"405b.toml:{line}: model.converters.*float8") as error:
-        load_config(["--job.config_file", str(path)])
-    assert "fix: set model.converters = []" in str(error.value)
+def test_float8_layers_are_those_of_theirs() -> None:
+    words = ["--job.config_file", str(FOLDER / "llama3_405b.toml")]
+    config, provenance = load_config(words)
+    # every matrix of a block, with one scale, as torchtitan does without a recipe's name
+    wanted = {"enable": True, "recipe_name": "tensorwise", "filter_fqns": [], "emulate": False}
+    assert config.float8.model_dump() == wanted
+    assert any("float8_all_gather: without effect" in note for note in provenance.notes)
+    with pytest.raises(ConfigError, match="enable_async_tensor_parallel .* float8.enable"):
+        preflight(config, 512)
+    config, _ = load_config([*words, "--model.converters", "[]"])
+    assert config.float8 == Float8()
+
+
+def test_float8_keys_are_translated(tmp_path: Path) -> None:
+    theirs = {
+        "recipe_name": "rowwise",
+        "filter_fqns": ["output", "auto_filter_small_kn", "layers.0."],
+        "emulate": True,
+    }
+    table = {"quantize": {"linear": {"float8": theirs}}}
+    for name in ("float8", "quantize.linear.float8"):
+        config, _ = load(tmp_path, given(table, converters=[name]))
+        left_out = ["layers.0.", *Float8().filter_fqns]
+        assert config.float8 == Float8(enable=True, filter_fqns=left_out, emulate=True)
+    theirs["recipe_name"] = "rowwise_with_gw_hp"
+    with pytest.raises(ConfigError, match="recipe_name.*gradients of weights"):
+        load(tmp_path, given(table, converters=["float8"]))
+    with pytest.raises(ConfigError, match="model.converters.*only float8 layers"):
+        load(tmp_path, given(table, converters=["mx"]))
 
 
 def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:

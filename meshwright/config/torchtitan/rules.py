@@ -85,8 +85,8 @@ FLOAT8 = ("float8", "quantize.linear.float8")
 """Names of the converter to float8 layers."""
 
 SMALL_LAYERS = "auto_filter_small_kn"
-"""Among the layers to leave out there: those too small to gain. In Llama 3 these are the projections
-of keys and values."""
+"""Among the layers to leave out there: those too small to gain. In models of the sizes above these
+are the projections of keys and values."""
 
 FLOAT8_ONLY = "it matters only to model.converters, which asks for nothing"
 NO_EXPERTS = "it matters only to mixtures of experts"
