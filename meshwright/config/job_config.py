@@ -427,6 +427,7 @@ class Parallelism(Section):
 
 SAVED_OPS = [
     "aten.mm",
+    "aten._scaled_mm",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",

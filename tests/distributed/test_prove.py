@@ -324,6 +324,29 @@ def test_a_ring_is_proved_as_configured_and_where_gpus_have_it_by_default() -> N
                 assert case.config.parallelism.context_parallel_attention == want
 
 
+def test_float8_is_proved_in_bf16_and_emulated() -> None:
+    config, _ = load_config(["--float8.enable=true", "--parallelism.tensor_parallel_degree=2"])
+    cases = default_cases(config, shrink(config, ARGS), ARGS)
+    for case in cases:
+        plan = preflight(case.config, case.world_size)
+        assert bool(plan.float8_layers) == (case.kind != "fp32")
+        assert case.bounds == case.kind.replace("bf16", "float8")
+        assert case.config.float8.emulate
+    names = {case.name for case in cases if case.kind != "fp32"}
+    assert {"float8: dp_shard 2 x tp 2", "float8, compiled: dp_shard 2"} <= names
+
+
+def test_float8_is_equal_in_a_pipeline_and_another_recipe_shows(verdict_of) -> None:
+    small = small_job("--float8.enable=true")
+    case = build_case("float8", small, {"pp": 2}, kind="bf16 sums")
+    verdict = verdict_of(case, small=small)
+    assert verdict.failures == []
+    other = case.config.float8.model_copy(update={"recipe_name": "tensorwise"})
+    config = case.config.model_copy(update={"float8": other})
+    verdict = verdict_of(dataclasses.replace(case, config=config), small=small)
+    assert any(text.startswith("gradient of layers.") for text in verdict.failures)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_microbatches_enough(schedule) -> None:
     axes = [f"--parallelism.{key}=2" for key in KEYS.values()]
