@@ -193,6 +193,12 @@ CONTRADICTIONS = (
         ONE_OF_TWO,
     ),
     Contradiction(
+        "activation_checkpoint.mode",
+        lambda c: c.float8.enable and c.activation_checkpoint.mode == "memory_budget",
+        "is not known to work with float8.enable",
+        "choose another mode",
+    ),
+    Contradiction(
         "float8.enable",
         lambda c: c.float8.enable and c.training.mixed_precision_param != "bfloat16",
         "results of float8 products are bfloat16, and training.mixed_precision_param is "

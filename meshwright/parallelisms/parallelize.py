@@ -67,7 +67,12 @@ def parallelize(
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.enable:
         has_meshes = meshes.tp.size() > 1
-        applied.append(_compile(model, compilation.backend, recomputation, has_meshes=has_meshes))
+        casts = float8_options.enable and float8_options.recipe_name == "rowwise"
+        applied.append(
+            _compile(
+                model, compilation.backend, recomputation, has_meshes=has_meshes, keeps_casts=casts
+            )
+        )
     if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8_options):
         applied.append(precision.compute_in(model, training.mixed_precision_param, fp32_modules))
     else:
@@ -76,16 +81,30 @@ def parallelize(
 
 
 def _compile(
-    model: Decoder, name: str, recomputation: ActivationCheckpoint, *, has_meshes: bool
+    model: Decoder,
+    name: str,
+    recomputation: ActivationCheckpoint,
+    *,
+    has_meshes: bool,
+    keeps_casts: bool,
 ) -> str:
-    """Compile every block and the loss by the backend of that name."""
+    """Compile every block and the loss by the backend of that name.
+
+    Args:
+        keeps_casts: inductor rounds to bf16 wherever eager blocks do. Otherwise a norm and the
+            scales of its rows may come from different numbers: with rowwise float8 losses became
+            NaN on GPUs (pytorch issue 150859).
+    """
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
         backend = activation_checkpoint.keep_within_budget(
             name, recomputation.memory_budget, has_meshes=has_meshes
         )
     for block in model.layers.values():
-        block.compile(fullgraph=True, backend=backend)
+        if keeps_casts and backend == "inductor":
+            block.compile(fullgraph=True, options={"emulate_precision_casts": True})
+        else:
+            block.compile(fullgraph=True, backend=backend)
     if model.output is not None:
         model.output.loss.compile(name)  # which keeps nothing for backward
     return f"torch.compile: each block and the loss, by {name}"

@@ -4,15 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+import torch._inductor
 from torch import Tensor
 
+from meshwright import hardware
 from meshwright.config.checks import check_device, find_float8_layers
 from meshwright.config.contradictions import check_contradictions
-from meshwright.config.job_config import Float8, JobConfig, Training
+from meshwright.config.job_config import ActivationCheckpoint, Float8, JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.float8 import apply_float8
+from meshwright.parallelisms.parallelize import _compile
 from meshwright.planning.job import plan_job
 from meshwright.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model
@@ -81,6 +84,17 @@ def test_devices_and_packages() -> None:
     check_device(JobConfig(float8=ON), "cpu", has_float8=False)
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "wanted"),
+    [((8, 6), None, False), ((8, 9), None, True), ((9, 0), None, True), ((9, 4), "6.2", False)],
+)
+def test_gpus_that_multiply_in_float8(monkeypatch, capability, hip, wanted: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert hardware.has_float8(torch.device("cuda")) == wanted
+    assert not hardware.has_float8(torch.device("cpu"))
+
+
 def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
@@ -91,6 +105,10 @@ def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
     ("words", "says"),
     [
         (["--training.mixed_precision_param=float32"], "results of float8 products are bfloat16"),
+        (
+            ["--activation_checkpoint.mode=memory_budget", "--compile.enable=true"],
+            "memory_budget': is not known to work with float8.enable",
+        ),
         (
             [
                 *("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true"),
@@ -158,3 +176,19 @@ def test_names_and_weights_stay() -> None:
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {*layers_of()}
     assert kinds["output"] == "Projection"
+
+
+@pytest.mark.parametrize(("backend", "keeps_casts"), [("inductor", True), ("aot_eager", False)])
+def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, keeps_casts) -> None:
+    """Of blocks; torch raises for an option that it does not know."""
+    assert "emulate_precision_casts" in torch._inductor.list_options()
+    model, seen = plain_model(), list[dict]()
+    for block in model.layers.values():
+        monkeypatch.setattr(block, "compile", lambda **options: seen.append(options))
+    monkeypatch.setattr(model.output.loss, "compile", lambda name: None)
+    recomputation = ActivationCheckpoint()
+    _compile(model, backend, recomputation, has_meshes=False, keeps_casts=True)
+    assert [("options" in options) for options in seen] == [keeps_casts] * TINY.n_layers
+    seen.clear()
+    _compile(model, backend, recomputation, has_meshes=False, keeps_casts=False)
+    assert seen == [{"fullgraph": True, "backend": backend}] * TINY.n_layers
