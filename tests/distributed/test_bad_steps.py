@@ -17,7 +17,7 @@ from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import StepOptions, train_step
-from tests.distributed.test_checkpoints import logged
+from tests.distributed.test_manager import logged
 from tests.distributed.test_step import (
     DEEP,
     GLOBAL_BATCH,
