@@ -16,6 +16,7 @@ from meshwright.parallelisms.gathered_attention import gathered_attention
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.process_group import start_process_group
 from meshwright.preflight import preflight
+from meshwright.proof.compare import BOUNDS
 from tests.gpu.launch import ROOT, run
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu.cases import CASES
@@ -106,6 +107,18 @@ def test_losses_are_those_of_a_cpu(device, mode: str) -> None:
     tolerance = 1e-4 if mode == "fp32" else 2e-2
     want = losses(torch.device("cpu"), *MODES[mode], *FP32)
     assert losses(device, *MODES[mode]) == pytest.approx(want, rel=tolerance)
+
+
+@pytest.mark.only_cuda
+@pytest.mark.parametrize("mode", ["bf16", "compiled", "selective"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_float8_losses_are_those_of_its_emulation(device, recipe: str, mode: str) -> None:
+    if not hardware.has_float8(device):
+        pytest.skip("this GPU does not multiply in float8")
+    words = ("--float8.enable=true", f"--float8.recipe_name={recipe}")
+    want = losses(device, *words, "--float8.emulate=true")
+    bound = BOUNDS["float8"].loss
+    assert losses(device, *words, *MODES[mode]) == pytest.approx(want, rel=bound)
 
 
 def test_offload_changes_no_number(device) -> None:

@@ -14,6 +14,7 @@ from meshwright.config.job_config import ActivationCheckpoint, Float8, JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
+from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.float8 import apply_float8
 from meshwright.parallelisms.parallelize import _compile
 from meshwright.planning.job import plan_job
@@ -128,10 +129,10 @@ def test_the_planner_refuses_it() -> None:
         plan_job(load_config([*WORDS])[0], 1, is_gpu=True)
 
 
-def float8_model(recipe: str) -> Decoder:
-    model = plain_model()
-    options = ON.model_copy(update={"recipe_name": recipe})
-    apply_float8(model, layers_of(options), options)
+def float8_model(recipe: str, args: LlamaArgs = TINY, emulate: bool = True) -> Decoder:
+    model = plain_model(args)
+    options = Float8(enable=True, recipe_name=recipe, emulate=emulate)
+    apply_float8(model, layers_of(options, args=args, training=BATCH), options)
     return model.bfloat16()
 
 
@@ -160,6 +161,24 @@ def test_products_are_those_of_rounded_rows() -> None:
     ):
         assert torch.allclose(got.detach().float(), wanted, rtol=2**-8, atol=1e-7)
     assert not torch.allclose(out.detach().float(), a @ w.t(), rtol=2**-6)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_the_operator_of_gpus_gives_the_same(recipe: str) -> None:
+    """`torch._scaled_mm`, with the layouts and scales that GPUs get; its kernel here is the CPU's."""
+    if recipe == "rowwise" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 multiplies on CPUs with one scale alone")
+    x, grad = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for emulate in (True, False):
+        layer = float8_model(recipe, LARGE, emulate).layers["0"].attention.wq
+        own = x.clone().requires_grad_()
+        out = layer(own)
+        out.backward(grad)
+        results.append((out.detach(), own.grad, layer.weight.grad))
+    for emulated, got in zip(*results, strict=True):
+        assert emulated.norm() > 0
+        assert (got.float() - emulated.float()).norm() <= 1e-3 * emulated.float().norm()
 
 
 @pytest.mark.parametrize(("recipe", "is_equal"), [("rowwise", True), ("tensorwise", False)])
