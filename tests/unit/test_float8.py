@@ -165,7 +165,7 @@ def test_products_are_those_of_rounded_rows() -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_the_operator_of_gpus_gives_the_same(recipe: str) -> None:
-    """`torch._scaled_mm`, with the layouts and scales that GPUs get; its kernel here is the CPU's."""
+    """`torch._scaled_mm`, with the layouts and scales that GPUs get, but with the CPU's kernel."""
     if recipe == "rowwise" and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 multiplies on CPUs with one scale alone")
     x, grad = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
