@@ -21,12 +21,12 @@ from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
     check_writable,
-    find_float8_layers,
     find_fp32_modules,
     resolve_auto_values,
 )
 from meshwright.config.conditions import idle_options, num_data_ranks, num_microbatches
 from meshwright.config.contradictions import check_contradictions
+from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
 from meshwright.datasets.checks import (

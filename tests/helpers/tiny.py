@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.config.checks import find_float8_layers
+from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import (
     ActivationCheckpoint,
     Compile,

@@ -8,8 +8,9 @@ import torch._inductor
 from torch import Tensor
 
 from meshwright import hardware
-from meshwright.config.checks import check_device, find_float8_layers
+from meshwright.config.checks import check_device
 from meshwright.config.contradictions import check_contradictions
+from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import ActivationCheckpoint, Float8, JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
