@@ -20,16 +20,16 @@ from meshwright.planning.timing import assumed
 RANKS = 4
 CONFIG = [
     "--job.config_file=train_configs/debug_model.toml",
-    "--training.seq_len=2048",
+    "--training.seq_len=1024",
     "--training.local_batch_size=1",
-    "--training.global_batch_size=16",
+    "--training.global_batch_size=8",
     "--model.args.dim=2048",
-    "--model.args.n_layers=8",
+    "--model.args.n_layers=4",
     "--model.args.n_heads=16",
     "--model.args.n_kv_heads=8",
     "--model.args.vocab_size=32768",
 ]
-LIMITS = (5, 6, 7, 8, 10, 12, 16, 24, 48, 80)
+LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
 """GiB of the device."""
 
 

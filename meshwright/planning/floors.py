@@ -192,8 +192,8 @@ def _in_flight(plan: Plan) -> float:
     if schedule == "1F1B":
         return min(ranks, count)
     if schedule == "Interleaved1F1B":
-        per_rank = len(plan.stage_modules) // ranks
-        ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # forwards, then one for each backward
+        per_rank, in_round = len(plan.stage_modules) // ranks, count // max(1, count // ranks)
+        ahead = (per_rank - 1) * in_round + 2 * (ranks - 1) + 1  # then one for each backward
         return min(ahead, count * per_rank) / per_rank
     return 1  # schedules that are not modelled
 
@@ -206,7 +206,7 @@ def _least_bytes(plan: Plan, parts: Parts) -> float:
     sizes = [_num_parameters(plan, place) for place in range(plan.dims.pp)]
     least = {name: sizes[0] / max(sizes) * size for name, size in plan.least_bytes.items()}
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    if plan.num_microbatches <= in_flight + 1:
+    if plan.num_microbatches <= in_flight:
         return max(sum(plan.least_bytes.values()), state + kept)
     in_backward = sum(least.values()) - state
     if plan.dims.pp > 1:  # of all stages of the rank, until the end of the step
