@@ -24,4 +24,4 @@ def note(folder: Path, step: int, event: str, facts: Mapping[str, Any]) -> None:
         with open(folder / FILE, "w" if is_new else "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:  # a full disk, say
-        logger.warning("%s cannot be written: %s; training goes on", folder / FILE, error)
+        logger.warning("%s cannot be written: %s; training continues", folder / FILE, error)
