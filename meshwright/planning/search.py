@@ -40,7 +40,7 @@ class Found:
     """Whose parameters, gradients and optimizer do not fit, or not with the activations kept."""
     num_simulated: int
     num_open: int
-    """Not simulated, though they could be the best: `MOST_SIMULATED` others were estimated faster."""
+    """Not simulated, though they could be the best: others were estimated faster."""
     ranked: list[Candidate]
     """Of the simulated ones, those that fit; best first."""
     corrected: int

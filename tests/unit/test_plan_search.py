@@ -91,6 +91,17 @@ def test_what_is_left_out_is_never_the_best(gib) -> None:
         assert best[0].figures.seconds == min(figures[c].seconds for c in fitting)
 
 
+@pytest.mark.parametrize(("gib", "left"), [(200.0, 5), (1.0, 3)])
+def test_a_simulation_decides_other_modes_of_its_mesh(gib, left) -> None:
+    """Too large: only the mode that keeps more is out. It fits: the three that do more are."""
+    mesh = Mesh(1, 1, 1, 1, "", 1)
+    plans = {choice: plan for choice, plan in _plans().items() if choice.mesh == mesh}
+    board = Board(plans, dict.fromkeys(plans, Floor(0.0, 0.0)), H100)
+    assert board.num_open == 6
+    board.note(Choice(mesh, "selective", True), Figures({"peak": gib * GIB}, 1.0, 1.0))
+    assert board.num_open == left
+
+
 def test_choices_are_legal_and_many() -> None:
     plans = _plans()
     assert len(plans) >= 100
