@@ -70,13 +70,11 @@ class Case:
             "cp": "context_parallel_degree",
             "pp": "pipeline_parallel_degree",
         }
-        values: dict[str, object] = dict(BASE)
-        values |= {f"parallelism.{keys[axis]}": size for axis, size in self.sizes.items()}
-        values |= (word.removeprefix("--").split("=", 1) for word in self.options.split())
+        words = [f"--{key}={value}" for key, value in BASE.items()]
+        words += [f"--parallelism.{keys[axis]}={size}" for axis, size in self.sizes.items()]
         dp = self.sizes["dp_shard"] * self.sizes.get("dp_replicate", 1)
-        batch = int(str(values["training.local_batch_size"])) * dp * self.microbatches
-        values["training.global_batch_size"] = batch
-        config, _ = load_config([f"--{key}={value}" for key, value in values.items()])
+        words += [f"--training.global_batch_size={2 * dp * self.microbatches}"]
+        config, _ = load_config([*words, *self.options.split()])
         return plan_job(config, self.world_size, is_gpu=False)
 
 
