@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from meshwright.errors import (
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.launch.process import LAUNCHER, die_with_parent
 from meshwright.log import log_to_console, logger, print_error
+from meshwright.metrics.planned import planned_ledger
 from meshwright.preflight import preflight
 from meshwright.train import run
 
@@ -48,10 +50,6 @@ def main() -> None:
         code = EXIT_CODES[type(error)]
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except torch.OutOfMemoryError:
-        logger.exception("failed")
-        logger.error("out of memory; to see what needs it, and what would fit:\n  %s", _to_plan())
-        code = 1
     except Exception:
         logger.exception("failed")
         code = 1
@@ -86,4 +84,10 @@ def _run_command_line() -> bool:
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         plan = preflight(config, world_size, looks_at_files=False)
-        return run(plan, heart=heartbeat_of_this_rank())
+        try:
+            return run(plan, heart=heartbeat_of_this_rank())
+        except torch.OutOfMemoryError as error:
+            lines = planned_ledger(Path(config.job.dump_folder), world_size)
+            lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+            error.add_note("\n".join(lines))
+            raise

@@ -77,9 +77,9 @@ def predict(
     plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None = None
 ) -> Figures:
     """Predict a rank's figures from two depths; each layer adds the same."""
-    depth, period = depth_of_rank(plan, rank), _period(plan.config)
+    depth, step = depth_of_rank(plan, rank), period(plan.config)
     few = _few(plan)
-    more = few + period
+    more = few + step
     if depth <= more:
         return measure(plan, world_size, rank, device, rates)
     try:
@@ -88,7 +88,7 @@ def predict(
         return measure(plan, world_size, rank, device, rates)
     first = measure(shallow, world_size, rank, device, rates)
     second = measure(deeper, world_size, rank, device, rates)
-    return first.extend(second, (depth - few) / period)
+    return first.extend(second, (depth - few) / step)
 
 
 def predict_config(
@@ -112,7 +112,7 @@ def error_of_line(
         return 0.0
     first, second = found.line
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    third = at_depth(plan, world_size, device, _few(plan) + 2 * _period(config))
+    third = at_depth(plan, world_size, device, _few(plan) + 2 * period(config))
     simulated = measure(third, world_size, found.rank, device, rates)
     expected = first.extend(second, 2.0)
     seconds = expected.seconds / simulated.seconds - 1 if rates is not None else 0.0
@@ -125,10 +125,10 @@ def _few(plan: Plan) -> int:
     From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
     the gradients of the one before are reduced. In a pipeline layers are gathered once and stay.
     """
-    return (4 if plan.dims.pp == 1 else 2) * _period(plan.config)
+    return (4 if plan.dims.pp == 1 else 2) * period(plan.config)
 
 
-def _period(config: JobConfig) -> int:
+def period(config: JobConfig) -> int:
     """Layers after which activation checkpointing repeats itself."""
     option = config.activation_checkpoint.selective_ac_option
     is_counted = config.activation_checkpoint.mode == "selective" and option != "op"

@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import check
-from meshwright.planning.board import Board, Candidate, fits_in
+from meshwright.planning.board import Board, Candidate, fits_in, may_fit
 from meshwright.planning.choices import Choice, difference, legal
 from meshwright.planning.devices import GIB, Device
+from meshwright.planning.floors import Floor, Shape, floor_of, shape_of, traces
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
 from meshwright.planning.remedies import changed
@@ -36,8 +37,10 @@ class Found:
     """With the winner's choice, as a person would write it."""
     num_legal: int
     num_too_large: int
-    """Whose parameters, gradients and optimizer alone do not fit."""
+    """Whose parameters, gradients and optimizer do not fit, or not with the activations kept."""
     num_simulated: int
+    num_open: int
+    """Not simulated, though they could be the best: others were estimated faster."""
     ranked: list[Candidate]
     """Of the simulated ones, those that fit; best first."""
     corrected: int
@@ -57,9 +60,13 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     """
     start = time.perf_counter()
     plans = dict(legal(config, ranks, device))
-    fitting = {c: p for c, p in plans.items() if _least(p) <= device.memory_gib * GIB}
-    board = Board(fitting, device, rates)
     with processes(workers) as pool, tqdm(desc="simulated", disable=None, file=sys.stderr) as bar:
+        fitting = {
+            choice: plan
+            for choice, plan in plans.items()
+            if may_fit(sum(plan.least_bytes.values()), plan, device)
+        }
+        board = Board(fitting, find_floors(config, fitting, device, rates, pool), device)
         running: dict[Future[Figures], tuple[Choice, Figures | None]] = {}
         while True:
             while (
@@ -83,7 +90,7 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
                 board.note(choice, figures)
                 bar.update()
         ranked = board.ranked()
-        num_simulated = len(board.found)
+        num_simulated, num_open = len(board.found), board.num_open
         check(bool(ranked), "--device", device.name, f"none of {len(plans)} candidates fits")
         best, corrected = _checked(ranked[:CHECKED], ranks, device, rates, pool)
         ranked = sorted(best + ranked[CHECKED:], key=lambda one: one.figures.seconds)
@@ -92,8 +99,9 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     return Found(
         changed(config, ranked[0].choice.update(batch)),
         len(plans),
-        len(plans) - len(fitting),
+        len(plans) - len(fitting) + board.num_too_large,
         num_simulated,
+        num_open,
         ranked,
         corrected,
         winner_bytes,
@@ -102,8 +110,19 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     )
 
 
-def _least(plan: Plan) -> float:
-    return sum(plan.least_bytes.values())
+def find_floors(
+    config: JobConfig, plans: dict[Choice, Plan], device: Device, rates: Rates, pool: Executor
+) -> dict[Choice, Floor]:
+    """Trace every shape once, and return the floors of all candidates."""
+    by_mesh: dict[tuple[int, ...], list[Shape]] = {}
+    for shape in dict.fromkeys(shape_of(choice) for choice in plans):
+        by_mesh.setdefault(shape[:3], []).append(shape)
+    calls = [pool.submit(traces, config, shapes, device, rates) for shapes in by_mesh.values()]
+    parts = {shape: found for call in calls for shape, found in call.result().items()}
+    return {
+        choice: floor_of(plan, parts[shape_of(choice)], device, rates)
+        for choice, plan in plans.items()
+    }
 
 
 def _ends(plan: Plan) -> list[int]:
@@ -174,11 +193,11 @@ def _first_that_fits(
 
 def to_text(config: JobConfig, found: Found, source: str) -> str:
     """Return the ranked candidates, and the TOML that the winner differs by."""
-    others = found.num_legal - found.num_too_large - found.num_simulated
+    others = found.num_legal - found.num_too_large - found.num_simulated - found.num_open
     lines = [
-        f"{found.num_legal} candidates: {found.num_too_large} too large by parameters, gradients "
-        f"and optimizer alone, {found.num_simulated} simulated, {others} of which a simulated one "
-        f"tells that they do not fit or are slower, or estimated slower; {found.seconds:.0f} s",
+        f"{found.num_legal} candidates: {found.num_too_large} too large, {others} slower than the "
+        f"best or too large beside one that was simulated, {found.num_simulated} simulated, "
+        f"{found.num_open} open; {found.seconds:.0f} s",
         f"ranked by tokens per second at {source}",
         f"  {'tokens/s':>12} {'GiB':>8}",
     ]
@@ -212,6 +231,7 @@ def to_json(config: JobConfig, found: Found, source: str) -> str:
         "candidates": found.num_legal,
         "too_large": found.num_too_large,
         "simulated": found.num_simulated,
+        "open": found.num_open,
         "corrected": found.corrected,
         "seconds": found.seconds,
         "source": source,

@@ -98,6 +98,13 @@ def collective_seconds(collective: Collective, rates: Rates, per_node: int) -> f
     return rates.collective_s + (collective.sent_bytes / width if width else 0.0)
 
 
+def entry_seconds(entry: Operator | Collective, rates: Rates, per_node: int) -> float:
+    """Return the time of an operator or a collective."""
+    if isinstance(entry, Operator):
+        return operator_seconds(entry, rates)
+    return collective_seconds(entry, rates, per_node)
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Of one rank's step."""
@@ -126,11 +133,10 @@ def step_time(
     last = simulation.entries[-1]
     for entry in simulation.entries:
         marks.setdefault(entry.microbatch, now)
-        before = now
+        before, seconds = now, entry_seconds(entry, rates, per_node)
         if isinstance(entry, Operator):
             if entry.is_copy_out and gathers:
                 now = max(now, gathers.pop(0))
-            seconds = operator_seconds(entry, rates)
             now += seconds
             compute += seconds
             if entry.is_copy_out:
@@ -138,7 +144,6 @@ def step_time(
             if entry.phase == "update":
                 now = max(now, comm)
         else:
-            seconds = collective_seconds(entry, rates, per_node)
             if entry.is_fsdp and entry.kind == "all_gather":
                 comm = max(comm, copied_out) + seconds
                 gathers.append(comm)

@@ -39,8 +39,13 @@ class Operator:
     num_bytes: int
     """Of all tensors that it reads and writes."""
     dtype: str
-    is_copy_out: bool = False
-    """It takes parameters out of FSDP2's gathered buffer, so it waits for the gather."""
+    is_fsdp: bool
+    """It is one of FSDP2's own."""
+
+    @property
+    def is_copy_out(self) -> bool:
+        """It takes parameters out of FSDP2's gathered buffer, so it waits for the gather."""
+        return self.is_fsdp and self.name == "split_with_sizes_copy"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Collective:
     sent_bytes: float
     """That this rank sends, in a ring."""
     phase: str
+    module: str
     microbatch: int
     is_fsdp: bool
     """It is FSDP2's, and overlaps with computation."""
@@ -99,7 +105,7 @@ class Trace:
                 _flops(func, args, kwargs, output),
                 sum(x.numel() * x.element_size() for x in tensors),
                 str(first.dtype if first is not None else "").removeprefix("torch."),
-                is_copy_out=name == "split_with_sizes_copy" and scope.is_fsdp,
+                scope.is_fsdp,
             )
         )
 
@@ -128,6 +134,7 @@ class Trace:
                 int(num_bytes),
                 sent,
                 scope.phase,
+                scope.module,
                 scope.microbatch,
                 scope.is_fsdp,
             )

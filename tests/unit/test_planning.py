@@ -1,5 +1,6 @@
 """Parts of planning that need no simulation."""
 
+import json
 import sys
 
 import pytest
@@ -71,22 +72,55 @@ def test_rates_are_straight_between_measured_points() -> None:
     assert [interpolate(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 3]
 
 
-def test_out_of_memory_names_the_command_that_plans_the_job(monkeypatch) -> None:
-    def run_out() -> bool:
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_out_of_memory_says_what_is_planned_and_what_would_fit(
+    monkeypatch, tmp_path, has_plan
+) -> None:
+    def run_out(*_: object, **__: object) -> bool:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     said, codes = [], []
-    monkeypatch.setattr(main, "_run_command_line", run_out)
+    monkeypatch.setattr(main, "run", run_out)
     monkeypatch.setattr(main, "log_to_console", lambda: None)
-    monkeypatch.setattr(main.logger, "exception", lambda text: None)
-    monkeypatch.setattr(main.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(
+        main.logger, "exception", lambda text: said.extend(sys.exception().__notes__)
+    )
     monkeypatch.setattr(main.os, "_exit", codes.append)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--job.config_file", "a b.toml"])
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    words = ["--job.config_file", "train_configs/debug_model.toml"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, "--job.dump_folder", f"{tmp_path}/a b"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plan = {
+        "world_size": 2,
+        "rank": 1,
+        "verdict": "tight",
+        "device": {"name": "GPU of 10 GiB"},
+        "ranks": [
+            {
+                "rank": 1,
+                "peak": {
+                    "num_bytes": 11 * GIB,
+                    "by_purpose": {"parameters": 4 * GIB, "activations": 7 * GIB, "temporary": 0},
+                    "phase": "backward",
+                    "module": "layers.3",
+                },
+            }
+        ],
+        "remedies": [
+            {"change": "a.b = 1", "peak_bytes": 5 * GIB, "verdict": "fits"},
+            {"change": "c.d = 2", "peak_bytes": 10 * GIB, "verdict": "tight"},
+        ],
+    }
+    if has_plan:
+        (tmp_path / "a b").mkdir()
+        (tmp_path / "a b" / "plan.json").write_text(json.dumps(plan))
     main.main()
     assert codes == [1]
-    words = "meshwright plan --job.config_file 'a b.toml' --world-size 8 --device cpu"
-    assert words in said[0]
+    command = f"--job.dump_folder '{tmp_path}/a b' --world-size 2 --device cpu"
+    assert command in said[0]
+    parts = ("4.00 GiB parameters", "11.00 GiB of tensors", "layers.3", "a.b = 1  # 5.00 GiB")
+    assert all((part in said[0]) == has_plan for part in parts)
+    assert "c.d" not in said[0]
+    assert "temporary" not in said[0]
 
 
 def test_a_plan_for_gpus_takes_their_blocks_in_the_loss() -> None:
