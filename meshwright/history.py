@@ -4,18 +4,18 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.log import logger
 
 FILE = "history.jsonl"
+Event = Literal["start", "end"]
 
 
-def note(folder: Path, step: int, event: str, facts: Mapping[str, Any]) -> None:
+def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
     """Append an event. A job that starts over, at step 0, begins a new file.
 
     Args:
-        event: "start" or "end".
         facts: anything that JSON can hold.
     """
     line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
@@ -25,3 +25,18 @@ def note(folder: Path, step: int, event: str, facts: Mapping[str, Any]) -> None:
             file.write(line + "\n")
     except OSError as error:  # a full disk, say
         logger.warning("%s cannot be written: %s; training goes on", folder / FILE, error)
+
+
+def note_missing_end(folder: Path, step: int, reason: str) -> None:
+    """Append the end of a process that was killed before it could do so itself.
+
+    Args:
+        step: the step that it was in.
+    """
+    try:
+        *_, last = (folder / FILE).read_text("utf-8").splitlines()
+        event = json.loads(last)["event"]
+    except (OSError, ValueError, KeyError):  # it was killed before its start was noted
+        return
+    if event == "start":
+        note(folder, step, "end", {"reason": reason})
