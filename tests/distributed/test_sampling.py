@@ -41,9 +41,9 @@ def reference(args: LlamaArgs) -> list[list[int]]:
 def _texts(dims, options: dict, eos_id: int) -> list:
     """Without and with an end, and with the mask of packed documents."""
     job = job_of(dims, options)
-    losses = [stage.output.loss for stage in job.model.stages if stage.output is not None]
     texts = [texts_of(job), texts_of(job, eos_id=eos_id), texts_of(job, mask_documents=True)]
-    assert not any(isinstance(loss, NextToken) for loss in losses)
+    outputs = [stage.output for stage in job.model.stages if stage.output is not None]
+    assert not any(isinstance(output.loss, NextToken) for output in outputs)
     return texts
 
 
