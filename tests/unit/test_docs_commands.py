@@ -1,4 +1,4 @@
-"""Every command that README, docs and presets print is parsed by its own parser."""
+"""Every command and TOML that README, docs and presets print is read by its own parser."""
 
 import re
 import shlex
@@ -92,6 +92,20 @@ def test_commands_are_found() -> None:
     assert len(CASES) > 200
     (page,) = [file for file in PAGES if file.name == "own_data.md"]
     assert sum("meshwright" in line for line, _ in printed(page)) >= 6
+
+
+TOMLS = [
+    pytest.param(block, id=f"{page.name} {number}")
+    for page in PAGES
+    for number, (language, block) in enumerate(BLOCK.findall(page.read_text("utf-8")))
+    if language == "toml"
+]
+
+
+@pytest.mark.parametrize("text", TOMLS)
+def test_a_printed_toml_has_keys_and_values_that_are_valid(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(text.replace('"debug_model.toml"', '"debug_model"'))
+    load_config([str(tmp_path / "a.toml")])
 
 
 def understand(words: list[str]) -> None:
