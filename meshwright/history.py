@@ -27,16 +27,18 @@ def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> Non
         logger.warning("%s cannot be written: %s; training goes on", folder / FILE, error)
 
 
-def note_missing_end(folder: Path, step: int, reason: str) -> None:
+def note_missing_end(folder: Path, step: int, reason: str, since: float) -> None:
     """Append the end of a process that was killed before it could do so itself.
 
     Args:
         step: the step that it was in.
+        since: seconds of the epoch; a start that is older is another process's.
     """
     try:
         *_, last = (folder / FILE).read_text("utf-8").splitlines()
-        event = json.loads(last)["event"]
-    except (OSError, ValueError, KeyError):  # it was killed before its start was noted
+        row = json.loads(last)
+        is_open = row["event"] == "start" and row["unix_s"] >= round(since, 1)
+    except (OSError, ValueError, KeyError):  # no process has noted its start
         return
-    if event == "start":
+    if is_open:
         note(folder, step, "end", {"reason": reason})

@@ -134,7 +134,7 @@ def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
     """Add the end to the history of the run, if its first rank was here and could not."""
     step = watch.last_step(0)
     if step is not None:
-        try_to_write(lambda: note_missing_end(_logs(args).parent, step, reason))
+        try_to_write(lambda: note_missing_end(_logs(args).parent, step, reason, watch.began))
 
 
 TAIL_LINES = 20

@@ -41,6 +41,7 @@ class Watch:
 
     Attributes:
         verdict: lines about the hang, the cause last; None if there is none.
+        began: seconds of the epoch.
 
     Args:
         folder: of the heartbeats.
@@ -57,6 +58,7 @@ class Watch:
         say: Callable[[str], None],
     ) -> None:
         self.verdict: list[str] | None = None
+        self.began = time.time()
         self._folder, self._stderr, self._reports, self._say = folder, stderr, reports, say
         self._stopped_since: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()

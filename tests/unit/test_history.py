@@ -1,6 +1,7 @@
 """The record of a job's processes."""
 
 import json
+import time
 
 from meshwright import history
 
@@ -24,11 +25,13 @@ def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
 
 
 def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path) -> None:
-    history.note_missing_end(tmp_path, 3, "killed before it began")
+    since = time.time()
+    history.note_missing_end(tmp_path, 3, "killed before it began", since)
     assert not (tmp_path / "history.jsonl").exists()
     history.note(tmp_path, 0, "start", {})
+    history.note_missing_end(tmp_path, 3, "killed before it began", since + 100)
     for _ in range(2):
-        history.note_missing_end(tmp_path, 7, "hung")
+        history.note_missing_end(tmp_path, 7, "hung", since)
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("end", 7)]
