@@ -108,6 +108,13 @@ def test_a_printed_toml_has_keys_and_values_that_are_valid(text: str, tmp_path: 
     load_config([str(tmp_path / "a.toml")])
 
 
+def test_commands_that_messages_and_docstrings_name_are_there() -> None:
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "meshwright").rglob("*.py"))
+    named = set(re.findall(r"(?:`|fix: )meshwright ((?:checkpoint |config )?[a-z]+)", text))
+    assert len(named) > 10
+    assert named <= COMMANDS.keys()
+
+
 def understand(words: list[str]) -> None:
     """Raise if a command is not there, or does not take these words."""
     config: list[str] = []
