@@ -57,6 +57,7 @@ def main() -> None:
             # commands read no input, which would be the next of them
             shell.stdin.write(f'{{ {command}\n}} < /dev/null; echo "=$?="\n')
             shell.stdin.flush()
+            ended = None
             for line in shell.stdout:
                 if ended := re.fullmatch(r"(.*)=(\d+)=\n", line):
                     break
