@@ -263,6 +263,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
     "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
+    "validation.sample_tokens": {"validation__enable": True},
 }
 """Beside which it has none; of the others, beside the defaults."""
 ON_ONE_RANK = {"parallelism__data_parallel_shard_degree": 1, "training__global_batch_size": 8}
