@@ -139,7 +139,7 @@ def build_loader(
 
 
 Fail = Callable[[Exception], None]
-"""Notes that this rank cannot go on, so that all ranks stop."""
+"""Notes that this rank cannot continue, so that all ranks stop."""
 Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
 """Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
 

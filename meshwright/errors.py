@@ -12,9 +12,9 @@ EXIT_TRAINING = 3
 EXIT_SAVE = 4
 EXIT_DATA = 5
 EXIT_HANG = 6
-"""A rank did not go on, and the others waited for it in vain."""
+"""A rank stopped making progress, and the others waited for it in vain."""
 EXIT_STOPPED = 75
-"""The job was asked to stop before its last step: start it again, and it goes on. EX_TEMPFAIL of
+"""The job was asked to stop before its last step: start it again, and it resumes. EX_TEMPFAIL of
 <sysexits.h>."""
 EXIT_INTERRUPTED = 130
 """By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
@@ -76,7 +76,7 @@ class Mistakes:
 
 
 class TrainingError(RuntimeError):
-    """Training went wrong and cannot go on. Raised on every rank."""
+    """Training went wrong and cannot continue. Raised on every rank."""
 
 
 class RecordError(ConfigError):
@@ -88,7 +88,7 @@ class DataError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, and the job is not to go on, or is over."""
+    """A checkpoint could not be written, and the job must stop, or is over."""
 
 
 EXIT_CODES: dict[type[Exception], int] = {

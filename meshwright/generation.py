@@ -58,7 +58,7 @@ class CachedAttention(nn.Module):
 
 @contextmanager
 def _cached(model: Decoder, max_len: int) -> Iterator[None]:
-    """Within, `model` goes on where its last call ended."""
+    """Within, `model` continues where its last call ended."""
     attentions = [block.get_submodule("attention") for block in model.layers.values()]
     before = [attention.core for attention in attentions]
     for attention in attentions:

@@ -24,7 +24,7 @@ def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> Non
         with open(folder / FILE, "w" if is_new else "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:  # a full disk, say
-        logger.warning("%s cannot be written: %s; training goes on", folder / FILE, error)
+        logger.warning("%s cannot be written: %s; training continues", folder / FILE, error)
 
 
 def note_missing_end(folder: Path, step: int, reason: str, since: float) -> None:

@@ -1,4 +1,4 @@
-"""The part of a checkpoint beside its tensors: where a job was, and how another goes on from it."""
+"""The part of a checkpoint beside its tensors: where a job was, and how another resumes from it."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ def best_of(saved: Manifest) -> tuple[int, float] | None:
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
-    """Where a resume goes on reading; it means something only in the data it was noted for.
+    """Where a resume continues to read; it means something only in the data it was noted for.
 
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.

@@ -109,23 +109,18 @@ def set_up(
 ) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already."""
     since = time.perf_counter()
-    config, dump_folder = plan.config, Path(plan.config.job.dump_folder)
-    found = checkpoints.select_and_verify()
-    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
-    if found is not None:
-        resume_diff(plan, found).check()
-    else:
-        checkpoints.tell(lambda: check_first_weights(plan))
+    config = plan.config
+    plan, found = _resume_or_begin(plan, checkpoints)
     if plan.resume_step >= config.training.steps:
         logger.info(
-            "nothing to do: %s holds step %d of %d. To go on, raise training.steps; "
+            "nothing to do: %s holds step %d of %d. To train further, raise training.steps; "
             "to start over, use another job.dump_folder.",
             plan.checkpoint_folder,
             plan.resume_step,
             config.training.steps,
         )
         return None
-    log_to_file(dump_folder / "logs", dist.get_rank())
+    log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     announce(plan, device)
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
@@ -139,7 +134,6 @@ def set_up(
     trainer = Trainer(plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/")))
     checkpoints.guard(trainer.optimizer)
     cursor = _set_values(plan, trainer, checkpoints, found, sources)
-    tokens_seen = found["tokens_seen"] if found else 0
     return Job(
         plan,
         device,
@@ -154,24 +148,49 @@ def set_up(
             trainer.phases,
             extra_sinks,
             plan.resume_step,
-            tokens_seen,
+            found["tokens_seen"] if found else 0,
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         write_texts=build_sampling(plan, meshes) if config.validation.sample_prompts else None,
-        bad_steps=BadStepReporter(
-            config.bad_steps,
-            device,
-            is_early=config.optimizer.early_step_in_backward,
-            folder=dump_folder,
-            sources=[source.entry.name for source in sources],
-            step=plan.resume_step,
-            cursor=cursor,
-            saved=found["bad_steps"] if found else None,  # checkpoints from before have none
-        ),
+        bad_steps=_build_bad_steps(plan, device, sources, cursor, found),
         resumed_step=plan.resume_step,
         since=since,
         heart=heart,
+    )
+
+
+def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:
+    """Return the plan with the step it resumes from, and the manifest of that checkpoint, if any.
+
+    Raises:
+        ConfigError: if the checkpoint does not suit the config, or the first weights do not.
+    """
+    found = checkpoints.select_and_verify()
+    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
+    if found is not None:
+        resume_diff(plan, found).check()
+    else:
+        checkpoints.tell(lambda: check_first_weights(plan))
+    return plan, found
+
+
+def _build_bad_steps(
+    plan: Plan,
+    device: torch.device,
+    sources: Sequence[OpenSource],
+    cursor: Cursor,
+    found: Manifest | None,
+) -> BadStepReporter:
+    return BadStepReporter(
+        plan.config.bad_steps,
+        device,
+        is_early=plan.config.optimizer.early_step_in_backward,
+        folder=Path(plan.config.job.dump_folder),
+        sources=[source.entry.name for source in sources],
+        step=plan.resume_step,
+        cursor=cursor,
+        saved=found["bad_steps"] if found else None,  # checkpoints from before have none
     )
 
 

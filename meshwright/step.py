@@ -35,6 +35,19 @@ class StepResult:
     """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """Settings of a step that stay the same for the whole job."""
+
+    max_norm: float = float("inf")
+    """Bound on the global gradient norm; inf leaves gradients alone."""
+    reduce_every_microbatch: bool = False
+    """Keep sums of sharded gradients between microbatches, instead of whole gradients: less memory
+    for more communication. A pipeline ignores it."""
+    norm_groups: Sequence[str] = ()
+    """Every group of `gradients.group_of`, to get their norms too. Not with `early`."""
+
+
 def train_step(
     model: LocalModel,
     batches: Sequence[Batch],
@@ -42,35 +55,29 @@ def train_step(
     early: OptimizerInBackward | None = None,
     *,
     step: int,
-    max_norm: float,
     meshes: Meshes,
     detector: BadStepDetector,
-    reduce_every_microbatch: bool = False,
-    norm_groups: Sequence[str] = (),
+    options: StepOptions,
     phases: Phases | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's microbatches, clip, and update once.
 
-    Nothing waits for the device, unless parameters are offloaded from it: the caller moves results
-    to the host when it wants to see them.
-    If the global loss or norm is bad, `detector` notes the step, and parameters and the optimizer's
-    state stay as they are, to the bit; at all that follow too, if it was one too many. Collective:
-    every rank of the job must call it, with the same number of microbatches.
+    The host never waits for the device, unless parameters are offloaded; callers copy results to
+    the host when they need them. If the global loss or gradient norm is bad, `detector` records the
+    step and the update is skipped; weights and optimizer state are bitwise unchanged. Once the
+    budget of bad steps is exceeded, all later updates are skipped too. Collective: every rank of
+    the job must call it, with the same number of microbatches.
 
     Args:
-        model: as `parallelize` leaves it: gradients summed over ranks, not averaged.
-        batches: the microbatches, on the device; ranks that differ along pp, cp or tp alone have
-            the same.
-        optimizer: fused; its learning rate is set.
-        early: makes it update during backward. What is not finite is then held back only where it
-            is, so of the first bad step other parts of the weights may be updated; `max_norm` is
-            inf.
+        model: from `parallelize`: gradients summed over ranks, not averaged.
+        batches: the microbatches, on the device; ranks that differ only along pp, cp or tp have the
+            same.
+        optimizer: fused, with its learning rate set.
+        early: if given, each parameter is updated during backward, once its gradient is final. A
+            non-finite gradient then blocks only its own parameter, so the first bad step may leave
+            the weights partly updated. Requires `max_norm` inf.
         step: counted from 1.
-        max_norm: bound on the global gradient norm; inf leaves gradients alone.
-        reduce_every_microbatch: keep sums of sharded gradients between microbatches, not of whole
-            ones: less memory for more communication. Of no effect in a pipeline.
-        norm_groups: every group of `gradients.group_of`, to have their norms too. Not with `early`.
-        phases: takes the time of each part of the step.
+        phases: records the time of each part of the step.
     """
     mark = phases.mark if phases is not None else lambda phase: None
     mark("communication")
@@ -86,7 +93,7 @@ def train_step(
         loss = model.pipeline.run(batches, positions, num_labels)
     else:
         loss = _accumulate(
-            model.stages[0], batches, positions, num_labels, early, reduce_every_microbatch
+            model.stages[0], batches, positions, num_labels, early, options.reduce_every_microbatch
         )
     is_finite_here = torch.isfinite(loss)
 
@@ -97,21 +104,22 @@ def train_step(
         square_sum = early.square_sum
     mark("communication")
     sums = torch.stack([loss / meshes.tp.size(), square_sum])
-    if norm_groups:
-        by_group = local_square_sums(model.named_parameters(), norm_groups, loss.device)
+    if options.norm_groups:
+        by_group = local_square_sums(model.named_parameters(), options.norm_groups, loss.device)
         sums = torch.cat([sums, by_group])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()
-    if max_norm != float("inf"):
-        clip_gradients(model.parameters(), max_norm, grad_norm)
+    if options.max_norm != float("inf"):
+        clip_gradients(model.parameters(), options.max_norm, grad_norm)
 
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here)
     if early is None:
         update(optimizer, is_held_back)
         optimizer.zero_grad()
     mark(None)
-    return StepResult(loss, grad_norm, num_labels, sums[2:].sqrt() if norm_groups else None)
+    group_norms = sums[2:].sqrt() if options.norm_groups else None
+    return StepResult(loss, grad_norm, num_labels, group_norms)
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:

@@ -66,7 +66,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
 
     Raises:
         TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
-            would not go on from there when started again.
+            the same command would not resume from there.
     """
     heart = heart or Heartbeat()
     heart.beat("meeting the other ranks, opening the data")
@@ -256,7 +256,7 @@ def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     if not is_done:
         if is_new:
             _check_goes_on(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
-        words = "stopped after step %d of %d: %s; start it again to go on"
+        words = "stopped after step %d of %d: %s; start it again to resume"
         logger.info(words, step, steps, stop.reason)
         note_end(job.plan, step, f"stopped: {stop.reason}")
     else:
@@ -270,8 +270,10 @@ def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
 
 
 def _look_ahead(job: Job, stop: StopCoordinator, step: int) -> float:
-    """Have the data of the two steps after `step` at hand, or tell the other ranks that this one
-    cannot: they hear of it while they take the first of the two. Returns the seconds waited."""
+    """Fetch the data of the two steps after `step`; return the seconds waited.
+
+    If this rank cannot, it tells the others, which hear of it during the first of the two steps.
+    """
     job.heart.beat("data", step + 1)
     start, wanted = time.perf_counter(), min(2, job.plan.config.training.steps - step)
     count = job.loader.fetch(wanted)
@@ -287,8 +289,8 @@ def _raise_data_error(
     """End a job whose ranks `failures` cannot read the data of the step after `step`.
 
     Args:
-        is_new: this process has trained, so to start it again leads further. If not, it is an error
-            as at any start, for else a scheduler would start it for ever.
+        is_new: this process has taken steps, so starting it again makes progress. Otherwise it is a
+            config error: a scheduler that restarts the job would loop forever.
     """
     rank, error = min(failures.items())
     what = f"the data cannot be read after step {step}: rank {rank}: {error}"
@@ -308,12 +310,12 @@ def _check_goes_on(config: Checkpoint, stopped: str) -> None:
     if config.load_step != -1:
         raise TrainingError(
             f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
-            "from there again: leave it out to go on"
+            "from there again: leave it out to resume"
         )
 
 
 def check_has_data(step: int) -> None:
-    """The data may end before `step`, unless that is the first."""
+    """Raise if there is not even one global batch: the data ends before step 1."""
     if step == 1:
         raise ConfigError(
             "training.max_epochs",

@@ -1,5 +1,6 @@
 """This rank's model and its optimizer, and the step that the config asks for."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from meshwright.parallelisms.gradients import group_of
 from meshwright.parallelisms.local_model import Allocate, allocate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
-from meshwright.step import StepResult, train_step
+from meshwright.step import StepOptions, StepResult, train_step
 
 
 class Trainer:
@@ -44,7 +45,7 @@ class Trainer:
             note: gets each phase of each step as it begins.
         """
         config = plan.config
-        self._config, self._meshes = config, meshes
+        self._meshes = meshes
         self.model = build_model(plan, meshes, device, allocate=allocate)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         is_early = config.optimizer.early_step_in_backward
@@ -53,6 +54,13 @@ class Trainer:
         self.phases = Phases(device, note)
         names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
         self.norm_groups = list(dict.fromkeys(map(group_of, names)))
+        self._options = StepOptions(
+            max_norm=config.training.max_norm,
+            reduce_every_microbatch=(
+                config.parallelism.fsdp_reduce_gradients == "every_microbatch"
+            ),
+            norm_groups=self.norm_groups,
+        )
 
     @property
     def tensors(self) -> TrainingTensors:
@@ -73,17 +81,17 @@ class Trainer:
             max_norm: in the place of the config's.
         """
         set_learning_rate(self.optimizer, self.lr_at(step))
-        reduction = self._config.parallelism.fsdp_reduce_gradients
+        options = self._options
+        if max_norm is not None:
+            options = dataclasses.replace(options, max_norm=max_norm)
         return train_step(
             self.model,
             batches,
             self.optimizer,
             self._early,
             step=step,
-            max_norm=self._config.training.max_norm if max_norm is None else max_norm,
             meshes=self._meshes,
             detector=detector,
-            reduce_every_microbatch=reduction == "every_microbatch",
-            norm_groups=self.norm_groups,
+            options=options,
             phases=self.phases,
         )

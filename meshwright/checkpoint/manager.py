@@ -86,7 +86,7 @@ class CheckpointManager:
         except Exception as error:
             if kind is None:
                 raise
-            logger.error("%s", error)  # and the exception that ended the job goes on
+            logger.error("%s", error)  # the exception that ended the job is raised on
         finally:
             self.release()
 
@@ -368,14 +368,14 @@ class CheckpointManager:
         rank, failure = min(failures.items())
         what = f"the checkpoint of step {step} could not be written: rank {rank}: {failure}"
         if any(isinstance(failure, TakenOverError) for failure in failures.values()):
-            raise SaveError(f"{what}. This job ends: the other goes on")
+            raise SaveError(f"{what}. This job ends: the other continues")
         if is_last:
             raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
         if self._config.on_save_failure == "stop":
             raise SaveError(f'{what} (checkpoint.on_save_failure = "stop")')
         steps = commit.saved_steps(self._folder)
         newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
-        logger.warning("%s; training goes on; %s", what, newest)
+        logger.warning("%s; training continues; %s", what, newest)
 
 
 def _open(checkpoint: Path) -> SafeCheckpointReader:

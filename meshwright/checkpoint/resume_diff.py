@@ -40,12 +40,12 @@ class ResumeDiff:
     is_reweighted: bool
     """The parts of a mixture have other weights."""
     on_training: list[Difference]
-    """It goes on, but not as it would have."""
+    """The job resumes, but not as it would have continued."""
     harmless: list[Difference]
-    """It goes on as it would have, rounding aside."""
+    """The job resumes as it would have continued, rounding aside."""
 
     def check(self) -> None:
-        """Raise unless the job can go on from the checkpoint.
+        """Raise unless the job can resume from the checkpoint.
 
         Raises:
             ConfigError: naming every key that keeps it from that.

@@ -1,5 +1,5 @@
 """A copy of a rank's tensors in host memory, from which a checkpoint is written while training
-goes on."""
+continues."""
 
 import mmap
 from collections import defaultdict

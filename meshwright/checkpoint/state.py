@@ -42,7 +42,7 @@ class TrainingTensors:
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"optimizer {key} is of type {type(value).__name__}: a checkpoint holds only "
-                    "tensors, and a resume would go on without it"
+                    "tensors, and a resume would miss it"
                 )
             state[OPTIMIZER + key] = value
         state[f"{RNG}cpu.rank_{self._rank}"] = torch.get_rng_state()

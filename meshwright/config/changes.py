@@ -63,8 +63,7 @@ EFFECTS: dict[str, Effect] = {
         "async_mode on_save_failure initial_load_path initial_load_in_hf load_only "
         "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
     ),
-    # the run goes on, but not as it would have; the learning rate is a function of training.steps,
-    # too
+    # the run continues, but differently; the learning rate is a function of training.steps, too
     **_keys(
         "training",
         model="frozen",

@@ -83,7 +83,7 @@ class Job(Section):
 
     dump_folder: Annotated[LocalPath, Field(min_length=1), OUTPUT_PATH] = "./outputs"
     """Folder for checkpoints, logs, metrics and the resolved config; relative to the working
-    directory. Starting again in the same folder resumes if `checkpoint.enable`; else it starts
+    directory. Starting again in the same folder resumes if `checkpoint.enable`; otherwise it starts
     over, and metrics.jsonl with it."""
 
     description: str = ""
@@ -159,7 +159,7 @@ class Source(Section):
     dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
     """cached: tokenised once, into files that every later job maps into memory; any sample can be
     read, and all are shuffled. streamed: tokenised as it is read, for data too large to be
-    tokenised first. auto: streamed for datasets of the hub, else cached."""
+    tokenised first. auto: streamed for datasets of the hub, otherwise cached."""
 
 
 class NamedSource(Source):
@@ -203,9 +203,9 @@ class Training(Source):
     """Documents that each shard of a streamed source reads at once, to shuffle them."""
 
     stream_shards: PositiveInt = 64
-    """Independent parts that a streamed source is read in, however many ranks there are; its files
-    are dealt out to them, so that there are no more than files. Best a multiple or a divisor of
-    the global batch: a rank then reads no more than it needs."""
+    """Independent parts that a streamed source is read in, whatever the number of ranks; at most
+    one per file. Best a multiple or a divisor of the global batch: a rank then reads no more than
+    it needs."""
 
     token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
@@ -222,7 +222,7 @@ class Training(Source):
     """Tokens per sequence."""
 
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
-    """Gradients are scaled down to this global norm; inf: never."""
+    """Bound on the global gradient norm: larger gradients are scaled down to it. inf: no bound."""
 
     steps: PositiveInt = 10000
     """Optimizer steps of the whole job, those before a resume included."""
@@ -336,8 +336,8 @@ class BadSteps(Section):
 
     policy: Literal["stop", "skip"] = "stop"
     """stop: the job ends at the next report or save (exit code 3), with the weights as they were
-    before the step. skip: the step's update is left out, as if the step had not been, but data and
-    learning rate move on; skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl,
+    before the step. skip: the step's update is left out, but data and learning rate move
+    on; skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl,
     with the samples' indices. Not with `optimizer.early_step_in_backward`."""
 
     budget: Annotated[int, Field(ge=1, le=10_000)] = 10
@@ -393,8 +393,9 @@ class Parallelism(Section):
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
-    """How a rank's queries meet all keys. gather: it gathers keys and values, a layer at a time,
-    and keeps them for backward. ring: they go around from rank to rank, and it keeps its own. auto:
+    """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
+    and keeps them for backward. ring: keys and values pass from rank to rank, and each keeps its
+    own. auto:
     ring on GPUs where flash attention takes them, without documents; gather elsewhere."""
 
     pipeline_parallel_degree: PositiveInt = 1
@@ -414,8 +415,8 @@ class Parallelism(Section):
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters between forward and backward. default: all but the last
-    block, whose backward comes next; with a pipeline none, for every microbatch would gather them
-    again."""
+    block, whose backward comes next; with a pipeline none, because every microbatch would gather
+    them again."""
 
     fsdp_prefetch_layers: PositiveInt = 1
     """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
@@ -508,23 +509,24 @@ class Checkpoint(Section):
     async_mode: Annotated[Literal["disabled", "thread"], BeforeValidator(_no_write_process)] = (
         "disabled"
     )
-    """Write checkpoints while training goes on: a thread of each rank writes from a copy in host
+    """Write checkpoints while training continues: a thread of each rank writes from a copy in host
     memory, as large as the rank's part."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
     """If a checkpoint cannot be written (disk full, folder not writable), the job
-    warns and goes on, or stops with exit code 4. The last step's always stops it."""
+    warns and continues, or stops with exit code 4. For the last step's checkpoint it always
+    stops."""
 
     exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
     """Parts that a resume does not load: "optimizer", for a fresh one; "dataloader", to begin
-    with the first sample, of other data if need be. The step goes on, and the learning rate and the
-    schedule follow from it and the config. Left out once: not of the checkpoints that a job with
-    the same exclusion saves, unless `load_step` names them."""
+    with the first sample, of other data if need be. The step number is kept, and the learning rate
+    follows from it. Applies once: a checkpoint saved by a job with this same setting is loaded in
+    full, unless `load_step` names it."""
 
     initial_load_path: InputPath = ""
-    """Folder of the weights that the job starts from, where the dump folder holds no checkpoint to
-    resume from: a step's folder, or a dump folder (its newest), of meshwright's or torchtitan's, of
-    which only the weights are taken; one of Meta's, params.json and consolidated.*.pth; or one of
+    """Folder of the weights that the job starts from, if the dump folder holds no checkpoint to
+    resume from. A step's folder or a dump folder (its newest step) of meshwright or torchtitan:
+    only the weights are taken. Or a folder of Meta's (params.json, consolidated.*.pth), or of
     Hugging Face's (`initial_load_in_hf`). Absent: the seed's weights."""
 
     load_only: bool = False

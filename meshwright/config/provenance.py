@@ -136,7 +136,7 @@ def underline(line: str, start: int, end: int) -> list[str]:
 
 
 def _without_comment(text: str) -> str:
-    """The value at the start of `text`; all of it, if it goes on in the next line."""
+    """The value at the start of `text`; all of it, if it continues in the next line."""
     ends = [number for number, character in enumerate(text) if character == "#"]
     for end in ends:
         try:

@@ -159,10 +159,12 @@ class SampleStream:
         return sample if is_asked_for else None
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
-        """Whether any sample of a shard falls into one of the slots: sample i is in slot
-        i mod batch, and from shard i mod shards. In a mixture, where sample i is not its source's
-        i-th, that may be any; and with an end all are read, so that every rank finds it at the
-        same sample."""
+        """Whether any sample of a shard falls into one of this rank's slots.
+
+        Sample i is in slot i mod batch, and from shard i mod shards. In a mixture, sample i of the
+        job is not sample i of its source, so any shard may be needed. With `max_epochs`, every rank
+        reads every shard, so that all reach the end at the same sample.
+        """
         if len(self._names) > 1 or self.rules.max_epochs > 0:
             return True
         common = math.gcd(self._batch, num_shards)

@@ -149,7 +149,7 @@ class StopCoordinator:
                 self._stop_file.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning(
-                    "%s has to be removed before the job can go on: %s", STOP_FILE, error
+                    "%s has to be removed before the job can resume: %s", STOP_FILE, error
                 )
 
     def _cast_vote(self) -> None:

@@ -46,7 +46,7 @@ class Spared:
             do(self._sink)
         except OSError as error:
             if not self._has_warned:
-                logger.warning("%s cannot be written: %s; training goes on", self._name, error)
+                logger.warning("%s cannot be written: %s; training continues", self._name, error)
             self._has_warned = True
 
 

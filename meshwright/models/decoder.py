@@ -14,10 +14,10 @@ from meshwright.models.layers.rope import rope_cache
 class Decoder(nn.Module):
     """Embedding, blocks, norm and output projection, with the loss.
 
-    Parallelism, initialisation and the trainer rely on its names, which are those of its
-    checkpoints, and on `table`, the table of its parameters. A stage of a pipeline is a decoder
-    without the modules of other stages: `layers` has some of the blocks, under their own names, and
-    what else is absent is None.
+    Parallelism, initialisation and the trainer rely on its names, which its checkpoints share, and
+    on `table`, the table of its parameters. A stage of a pipeline is a decoder without the modules
+    of other stages: `layers` has some of the blocks, under their own names; other absent modules
+    are None.
 
     Args:
         args: dimensions.

@@ -96,7 +96,7 @@ def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
         is_saved = operator in saved
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    # of no arguments: torch.compile would look at them, and knows not every operator
+    # of no arguments: torch.compile would look at them, and does not know every operator
     return lambda: create_selective_checkpoint_contexts(policy)
 
 

@@ -35,8 +35,10 @@ def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Ten
 
 
 def local_part(batch: Batch, positions: Tensor) -> Batch:
-    """The tokens and labels at `positions` of every sequence, and the documents of all: which keys
-    a query sees is known where it is."""
+    """Return the tokens and labels at `positions` of every sequence.
+
+    `documents` stays whole: masking a query needs the document ids of all keys.
+    """
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 

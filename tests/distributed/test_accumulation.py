@@ -7,7 +7,7 @@ from meshwright.batch import Batch
 from meshwright.health import BadStepDetector
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.distributed.test_step import adamw, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import parallel_model
@@ -33,10 +33,9 @@ def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
         [batch] * num_microbatches,
         optimizer,
         step=1,
-        max_norm=float("inf"),
+        options=StepOptions(reduce_every_microbatch=every),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
-        reduce_every_microbatch=every,
     )
     return gradients
 

@@ -16,8 +16,8 @@ from meshwright.errors import TrainingError
 from meshwright.health import BadStepDetector
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
-from tests.distributed.test_checkpoints import logged
+from meshwright.step import StepOptions, train_step
+from tests.distributed.test_manager import logged
 from tests.distributed.test_step import (
     DEEP,
     GLOBAL_BATCH,
@@ -83,7 +83,7 @@ class Run:
             [*map(Batch, *parts)],
             self.optimizer,
             step=step,
-            max_norm=0.5,
+            options=StepOptions(max_norm=0.5),
             meshes=self.meshes,
             detector=self.detector,
         )

@@ -7,7 +7,7 @@ from torch._functorch import config as partitioner
 
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.distributed.test_state_dict import Job
+from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
 from tests.helpers.tiny import TINY
 

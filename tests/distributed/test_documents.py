@@ -11,7 +11,7 @@ from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.packed import packed, reference
@@ -72,7 +72,7 @@ class PackedJob:
             [*map(Batch, *parts)],
             self.optimizer,
             step=step,
-            max_norm=float("inf"),
+            options=StepOptions(),
             meshes=self.meshes,
             detector=BadStepDetector.on(torch.device("cpu")),
         )

@@ -14,7 +14,7 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.specs import MODELS
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.helpers.families import small
 from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole
@@ -91,7 +91,7 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
         [Batch(*microbatch, *[None] * (3 - len(parts))) for microbatch in zip(*parts, strict=True)],
         optimizer,
         step=1,
-        max_norm=float("inf"),
+        options=StepOptions(),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )

@@ -13,7 +13,7 @@ from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import build_optimizer, set_learning_rate, update
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
 
@@ -21,7 +21,6 @@ BATCH, LRS = 4, (1e-2, 5e-3)
 DECAY = 5.0  # so much that a wrong one shows beside what Adam makes of rounding
 CONFIG = Optimizer(lr=LRS[0], weight_decay=DECAY, groups=GROUPS)
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-INFINITY = float("inf")
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +68,7 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
             optimizer,
             early,
             step=step + 1,
-            max_norm=INFINITY,
+            options=StepOptions(),
             meshes=meshes,
             detector=detector,
         )

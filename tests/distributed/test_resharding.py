@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.distributed.test_state_dict import Job
+from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES
 from tests.helpers.tiny import whole
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from tests.distributed.test_checkpoints import contents
+from tests.distributed.test_manager import contents
 from tests.distributed.test_resharding import held
-from tests.distributed.test_state_dict import Job, assert_equal
+from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import SCHEDULES, adamw
 from tests.helpers.checkpoints import BARE
 

@@ -27,7 +27,7 @@ from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
@@ -111,11 +111,11 @@ def steps_on_mesh(
             optimizer,
             early,
             step=step,
-            max_norm=max_norm,
             meshes=meshes,
             detector=detector,
-            reduce_every_microbatch=reduce_every_microbatch,
-            norm_groups=() if is_early else list(want_norms),
+            options=StepOptions(
+                max_norm, reduce_every_microbatch, () if is_early else list(want_norms)
+            ),
         )
         if step == 1 and result.group_norms is not None:
             got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
@@ -335,7 +335,7 @@ def _most_gradients() -> int:
         optimizer,
         early,
         step=1,
-        max_norm=float("inf"),
+        options=StepOptions(),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )
@@ -376,7 +376,7 @@ def _bf16_loss() -> None:
         [Batch(tokens, labels)],
         adamw(model),
         step=1,
-        max_norm=0.5,
+        options=StepOptions(max_norm=0.5),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )
@@ -405,7 +405,7 @@ def _bf16_figures(pp: int) -> tuple[float, float]:
         batches,
         adamw(model),
         step=1,
-        max_norm=0.5,
+        options=StepOptions(max_norm=0.5),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )
@@ -499,7 +499,7 @@ def _step_with_fp32_modules(
         [*map(Batch, *parts)],
         adamw(model),
         step=1,
-        max_norm=0.5,
+        options=StepOptions(max_norm=0.5),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )
@@ -594,7 +594,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
         [Batch(tokens, labels)],
         adamw(model),
         step=1,
-        max_norm=0.5,
+        options=StepOptions(max_norm=0.5),
         meshes=meshes,
         detector=BadStepDetector.on(torch.device("cpu")),
     )
@@ -625,7 +625,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
             [*map(Batch, *parts)],
             optimizer,
             step=step,
-            max_norm=0.5,
+            options=StepOptions(max_norm=0.5),
             meshes=meshes,
             detector=detector,
         )
@@ -676,7 +676,7 @@ def _step_without_sync(is_early: bool) -> None:
                 optimizer,
                 early,
                 step=step,
-                max_norm=float("inf") if is_early else 0.5,
+                options=StepOptions(max_norm=float("inf") if is_early else 0.5),
                 meshes=meshes,
                 detector=detector,
             )
@@ -710,10 +710,9 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
             [Batch(tokens, labels)] * 4,
             adamw(model),
             step=1,
-            max_norm=0.5,
+            options=StepOptions(0.5, reduce_every_microbatch),
             meshes=meshes,
             detector=BadStepDetector.on(torch.device("cpu")),
-            reduce_every_microbatch=reduce_every_microbatch,
         )
     return counter.counts
 
@@ -788,7 +787,7 @@ def _gradients_sent(options: dict) -> int:
                 [*map(Batch, *(part.split(2) for part in global_batch(step)))],
                 adamw(model),
                 step=step,
-                max_norm=0.5,
+                options=StepOptions(max_norm=0.5),
                 meshes=meshes,
                 detector=BadStepDetector.on(torch.device("cpu")),
             )
@@ -818,7 +817,7 @@ def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
             optimizer,
             early,
             step=step,
-            max_norm=float("inf") if is_early else 0.5,
+            options=StepOptions(max_norm=float("inf") if is_early else 0.5),
             meshes=meshes,
             detector=detector,
         )

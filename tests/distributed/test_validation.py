@@ -24,7 +24,7 @@ from meshwright.preflight import preflight
 from meshwright.sampling import continue_prompts
 from meshwright.validation import Evaluation, evaluate
 from tests.distributed.test_compile import Graphs
-from tests.distributed.test_state_dict import Job, assert_equal
+from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.packed import one_by_one, packed

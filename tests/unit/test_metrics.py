@@ -189,7 +189,7 @@ def test_a_sink_that_fails_warns_once_and_is_tried_again(caplog) -> None:
     sink.write({"step": 2})
     assert room == ["some", {"step": 2}]
     assert caplog.messages == [
-        "a.jsonl cannot be written: [Errno 28] No space left on device; training goes on"
+        "a.jsonl cannot be written: [Errno 28] No space left on device; training continues"
     ]
 
 

@@ -149,7 +149,7 @@ REFUSED: dict[str, Refusal] = {
     "checkpoint.initial_load_model_only": Refusal(
         (True,),
         "a job starts from the weights of another, not from its optimizer and data",
-        "to go on with that job, use its job.dump_folder",
+        "to resume that job, use its job.dump_folder",
     ),
     "checkpoint.initial_load_in_hf_quantized": Refusal(
         (False,), "quantized weights are not read", "convert them to bfloat16 safetensors"

@@ -1,7 +1,7 @@
 """The next-token loss of hidden states, in chunks of tokens: whole logits never exist.
 
-As soon as a chunk's logits are there, so is their gradient: it is multiplied into those of the
-hidden states and of the weight at once, and nothing is computed twice. Source: Hsu et al. 2024,
+The gradient of a chunk's logits is computed at once, and multiplied into the gradients of the
+hidden states and of the weight: nothing is computed twice. Source: Hsu et al. 2024,
 arXiv:2410.10989, section 3.2 (fused linear cross entropy); theirs adds the weight's gradient up in
 its own type, and has chunks as large as the hidden states.
 """
@@ -24,7 +24,7 @@ BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 class SummedLoss:
     """Cross entropy of the logits x weight^T, added up over the labels that count.
 
-    Sums over the vocabulary are in fp32, and so are those of the weight's gradient over chunks. A
+    Sums over the vocabulary, and sums of the weight's gradient over chunks, are in fp32. A
     chunk's part of that gradient comes from one matrix product and is rounded to the weight's type,
     as a microbatch's is. Tensor parallelism puts a loss on parts of the vocabulary in its place.
 
@@ -38,7 +38,7 @@ class SummedLoss:
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
 
     def compile(self, backend: Any) -> None:
-        """Compile what goes over the logits between matrix products."""
+        """Compile the passes over the logits between matrix products."""
         self._log_sums = torch.compile(log_sums, fullgraph=True, backend=backend)
         self._exponentiate = torch.compile(exponentiate_, fullgraph=True, backend=backend)
 
@@ -85,7 +85,7 @@ class SummedLoss:
             yield slice(start, start + size)
 
     def measure(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `join` takes, of (tokens, rows) and the labels' rows."""
+        """Return the arguments of `join`, from logits (tokens, rows) and the labels' rows."""
         at = places.clamp(0, logits.shape[1] - 1)
         own = logits.gather(1, at.unsqueeze(1)).squeeze(1).float()
         return self._log_sums(logits), own.where(at == places, -torch.inf)

@@ -174,7 +174,7 @@ def _one_rank_fails(folder: str) -> None:
             save(manager, 15)
         assert len(messages) == 1, attempt
         assert "step 15 could not be written: rank 1: [Errno 27] File too large" in messages[0]
-        assert "training goes on; the newest is of step 10" in messages[0]
+        assert "training continues; the newest is of step 10" in messages[0]
         settle(manager)
         assert sorted(p.name for p in path.iterdir()) == ["step-10", "step-5"]
     with full(), pytest.raises(SaveError, match="the last of the job"):
@@ -385,7 +385,7 @@ def _taken_over(folder: str) -> None:
         content |= {"host": "far", "machine": "another", "nonce": "f" * 12}
         (path / "job.lock").write_text(json.dumps(content))
     dist.barrier()
-    with pytest.raises(SaveError, match="on far.*This job ends: the other goes on"):
+    with pytest.raises(SaveError, match="on far.*This job ends: the other continues"):
         save(manager, 10)
     manager.release()
     dist.barrier()

@@ -15,7 +15,7 @@ from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import train_step
+from meshwright.step import StepOptions, train_step
 from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
@@ -62,7 +62,7 @@ class Job:
             self.optimizer,
             self.early,
             step=step,
-            max_norm=float("inf"),
+            options=StepOptions(),
             meshes=self.meshes,
             detector=BadStepDetector.on(torch.device("cpu")),
         )
