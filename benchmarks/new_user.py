@@ -1,6 +1,6 @@
 """Do as a new user does who follows README and docs: every command as printed, in a fresh clone.
 
-python benchmarks/new_user.py [--folder FOLDER]
+python benchmarks/new_user.py [--folder FOLDER] [PAGE ...]
 
 It needs pip's index, for the set-up. The environment is empty but for PATH and a HOME of its own.
 """
@@ -16,27 +16,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/laptop.md", "docs/own_data.md")
 PART = re.compile(
     r"^```bash\n(?P<shell>.*?)^```|<!-- file: (?P<name>\S+) -->\n```\w*\n(?P<file>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
 
 
-def commands(clone: Path) -> Iterator[str]:
-    """The lines of the pages' shells, in order; a file that a page prints is written."""
-    for page in PAGES:
-        for part in PART.finditer((clone / page).read_text("utf-8")):
-            if part["name"]:
-                yield f"cat > {part['name']} <<'END'\n{part['file']}END"
-            else:
-                yield from (line for line in part["shell"].splitlines() if line.strip())
+def commands(page: Path) -> Iterator[str]:
+    """The lines of the page's shells, in order; a file that it prints is written."""
+    for part in PART.finditer(page.read_text("utf-8")):
+        if part["name"]:
+            yield f"cat > {part['name']} <<'END'\n{part['file']}END"
+        else:
+            yield from (line for line in part["shell"].splitlines() if line.strip())
 
 
 def main() -> None:
     """Print each command with its seconds; stop at the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="of the clone (default: a temporary one)")
+    parser.add_argument("pages", nargs="*", default=["docs/own_data.md"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         clone = args.folder or Path(temporary) / "meshwright"
@@ -51,7 +50,7 @@ def main() -> None:
         )  # fmt: skip
         assert shell.stdin is not None
         assert shell.stdout is not None
-        for command in commands(clone):
+        for command in (line for page in args.pages for line in commands(clone / page)):
             print(f"$ {command}", flush=True)
             since = time.monotonic()
             # commands read no input, which would be the next of them
