@@ -108,7 +108,7 @@ class Start:
     def is_saving(self) -> bool:
         for unfinished in (self.folder / "checkpoint").glob(f"*{commit.UNFINISHED}"):
             try:
-                if unfinished.stat().st_ctime > self._begun:  # else a killed save left it
+                if unfinished.lstat().st_ctime > self._begun:  # else a killed save left it
                     return True
             except FileNotFoundError:  # it has just been finished
                 pass

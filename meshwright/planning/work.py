@@ -187,9 +187,8 @@ def _is_view(func: Any) -> bool:
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     packet = getattr(func, "overloadpacket", func)
     name = getattr(packet, "__name__", "")
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        return _attention_flops(args, is_backward="backward" in name)  # torch has no formula for it
-    if name.startswith("flex_attention"):
+    if name.startswith(("_scaled_dot_product", "flex_attention")):
+        # torch has no formula for CPU's and flex; torch 2.11's refuses grouped heads
         return _attention_flops(args, is_backward="backward" in name)
     formula = torch_names.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
