@@ -3,9 +3,7 @@
 python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
 """
 
-import io
 import signal
-import sys
 
 from meshwright.launch.process import exit_when_asked
 from meshwright.log import busy, log_to_console
@@ -16,10 +14,6 @@ def main() -> None:
     exit_when_asked()
     # asks ranks for their stacks; sent to every process of the job, it must not end this one
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # torchrun passes the lines of ranks on without a flush: in a pipe or a file (a Slurm log),
-        # they would appear 8 KiB at a time
-        sys.stdout.reconfigure(line_buffering=True)
     log_to_console()
     with busy("loading torch"):
         from meshwright.launch.torchrun import launch

@@ -2,9 +2,7 @@
 
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -33,27 +31,6 @@ def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
     assert request.read_text() == "SIGUSR1"
     with pytest.raises(SignalException):
         _ask_to_stop(request, signal.SIGTERM)
-
-
-PIPED = """
-import sys, time, types
-stub = types.ModuleType("meshwright.launch.torchrun")
-stub.launch = lambda: (sys.stdout.write("of a rank\\n"), time.sleep(30))
-sys.modules[stub.__name__] = stub
-from meshwright.launch.door import main
-main()
-"""
-
-
-def test_lines_of_ranks_reach_a_pipe_at_once() -> None:
-    """torchrun writes them, and does not flush."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    words = [sys.executable, "-c", PIPED]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env=variables) as launcher:
-        seen, _, _ = select.select([launcher.stdout], [], [], 15)
-        line = os.read(launcher.stdout.fileno(), 100) if seen else b""
-        launcher.kill()
-    assert line == b"of a rank\n"
 
 
 def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, capsys) -> None:
