@@ -4,6 +4,7 @@ python benchmarks/hangs.py [--ranks 4] [--limit 15] [--cases data:stop,forward:l
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 CASES = [f"{place}:stop" for place in ("data", "forward", "save", "validation")]
 CASES += ["data:read", "forward:loop", "validation:loop"]
 STEP = 4
+NOT_NOTED = "history.jsonl does not end with the hang"
 NAMED = {"forward": "forward/backward"}
 VALIDATION = """
 [validation]
@@ -40,6 +42,7 @@ def main() -> None:
         rank = number % args.ranks
         named, phase, seconds, code, output = stalled(args.ranks, args.limit, rank, place, way)
         good = (named, phase, code) == (str(rank), NAMED.get(place, place), 6)
+        good = good and NOT_NOTED not in output
         good = good and seconds < args.limit + 10
         is_right = is_right and good
         note = "" if good else f"  <- wrong: rank {rank}\n{output}"
@@ -83,6 +86,9 @@ def stalled(
         output, _ = job.communicate(timeout=400)
         seconds = time.monotonic() - began[0] if began else float("nan")
         last = output.rstrip().rpartition("\n")[2]
+        history = (folder / "out/history.jsonl").read_text().splitlines()
+        if json.loads(history[-1]).get("reason") != "hung: " + last.removeprefix("meshwright: "):
+            output += f"{NOT_NOTED}: {history[-1]}"
         found = re.search(r"rank (\d+) \(on .*\) hangs in (.*) of step (\d+)", last)
         named, phase = (found[1], found[2]) if found else ("?", "?")
         return named, phase, seconds, job.returncode, output

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright import hardware
+from meshwright import hardware, history
 from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.launch.process import HOST_SETTINGS
 from meshwright.log import WIDTH, logger
-from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
 from meshwright.optim.groups import describe
@@ -135,8 +134,10 @@ def announce_end(plan: Plan, reporter: Reporter, seconds: float) -> None:
     if config.checkpoint.enable:
         last = commit.step_folder(plan.checkpoint_folder, config.training.steps)
         checkpoint = shlex.quote(str(last))
-        commands.append(f'meshwright generate {checkpoint} --prompt "..."')
-        commands.append(f"meshwright export {checkpoint} MODEL_FOLDER")
+        module = config.experimental.custom_import
+        own = f" --custom-import {shlex.quote(module)}" if module else ""
+        commands.append(f'meshwright generate {checkpoint} --prompt "..."{own}')
+        commands.append(f"meshwright export {checkpoint} MODEL_FOLDER{own}")
     logger.info("next:")
     for command in commands:
         logger.info("  %s", command)

@@ -13,6 +13,7 @@ from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_ba
 from meshwright.datasets.opening import CachedSource, OpenSource, weights
 from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.tokenizers.kinds import prompt_tokens
 from meshwright.errors import ConfigError
 from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.exchange.initial_load import InitialWeights, meta_form, torchtitan_form
@@ -33,6 +34,7 @@ from meshwright.parallelisms.local_model import (
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
 from meshwright.preflight import Plan
+from meshwright.sampling import continue_prompts
 from meshwright.validation import evaluate
 
 
@@ -203,6 +205,34 @@ def build_validation(
         return figures
 
     return validate
+
+
+WriteTexts = Callable[[LocalModel, Callable[[], bool]], dict[str, str]]
+"""Continues prompts: texts by prompt; none if it was stopped."""
+
+
+def build_sampling(plan: Plan, meshes: Meshes) -> WriteTexts:
+    """Return a function that continues `validation.sample_prompts`."""
+    validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer
+    prompts = [prompt_tokens(tokenizer, text) for text in validation.sample_prompts]
+
+    def write_texts(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, str]:
+        continued = continue_prompts(
+            model,
+            prompts,
+            meshes,
+            shape=(training.local_batch_size, training.seq_len),
+            num_tokens=validation.sample_tokens,
+            eos_id=tokenizer.eos_id,
+            mask_documents=training.mask_documents,
+            is_stopped=is_stopped,
+        )
+        return {
+            text: tokenizer.decode([*tokenizer.encode(text), *tokens])
+            for text, tokens in zip(validation.sample_prompts, continued or [], strict=False)
+        }
+
+    return write_texts
 
 
 def _until_stopped(

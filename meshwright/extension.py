@@ -26,19 +26,32 @@ BuildSink = Callable[[JobConfig, Path], Any]
 
 
 def extend(config: JobConfig) -> None:
-    """Import the user's module, if one is named, and take over its models and datasets.
+    """Take over the models and datasets of the module that the config names, if it names one.
 
     Raises:
         ConfigError: if it cannot be imported, or takes a name that is ours.
     """
-    if not (name := config.experimental.custom_import):
+    extend_by(config.experimental.custom_import)
+
+
+def extend_by(name: str, key: str = IMPORT_KEY) -> None:
+    """Take over the models and datasets of a user's module.
+
+    Args:
+        name: as `experimental.custom_import`; "": none.
+        key: that gave it, for errors.
+
+    Raises:
+        ConfigError: as `extend`.
+    """
+    if not name:
         return
-    module = _import(name)
-    _table(module, name, "SINKS")  # built later, by the first rank
+    module = _import(name, key)
+    _table(module, name, "SINKS", key)  # built later, by the first rank
     for table, known in (("MODELS", MODELS), ("DATASETS", DATASETS)):
-        for key, value in _table(module, name, table).items():
-            if known.setdefault(key, value) is not value:
-                raise _error(name, f"{table} has {key!r}, which is there already")
+        for entry, value in _table(module, name, table, key).items():
+            if known.setdefault(entry, value) is not value:
+                raise _error(name, f"{table} has {entry!r}, which is there already", key)
 
 
 def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
@@ -47,24 +60,24 @@ def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
     return dict(_table(_import(name), name, "SINKS")) if name else {}
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
     try:
         return import_user_module(name)
     except Exception as error:  # importing runs the user's code
-        raise _error(name, f"cannot be imported: {type(error).__name__}: {error}") from error
+        raise _error(name, f"cannot be imported: {type(error).__name__}: {error}", key) from error
 
 
-def _table(module: ModuleType, name: str, table: str) -> Mapping[str, Any]:
+def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> Mapping[str, Any]:
     found = getattr(module, table, {})
     kind, is_of_kind = KINDS[table]
     is_table = isinstance(found, Mapping) and all(
-        isinstance(key, str) and is_of_kind(value) for key, value in found.items()
+        isinstance(entry, str) and is_of_kind(value) for entry, value in found.items()
     )
     if not is_table:
-        raise _error(name, f"{table} must be a dict from names to {kind}")
+        raise _error(name, f"{table} must be a dict from names to {kind}", key)
     return found
 
 
-def _error(name: str, what: str) -> ConfigError:
+def _error(name: str, what: str, key: str) -> ConfigError:
     fix = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return ConfigError(IMPORT_KEY, f"{IMPORT_KEY} = {name!r}: {what}\n  fix: {fix}")
+    return ConfigError(key, f"{key} = {name!r}: {what}\n  fix: {fix}")

@@ -32,6 +32,7 @@ from meshwright.config.model_folder import is_folder
 from meshwright.datasets.checks import (
     check_budgets,
     check_mixture,
+    check_sample_prompts,
     check_sources,
     check_validation_data,
 )
@@ -262,6 +263,8 @@ def check_data(config: JobConfig) -> Tokenizer:
             check_sources(config.validation, "validation")
             check_validation_data(config.validation)
     mistakes.check()
+    if config.validation.enable:
+        check_sample_prompts(config.validation, tokenizer, config.training.seq_len)
     return tokenizer
 
 

@@ -77,6 +77,9 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)
+    if config.validation.enable and config.validation.sample_prompts:
+        texts = partial(sinks.TextLines, dump_folder / "samples.jsonl", resumed_step)
+        yield sinks.Spared("samples.jsonl", texts)
     if metrics.enable_tensorboard:
         # 0.1 s, which other ranks and jobs without it need not spend
         from meshwright.metrics.tensorboard_events import TensorBoard

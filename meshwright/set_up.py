@@ -17,7 +17,9 @@ from meshwright.announce import CHECKED, announce, note_start
 from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
+    WriteTexts,
     build_loader,
+    build_sampling,
     build_validation,
     initialize_weights,
 )
@@ -62,6 +64,7 @@ class Job:
     loader: Loader
     reporter: Reporter
     validate: Validate | None
+    write_texts: WriteTexts | None
     bad_steps: BadStepReporter
     resumed_step: int
     """The last step that was taken before this process; 0 at the start."""
@@ -150,6 +153,7 @@ def set_up(
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
+        write_texts=build_sampling(plan, meshes) if config.validation.sample_prompts else None,
         bad_steps=_build_bad_steps(plan, device, sources, cursor, found),
         resumed_step=plan.resume_step,
         since=since,

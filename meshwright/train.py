@@ -201,6 +201,8 @@ def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[st
             figures |= job.validate(
                 job.trainer.model, is_stopped, partial(stop.fail, last_step=step)
             )
+            if job.write_texts is not None:
+                job.reporter.add_texts(job.write_texts(job.trainer.model, is_stopped))
         job.heart.beat("report")
     return figures
 

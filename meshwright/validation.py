@@ -78,14 +78,7 @@ def evaluate(
             positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
         if meshes.cp.size() > 1:
             batches = [local_part(batch, positions) for batch in batches]
-        if model.pipeline is not None:
-            model.pipeline.forward_all(batches, positions, add)
-            continue
-        for batch in batches:
-            loss = model.stages[0](
-                batch.tokens, batch.labels, positions=positions, documents=batch.documents
-            )
-            add(loss, batch)
+        model.forward_all(batches, positions, add)
     for stage in model.stages:
         reset_after_no_grad(stage)
     dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros

@@ -129,13 +129,21 @@ def checkpoint_diff(parser: Parser) -> None:
     parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
 
 
+def _saved_model(parser: Parser) -> None:
+    """Options for parts of a saved model that are elsewhere."""
+    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")
+    parser.add_argument(
+        "--custom-import", default="", metavar="MODULE", help="your module that has the model"
+    )
+
+
 def export(parser: Parser) -> None:
     """Options of `meshwright export`."""
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
     parser.add_argument("out", type=output_folder, help="the folder to make")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--max-shard-size", default="5GB", help="per file: a number and KB, MB, GB")
-    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")
+    _saved_model(parser)
     parser.add_argument(
         "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
     )
@@ -156,4 +164,4 @@ def generate(parser: Parser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")
+    _saved_model(parser)

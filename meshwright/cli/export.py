@@ -12,6 +12,7 @@ from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.errors import check
 from meshwright.exchange.export import export
 from meshwright.exchange.export_job import export_job, tokenizer_files
+from meshwright.extension import extend_by
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -23,6 +24,7 @@ def run(given: Namespace) -> None:
         ConfigError: if the checkpoint cannot be exported.
     """
     max_shard_bytes = _bytes(given.max_shard_size)
+    extend_by(given.custom_import, "--custom-import")
     with open_checkpoint(Place("CHECKPOINT", given.checkpoint), print) as (place, manifest):
         print(f"checkpoint: {place.path}")
         tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)

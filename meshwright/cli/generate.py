@@ -16,7 +16,7 @@ from meshwright.checkpoint.find import find_candidates, open_checkpoint, saved_a
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, prompt_tokens
 from meshwright.errors import ConfigError, check
 from meshwright.exchange.hf_folder import (
     CONFIG,
@@ -25,6 +25,7 @@ from meshwright.exchange.hf_folder import (
     read_args,
 )
 from meshwright.exchange.hf_read import HuggingFaceWeights
+from meshwright.extension import extend_by
 from meshwright.generation import NotFiniteError, generate, greedy, sampler
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
@@ -56,6 +57,7 @@ def run(given: Namespace) -> None:
     check(is_finite, "--temperature", given.temperature, "must be 0 or more")
     check(0 < given.top_p <= 1, "--top-p", given.top_p, "must be above 0 and at most 1")
     check(0 <= given.seed < 2**63, "--seed", given.seed, "must be 0 or more, and below 2^63")
+    extend_by(given.custom_import, "--custom-import")
     with _open(Place(SOURCE, given.source), given.tokenizer) as source:
         prompt = _encode(source, given.prompt)
         model = _build(source, len(prompt) + given.max_new_tokens, given.dtype)
@@ -66,9 +68,7 @@ def run(given: Namespace) -> None:
 
 
 def _encode(source: Source, text: str) -> list[int]:
-    tokenizer = source.tokenizer
-    prompt = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompt += tokenizer.encode(text)
+    prompt = prompt_tokens(source.tokenizer, text)
     check(bool(prompt), "--prompt", text, "is no token, and the tokenizer has no BOS")
     check(
         max(prompt) < source.args.vocab_size,

@@ -1,5 +1,7 @@
 """A checkpoint's model family and tokenizer."""
 
+import shlex
+
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
@@ -9,9 +11,15 @@ from meshwright.specs import MODELS
 
 
 def saved_spec(place: Place, manifest: Manifest) -> Family:
-    """The family of the model that a checkpoint is of."""
+    """The family of the model that a checkpoint is of.
+
+    The job's own module is not imported unless the user names it: a checkpoint from elsewhere must
+    not choose code to run.
+    """
     name = manifest["model_name"]
-    place.check(name in MODELS, f"is of a model {name!r}, which is not known here")
+    module = manifest["config"].get("experimental", {}).get("custom_import", "")
+    fix = f"--custom-import {shlex.quote(module)} (which the job named)" if module else ""
+    place.check(name in MODELS, f"is of a model {name!r}, which is not known here", fix)
     return MODELS[name]
 
 

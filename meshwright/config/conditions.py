@@ -82,7 +82,12 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("training.mixed_precision_param", lambda dtype: dtype == "float32", "fp32_modules"),
     ("training.datasets", bool, SOURCE_KEYS),
-    ("validation.enable", _is_off, f"freq num_samples datasets dataset {SOURCE_KEYS}"),
+    (
+        "validation.enable",
+        _is_off,
+        f"freq num_samples datasets dataset {SOURCE_KEYS} sample_prompts sample_tokens",
+    ),
+    ("validation.sample_prompts", _is_off, "sample_tokens"),
     ("validation.datasets", bool, SOURCE_KEYS),
     ("optimizer.weight_decay", _is_off, "decay_norm_and_bias"),
     ("bad_steps.policy", lambda policy: policy == "stop", "budget"),

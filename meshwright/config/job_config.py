@@ -277,6 +277,12 @@ class Validation(Source):
     datasets: list[NamedSource] = []
     """Several datasets, each with its own loss, instead of `dataset` and its keys."""
 
+    sample_prompts: list[str] = []
+    """Prompts that the model continues at each validation, always by the likeliest token."""
+
+    sample_tokens: PositiveInt = 32
+    """Most tokens after each prompt. Each takes a forward of one microbatch."""
+
 
 class ParameterGroup(Section):
     """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""

@@ -6,6 +6,7 @@ from meshwright.config.job_config import Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.datasets.sources import check_path
+from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.errors import ConfigError, check, did_you_mean
 
 
@@ -60,6 +61,21 @@ def check_budgets(training: Training) -> None:
         f"takes {training.steps * per_step:,} tokens, but training.datasets give {budget:,}",
         f"set it to {budget // per_step}, or raise their tokens",
     )
+
+
+def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: int) -> None:
+    """Each prompt has a token, and fits a sequence with the tokens that follow it."""
+    for number, prompt in enumerate(validation.sample_prompts):
+        key, length = f"validation.sample_prompts.{number}", len(prompt_tokens(tokenizer, prompt))
+        check(length > 0, key, prompt, "is no token, and the tokenizer has no BOS", "write a text")
+        check(
+            length + validation.sample_tokens <= seq_len,
+            key,
+            prompt,
+            f"its {length} tokens and validation.sample_tokens = {validation.sample_tokens} are "
+            f"more than training.seq_len = {seq_len}",
+            "shorten it, or lower validation.sample_tokens",
+        )
 
 
 def check_validation_data(validation: Validation) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +18,9 @@ from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
 from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.history import note_missing_end
 from meshwright.launch.process import FROM_LAUNCHER, HEARTBEATS, LAUNCHER, stop_signals
-from meshwright.launch.watch import Watch, tail
+from meshwright.launch.watch import Watch, tail, try_to_write
 from meshwright.log import TERMINAL, logger, print_error
 
 OWN_CODES = tuple(EXIT_CODES.values())
@@ -58,10 +58,11 @@ def launch() -> None:
                 run(args)
         except ChildFailedError as error:
             if watch.verdict is not None:
+                _note_end(args, watch, f"hung: {watch.verdict[-1]}")
                 for line in watch.verdict:
                     print_error(line)
                 sys.exit(EXIT_HANG)
-            _report(error, is_asked=request.exists(), args=args, last_place=watch.last_place)
+            _report(error, is_asked=request.exists(), args=args, watch=watch)
         except SignalException as signalled:
             sys.exit(EXIT_INTERRUPTED if str(signalled) == INTERRUPTED else 128 + signalled.sigval)
 
@@ -98,7 +99,7 @@ def _report(
     error: ChildFailedError,
     is_asked: bool,
     args: argparse.Namespace | None = None,
-    last_place: Callable[[int], str] = lambda rank: "",
+    watch: Watch | None = None,
 ) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
     # the exception that `record` in main.py has caught, if the rank got that far
@@ -110,7 +111,7 @@ def _report(
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
             print_error(f"rank {rank}: {caught['message']}")
         sys.exit(failure.exitcode)
-    place = last_place(rank)
+    place = watch.last_place(rank) if watch is not None else ""
     where = f", in {place}" if place else ""
     code, is_explained = failure.exitcode, "extraInfo" in caught
     if not is_explained and args is not None:
@@ -122,9 +123,18 @@ def _report(
         how = f"failed (exit {code})"
     if callstack := caught.get("extraInfo", {}).get("py_callstack", ""):
         print(callstack.rstrip(), file=sys.stderr)
+    if args is not None and watch is not None:
+        _note_end(args, watch, f"failed: rank {rank} {how}{where}")
     print_error(f"rank {rank} {how}{where}")
     # whoever asked may have signalled more processes than us: ranks that were starting, compilers
     sys.exit(EXIT_STOPPED if is_asked else code)
+
+
+def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
+    """Add the end to the history of the run, if its first rank was here and could not."""
+    step = watch.last_step(0)
+    if step is not None:
+        try_to_write(lambda: note_missing_end(_logs(args).parent, step, reason, watch.began))
 
 
 TAIL_LINES = 20

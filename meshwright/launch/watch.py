@@ -41,6 +41,7 @@ class Watch:
 
     Attributes:
         verdict: lines about the hang, the cause last; None if there is none.
+        began: seconds of the epoch.
 
     Args:
         folder: of the heartbeats.
@@ -57,6 +58,7 @@ class Watch:
         say: Callable[[str], None],
     ) -> None:
         self.verdict: list[str] | None = None
+        self.began = time.time()
         self._folder, self._stderr, self._reports, self._say = folder, stderr, reports, say
         self._stopped_since: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
@@ -75,10 +77,16 @@ class Watch:
 
     def last_place(self, rank: int) -> str:
         """Return the last known phase and step of a rank; "" if there is none."""
-        for beat in read_beats(self._folder):
-            if beat.rank == rank:
-                return _evidence(beat, self._folder).place
-        return ""
+        beat = self._last_beat(rank)
+        return _evidence(beat, self._folder).place if beat is not None else ""
+
+    def last_step(self, rank: int) -> int | None:
+        """Return the step that a rank was in; None if it was not on this machine, or alone."""
+        beat = self._last_beat(rank)
+        return beat.step if beat is not None else None
+
+    def _last_beat(self, rank: int) -> Beat | None:
+        return next((beat for beat in read_beats(self._folder) if beat.rank == rank), None)
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
@@ -174,19 +182,15 @@ class Watch:
             _kill(beat.pid, signal.SIGKILL)
 
     def _write(self, name: str, text: str) -> str:
-        """Write a report; return its path, or "" if that fails or takes too long: the file system
-        may be the very cause of the hang."""
+        """Write a report; return its path, or "" if that fails or takes too long."""
         written: list[str] = []
 
         def write() -> None:
-            with suppress(OSError, ConfigError):
-                path = self._reports() / name
-                path.write_text(text, "utf-8")
-                written.append(str(path))
+            path = self._reports() / name
+            path.write_text(text, "utf-8")
+            written.append(str(path))
 
-        thread = threading.Thread(target=write, name="report", daemon=True)
-        thread.start()
-        thread.join(WRITE_S)
+        try_to_write(write)
         return written[0] if written else ""
 
 
@@ -269,3 +273,15 @@ def tail(path: Path, size: int = TAIL_BYTES) -> str:
 def _kill(pid: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # gone; or its number is another user's
         os.kill(pid, number)
+
+
+def try_to_write(write: Callable[[], None]) -> None:
+    """Call `write`, and wait for seconds at most: the file system may be the cause of a hang."""
+
+    def run() -> None:
+        with suppress(OSError, ConfigError):
+            write()
+
+    thread = threading.Thread(target=run, name="report", daemon=True)
+    thread.start()
+    thread.join(WRITE_S)

@@ -1,10 +1,12 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
+import json
+
 from tqdm import tqdm
 
 from meshwright.log import console_stream, is_terminal, logger, set_bar
 from meshwright.metrics.eta import Eta, Schedule
-from meshwright.metrics.record import Record
+from meshwright.metrics.record import Record, Texts
 
 HEADER_EVERY = 25
 """Lines from one header to the next."""
@@ -98,6 +100,10 @@ class Console:
         for prefix, figures in sets.items():
             plain = f"{prefix}: {'  '.join(figures)}"
             logger.info("%s", plain, extra={"coloured": f"{CYAN}{plain}{RESET}"})
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        for text in texts.values():
+            logger.info("text: %s", json.dumps(text, ensure_ascii=False))  # in one line
 
     def close(self) -> None:
         if self._bar is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Record = dict[str, float | int]
 """`step`, and figures in groups: loss/, optim/, validation/, time/, memory/, data/."""
@@ -16,6 +16,18 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing is written afterwards."""
+
+
+Texts = Mapping[str, str]
+"""Texts that the model wrote, by their prompts, with which they begin."""
+
+
+@runtime_checkable
+class TextSink(Protocol):
+    """A sink that takes texts, too."""
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        """Take the texts of a validation, after the record of its step."""
 
 
 def validation_loss(figures: Mapping[str, Any]) -> float | None:

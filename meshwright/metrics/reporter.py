@@ -10,7 +10,7 @@ import torch
 
 from meshwright import hardware
 from meshwright.metrics.phases import Phases
-from meshwright.metrics.record import Record, Sink, validation_loss
+from meshwright.metrics.record import Record, Sink, Texts, TextSink, validation_loss
 
 Pause = Literal["validation", "checkpoint"]
 
@@ -66,6 +66,7 @@ class Reporter:
     def _restart(self) -> None:
         self._steps, self._data_s = 0, 0.0
         self._paused = {}
+        self._texts: Texts = {}
         self._since = time.perf_counter()
 
     def count(self, step: int, data_s: float) -> None:
@@ -102,7 +103,13 @@ class Reporter:
             self.best_validation = step, loss
         for sink in self._sinks:
             sink.write(record)
+            if self._texts and isinstance(sink, TextSink):
+                sink.write_texts(step, self._texts)
         self._restart()
+
+    def add_texts(self, texts: Texts) -> None:
+        """Have the next report write texts of the model, too."""
+        self._texts = texts
 
     def is_best(self, step: int) -> bool:
         """Return whether the validation of `step` has the lowest loss so far."""

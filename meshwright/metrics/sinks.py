@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.log import logger
-from meshwright.metrics.record import Record, Sink
+from meshwright.metrics.record import Record, Sink, Texts, TextSink
 
 
 class Spared:
@@ -28,6 +28,13 @@ class Spared:
 
     def write(self, record: Record) -> None:
         self._try(lambda sink: sink.write(record))
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        def write(sink: Sink) -> None:
+            if isinstance(sink, TextSink):
+                sink.write_texts(step, texts)
+
+        self._try(write)
 
     def close(self) -> None:
         self._try(lambda sink: sink.close())
@@ -90,6 +97,17 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+class TextLines(JsonLines):
+    """One JSON object per text."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Figures are elsewhere."""
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        for prompt, text in texts.items():
+            super().write({"step": step, "prompt": prompt, "text": text})
 
 
 def _step_of(line: str) -> float:

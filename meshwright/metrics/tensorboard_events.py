@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as protos
 
-from meshwright.metrics.record import Record
+from meshwright.metrics.record import Record, Texts
 from meshwright.metrics.sinks import WholeRecords
 
 SCALARS = (bool, int, float, str)
@@ -48,9 +48,7 @@ class TensorBoard:
         try:
             self._add(0, file_version="brain.Event:2")
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
-            # indented text is code to TensorBoard's Markdown
-            text = "".join(f"    {line}\n" for line in config_text.splitlines())
-            self._add(resumed_step, summary=protos.text("config", text))
+            self._add(resumed_step, summary=_text("config", config_text))
             values = {
                 k: v if isinstance(v, SCALARS) else str(v) for k, v in hyperparameters.items()
             }
@@ -65,6 +63,10 @@ class TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._add(int(record["step"]), summary=Summary(value=values))
 
+    def write_texts(self, step: int, texts: Texts) -> None:
+        for number, text in enumerate(texts.values()):
+            self._add(step, summary=_text(f"validation/text/{number}", text))
+
     def close(self) -> None:
         self._file.close()
 
@@ -73,3 +75,10 @@ class TensorBoard:
         event = Event(wall_time=time.time(), step=step, **content)
         RecordWriter(framed).write(event.SerializeToString())
         self._file.append(framed.getvalue())
+
+
+def _text(tag: str, text: str) -> Summary:
+    """A text that is shown as it is: indented, it is code to TensorBoard's Markdown."""
+    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    summary: Summary = protos.text(tag, indented)
+    return summary

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.metrics.record import Record
+from meshwright.metrics.record import Record, Texts
 
 RUN_ID = "wandb_run_id"
 """File in the dump folder that names the run, so that a resumed job continues it."""
@@ -62,11 +62,18 @@ class WeightsAndBiases:
                 "\n  fix: wandb login, or set WANDB_MODE=offline",
             ) from None
         self._next_step = int(self._run.step)
+        self._table = wandb.Table
 
     def write(self, record: Record) -> None:
         step = int(record["step"])
         if step >= self._next_step:
             self._run.log({k: v for k, v in record.items() if k != "step"}, step=step)
+
+    def write_texts(self, step: int, texts: Texts) -> None:
+        if step >= self._next_step:
+            rows = [list(row) for row in texts.items()]
+            table = self._table(columns=["prompt", "text"], data=rows)
+            self._run.log({"validation/texts": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

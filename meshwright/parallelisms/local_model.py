@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from meshwright.batch import Batch
 from meshwright.config.job_config import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
@@ -16,7 +17,8 @@ from meshwright.parallelisms.pipeline_split import stages_of_rank
 class LocalModel(nn.Module):
     """This rank's stages, and a view of all their parameters under the plain model's names.
 
-    It has no forward: a step calls `stages[0]`, or `pipeline` where there is one.
+    It has no forward: a step calls `stages[0]`, or `pipeline` where there is one; `forward_all`
+    does so without a backward to follow.
     """
 
     stages: tuple[Decoder, ...]
@@ -32,6 +34,28 @@ class LocalModel(nn.Module):
             for name, child in stage.named_children():
                 if name != "layers":
                     self.add_module(name, child)
+
+    def forward_all(
+        self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
+    ) -> None:
+        """Forward of every microbatch, for its loss: to be called without gradients.
+
+        After the last call, `reset_after_no_grad` is due. Collective: every rank of the job must
+        call it.
+
+        Args:
+            batches: tokens and labels are (B, S/cp).
+            positions: (S/cp,) int64 of the tokens.
+            take: called with the summed loss of each microbatch, where the last stage is.
+        """
+        if self.pipeline is not None:
+            self.pipeline.forward_all(batches, positions, take)
+            return
+        for batch in batches:
+            loss = self.stages[0](
+                batch.tokens, batch.labels, positions=positions, documents=batch.documents
+            )
+            take(loss, batch)
 
 
 def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:

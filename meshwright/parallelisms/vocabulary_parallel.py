@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.models.layers.loss import SummedLoss
+from meshwright.models.layers.loss import SummedLoss, rows_at
 from meshwright.parallelisms.all_gather import all_gather
 
 
@@ -23,9 +23,13 @@ class VocabularyParallelLoss(SummedLoss):
         super().__init__()
         self.mesh = mesh
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(B, S/tp, D), a weight cut along the vocabulary -> (B, S, V), the same on every rank."""
-        x, own = self._gathered(x), cast(DTensor, weight).to_local()
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
+        """(B, S/tp, D), a weight cut along the vocabulary -> (B, S, V), the same on every rank.
+
+        Args:
+            at: (B,) positions in the whole sequences, as `SummedLoss.logits` takes them.
+        """
+        x, own = rows_at(self._gathered(x), at), cast(DTensor, weight).to_local()
         shape = torch.Size((*x.shape[:2], weight.shape[0]))
         strides = (shape[1] * shape[2], shape[2], 1)
         logits = DTensor.from_local(

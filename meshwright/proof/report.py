@@ -41,7 +41,7 @@ EXPLANATION = (
     "figures. resume: tensors and figures that a save and a resume have changed, bit by bit. "
     f"Bounds of cases in fp32: 0, 0, {FP32.loss:g}, {FP32.grad_norm:g}, {FP32.gradient:g}, "
     f"{FP32.update:g}, {FP32.later_loss:g}, 0; "
-    "docs/parallelisms.md derives them, and those of bf16."
+    "docs/proof.md derives them, and those of bf16."
 )
 
 

@@ -17,6 +17,7 @@ from meshwright.report.tables import (
     proof_table,
     skipped_table,
     starts_table,
+    texts,
     validation_table,
 )
 
@@ -37,6 +38,7 @@ def page(run: Run) -> str:
         ("", _charts(run)),
         ("Time", _time_table(run)),
         ("Validation", validation_table(run)),
+        ("Texts", texts(run)),
         ("Starts and resumes", starts_table(run)),
         ("Skipped steps", skipped_table(run)),
         ("Proof", proof_table(run)),

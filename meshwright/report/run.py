@@ -36,6 +36,8 @@ class Run:
     """Starts and ends of processes."""
     skipped: Sequence[Row]
     """Steps that were left out."""
+    texts: Sequence[Row]
+    """Texts that the model wrote at validations."""
     config_text: str
     """TOML."""
     best: Row | None
@@ -96,6 +98,7 @@ def read_run(folder: Path) -> Run:
         records=sorted(records, key=lambda row: row["step"]),
         history=[row for row in _rows(folder / "history.jsonl") if "event" in row],
         skipped=_rows(folder / "skipped_steps.jsonl"),
+        texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
         config_text=_read(folder / "config.toml", str, ""),
         best=next((_table(file) for file in sorted(folder.glob("*/best.json"))), None),
         proof=_table(folder / "proof" / "proof.json"),

@@ -28,6 +28,19 @@ def validation_table(run: Run) -> str:
     return _table(head, cells)
 
 
+def texts(run: Run) -> str:
+    """The model's texts of the first and of the last validation, as they are."""
+    steps = [int(row["step"]) for row in run.texts]
+    shown = sorted({steps[0], steps[-1]}) if steps else []
+    parts = [
+        f"<p>Step {step:,}:</p>"
+        + "".join(f"<pre>{escape(row['text'])}</pre>" for row in run.texts if row["step"] == step)
+        for step in shown
+    ]
+    note = "<p class='note'>All are in samples.jsonl.</p>" if len(set(steps)) > 2 else ""
+    return f'<div class="card">{"".join(parts)}{note}</div>' if parts else ""
+
+
 def best_validation(run: Run) -> tuple[int, float] | None:
     """The step with the lowest mean of all validation losses, and that mean."""
     if run.best is not None:

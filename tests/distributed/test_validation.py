@@ -1,8 +1,9 @@
-"""Evaluation on several ranks: what it finds, and that training does not notice it."""
+"""Evaluation on several ranks: what it finds, and that training notices neither it nor texts."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -20,13 +21,14 @@ from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.preflight import preflight
+from meshwright.sampling import continue_prompts
 from meshwright.validation import Evaluation, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.packed import one_by_one, packed
-from tests.helpers.tiny import TIED, TINY, plain_model
+from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
@@ -62,6 +64,30 @@ def data() -> list[Batch]:
 
 def evaluation_of(job: Job, batches: list[Batch]) -> Evaluation:
     return evaluate(job.model, map(job.part, batches), job.meshes, TOKEN_BYTES)
+
+
+PROMPTS = [[5], [7, 11, 2, 90, 3], [130, 1, 4], [9, 9], [64, 8, 21, 20]]
+NUM_TOKENS = SEQ_LEN - max(map(len, PROMPTS))
+
+
+def texts_of(
+    job: Job,
+    *,
+    eos_id: int | None = None,
+    mask_documents: bool = False,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[list[int]] | None:
+    """Tokens after each of `PROMPTS`; a microbatch may have fewer sequences."""
+    return continue_prompts(
+        job.model,
+        PROMPTS,
+        job.meshes,
+        shape=job.part(data()[0])[0].tokens.shape,
+        num_tokens=NUM_TOKENS,
+        eos_id=eos_id,
+        mask_documents=mask_documents,
+        is_stopped=is_stopped,
+    )
 
 
 # --- what it finds ---
@@ -165,6 +191,7 @@ def _training(dims: ParallelDims, options: dict, is_evaluated: bool) -> dict[str
         if is_evaluated:
             for _ in range(step):  # before the first step, and one after another before the second
                 evaluation_of(job, data())
+                assert texts_of(job)
             assert all(parameter.grad is None for parameter in job.model.parameters())
         job.take_step(step)
     return _state(job)
@@ -209,7 +236,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize(("dims", "options"), TRAINING.values(), ids=TRAINING)
-def test_training_is_to_the_bit_that_without_evaluation(on_ranks, dims, options) -> None:
+def test_training_is_to_the_bit_that_without_evaluation_and_texts(on_ranks, dims, options) -> None:
     more = 1 if "compile_backend" in options else 0  # all evaluations have one graph in common
     assert on_ranks(num_ranks(dims), _train_twice, dims, options) == [more] * num_ranks(dims)
 
@@ -224,6 +251,7 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
         counts.append(counter.counts["_allgather_base_"])
         if is_evaluated:
             evaluation_of(job, data())
+            texts_of(job)
         for stage in job.model.stages:
             assert not fully_shard.state(stage)._comm_ctx.post_forward_order
             for module in stage.modules():

@@ -331,6 +331,7 @@ def test_other_data_than_the_checkpoints_is_refused(tmp_path) -> None:
 VALIDATION = (
     *("--validation.enable", "--validation.dataset_split", "validation"),
     *("--validation.num_samples", 13, "--validation.freq", 3),
+    *("--validation.sample_prompts", '["def ", "import "]', "--validation.sample_tokens", 5),
 )
 
 
@@ -366,6 +367,15 @@ def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path
     loss, perplexity, bits = found["one"][7]
     assert perplexity == pytest.approx(math.exp(loss))
     assert 2 < loss / math.log(2) / bits < 4  # bytes a token
+    texts = {
+        name: [json.loads(line) for line in (tmp_path / name / "samples.jsonl").open()]
+        for name in ("one", "pipeline")
+    }
+    assert texts["pipeline"] == texts["one"]
+    assert [row["step"] for row in texts["one"]] == [3, 3, 6, 6, 7, 7]
+    for row in texts["one"]:
+        assert row["prompt"] in ("def ", "import ")
+        assert row["text"].startswith(row["prompt"].strip())
 
 
 def test_several_validation_sets_have_figures_of_their_own(tmp_path) -> None:

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright import announce
+from meshwright import announce, history
 from meshwright.announce import compact_toml, note_failure
-from meshwright.metrics import history
 
 
 @pytest.mark.parametrize("rank", [0, 1])

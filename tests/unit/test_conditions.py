@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "training.fp32_modules": ["output"],
     "validation.dataset": "json",
     "validation.datasets": [{"dataset": "python_stdlib"}],
+    "validation.sample_prompts": ["def "],
     "optimizer.groups": [{"parameters": ["norm.weight"]}],
     "parallelism.module_fqns_per_model_part": [["output"]],
     "activation_checkpoint.selective_ac_option": "2",
@@ -117,7 +118,7 @@ OUTCOMES = {
     "idle": keys_of(
         model="chat_template_path",
         training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
-        validation=f"freq num_samples datasets {SOURCE} dataset_mode",
+        validation=f"freq num_samples datasets {SOURCE} dataset_mode sample_prompts sample_tokens",
         bad_steps="budget spike_window",
         parallelism="enable_async_tensor_parallel context_parallel_attention "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
@@ -217,6 +218,11 @@ AWAKE: dict[str, dict[str, Any]] = {
         for key in ("freq", "num_samples", "datasets", *SOURCE.split()[1:], "dataset_mode")
     },
     "validation.dataset": {"validation__enable": True},
+    "validation.sample_prompts": {"validation__enable": True},
+    "validation.sample_tokens": {
+        "validation__enable": True,
+        "validation__sample_prompts": ["def "],
+    },
     "lr_scheduler.decay_type": {"lr_scheduler__warmup_steps": 2},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.1},
     "optimizer.decay_norm_and_bias": {},
@@ -264,6 +270,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
     "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
+    "validation.sample_tokens": {"validation__enable": True},
 }
 """Beside which it has none; of the others, beside the defaults."""
 ON_ONE_RANK = {"parallelism__data_parallel_shard_degree": 1, "training__global_batch_size": 8}

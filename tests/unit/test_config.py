@@ -521,6 +521,12 @@ STEPS_OF_4 = "local_batch_size = 4\nsteps = 10\n"
             HEAD + '[validation]\nenable = true\n[[validation.datasets]]\ndataset = "json"\n',
             "validation.datasets.0.dataset_path = '': dataset 'json' needs it",
         ),
+        (
+            HEAD + '[validation]\nenable = true\nsample_prompts = ["a", "' + "é" * 16 + '"]\n',
+            f"a.toml:8: validation.sample_prompts.1 = '{'é' * 16}': its 33 tokens and "
+            "validation.sample_tokens = 32 are more than training.seq_len = 64\n"
+            "  fix: shorten it, or lower validation.sample_tokens",
+        ),
     ],
 )
 def test_mistakes_in_lists_of_datasets(text, says, toml, tmp_path) -> None:

@@ -9,10 +9,14 @@ from meshwright.config.loader import load_config
 from meshwright.datasets import DATASETS
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError
-from meshwright.extension import extend, user_sinks
+from meshwright.extension import extend, extend_by, user_sinks
 from meshwright.metrics.sinks import Spared
 from meshwright.preflight import preflight
 from meshwright.specs import MODELS
+from tests.helpers.checkpoints import set_manifest
+from tests.helpers.cli import export, generate_text
+from tests.helpers.families import small
+from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,6 +50,37 @@ def test_a_model(tmp_path) -> None:
     config, _ = load_config(words(tmp_path, family + example("model"), *model))
     plan = preflight(config, 8)
     assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
+
+
+def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    module = tmp_path / "mine.py"
+    module.write_text(code + example("model"), "utf-8")
+    extend_by(str(module))
+    args = small(MODELS["mistral"], vocab_size=259)
+    model = load_hf(save_transformers(tmp_path / "hf", args), args)
+    checkpoint = save_checkpoint(tmp_path / "dump" / "checkpoint", model, args)
+    set_manifest(checkpoint, config={"experimental": {"custom_import": str(module)}})
+    del MODELS["mistral"]
+
+    out, prompt = tmp_path / "out", ("--prompt", "Once", "--max-new-tokens", "8")
+    for command, options in ((export, (out,)), (generate_text, prompt)):
+        with pytest.raises(ConfigError, match=f"fix: --custom-import {module} "):
+            command([checkpoint, *options])
+    with pytest.raises(ConfigError, match="--custom-import = 'no.py': cannot be imported"):
+        export([checkpoint, out, "--custom-import", "no.py"])
+    own = ("--custom-import", module)
+    export([checkpoint, out, "--dtype", "float32", *own])
+    was, now = tensors_of(tmp_path / "hf"), tensors_of(out)
+    assert {name: tensor.tolist() for name, tensor in now.items()} == {
+        name: tensor.tolist() for name, tensor in was.items()
+    }
+    capsys.readouterr()
+    texts = []
+    for source in (checkpoint, out):
+        generate_text([source, *prompt, *own])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "Once\n"
 
 
 def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:

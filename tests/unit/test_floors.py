@@ -15,9 +15,9 @@ PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
     "log hardware user_module families",
-    "config models batch file_system",
+    "config models batch file_system history",
     "parallelisms launch",
-    "datasets optim checkpoint metrics profiling validation generation health",
+    "datasets optim checkpoint metrics profiling validation sampling generation health",
     "specs step bad_steps exchange due",
     "extension",
     "preflight",

@@ -1,8 +1,9 @@
 """The record of a job's processes."""
 
 import json
+import time
 
-from meshwright.metrics import history
+from meshwright import history
 
 
 def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path) -> None:
@@ -21,3 +22,17 @@ def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path
 def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
     history.note(tmp_path / "not there", 3, "end", {})
     assert "history.jsonl cannot be written" in caplog.text
+
+
+def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path) -> None:
+    since = time.time()
+    history.note_missing_end(tmp_path, 3, "killed before it began", since)
+    assert not (tmp_path / "history.jsonl").exists()
+    history.note(tmp_path, 0, "start", {})
+    history.note_missing_end(tmp_path, 3, "killed before it began", since + 100)
+    for _ in range(2):
+        history.note_missing_end(tmp_path, 7, "hung", since)
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("end", 7)]
+    assert rows[1]["reason"] == "hung"

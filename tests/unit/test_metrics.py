@@ -20,7 +20,7 @@ from meshwright.metrics.console import Console
 from meshwright.metrics.eta import Eta, Schedule
 from meshwright.metrics.phases import Phases
 from meshwright.metrics.reporter import Reporter, Work
-from meshwright.metrics.sinks import JsonLines, Spared, WholeRecords
+from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
 
@@ -116,6 +116,52 @@ def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
     assert report(30, 3.5, 4.0)
     assert not report(40, math.nan, 1.0)
     assert reporter.best_validation == (30, 3.75)
+
+
+TEXTS = {"def f": "def f(x):\n    return x", "1 +": "1 + 1"}
+
+
+def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None:
+    class WithTexts(Kept):
+        def write_texts(self, step, texts) -> None:
+            self.append((step, texts))
+
+    work = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
+    cpu, figures, both = torch.device("cpu"), Kept(), WithTexts()
+    sinks = [figures, both, Spared("a", lambda: both), Spared("b", lambda: figures)]
+    reporter = Reporter(work, cpu, Phases(cpu), sinks, tokens_seen=0)
+    for step in (1, 2):
+        reporter.count(step, data_s=0.0)
+        if step == 1:
+            reporter.add_texts(TEXTS)
+        reporter.report(step, {})
+    assert [row["step"] for row in figures] == [1, 1, 2, 2]
+    seen = [row if isinstance(row, tuple) else row["step"] for row in both]
+    assert seen == [1, (1, TEXTS), 1, (1, TEXTS), 2, 2]
+
+
+def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
+    caplog.set_level(logging.INFO, "meshwright")
+    lines = TextLines(tmp_path / "samples.jsonl", resumed_step=0)
+    events = TensorBoard(tmp_path, 0, "", {})
+    tracked = WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
+    sinks = (lines, events, tracked, Console(Schedule(steps=10), step=0))
+    for sink in sinks:
+        sink.write({"step": 3, "time/step_s": 1.0, **RECORD})
+        sink.write_texts(3, TEXTS)
+        sink.close()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 3, "prompt": prompt, "text": text} for prompt, text in TEXTS.items()]
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    (event,) = read.Tensors("validation/text/0/text_summary")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0] == b"    def f(x):\n        return x\n"
+    ((_, (step, logged)),) = wandb.runs.values()
+    assert (step, logged["validation/texts"][1]) == (3, [list(row) for row in TEXTS.items()])
+    assert r'text: "def f(x):\n    return x"' in caplog.messages
+    TextLines(tmp_path / "samples.jsonl", resumed_step=2).close()
+    assert (tmp_path / "samples.jsonl").read_text() == ""
 
 
 class Full:
@@ -243,7 +289,8 @@ def wandb(monkeypatch):
             return self.history[-1][0] + 1 if self.history else 0
 
         def log(self, figures, step) -> None:
-            assert step >= self.step, "W&B drops it"
+            same = [step] == [row[0] for row in self.history[-1:]]  # is added to it
+            assert same or step >= self.step, "W&B drops it"
             self.history.append((step, figures))
 
         def finish(self) -> None:
@@ -254,6 +301,7 @@ def wandb(monkeypatch):
         return Run(module.runs.setdefault(arguments["id"], []))
 
     module.init = init
+    module.Table = lambda columns, data: (columns, data)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 

@@ -73,6 +73,8 @@ def folder(tmp_path: Path) -> Path:
     )
     skipped = {"step": 7, "reason": "non-finite loss on rank 1", "loss": None, "grad_norm": 3.0}
     lines(tmp_path / "skipped_steps.jsonl", [skipped | {"samples": {"stdlib": [48, 55]}}])
+    texts = [(step, f"{step}\n  <b>") for step in (20, 30, 40)]
+    lines(tmp_path / "samples.jsonl", [{"step": s, "prompt": "", "text": t} for s, t in texts])
     (tmp_path / "config.toml").write_text(to_toml(JobConfig()))
     return tmp_path
 
@@ -97,6 +99,7 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     assert "optimizer.lr: 0.001 -> 0.0005" in checked.text  # changed at the resume
     assert "non-finite loss on rank 1" in checked.text
     assert "stdlib 48 to 55" in checked.text
+    assert "Step 20:20\n  <b>Step 40:40\n  <b>All are in samples.jsonl" in checked.text
     # 40 steps of 0.5 s, two validations, one save
     assert "31.0 s" in checked.text
     assert re.search("forward \\+ backward16.0 s51.6%", checked.text)

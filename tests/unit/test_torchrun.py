@@ -11,8 +11,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from meshwright import history
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
+from meshwright.launch.watch import Watch
 from meshwright.log import TERMINAL, console_stream, log_to_console, logger
 
 
@@ -39,10 +42,30 @@ def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, 
         os.utime(file, (when, when))
         failures[rank] = ProcessFailure(rank, 7, 1, str(file))
     with pytest.raises(SystemExit, match="1"):
-        _report(ChildFailedError("job", failures), is_asked=False, last_place=_place)
-    assert capsys.readouterr().err == (
-        "callstack of 1\nmeshwright: rank 1 failed (exit 1), in the data of step 1\n"
-    )
+        _report(ChildFailedError("job", failures), is_asked=False)
+    assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
+
+
+@pytest.mark.parametrize("first_rank", [0, 2])
+def test_the_launcher_of_the_first_rank_notes_the_end_of_ranks_that_were_killed(
+    tmp_path, capsys, first_rank: int
+) -> None:
+    hearts = [Heartbeat(tmp_path, {"rank": first_rank + rank}) for rank in (0, 1)]
+    for heart in hearts:
+        heart.beat("data", 7)
+    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
+    history.note(tmp_path, 5, "start", {})
+    failed = first_rank + 1
+    killed = {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}
+    words = ["--job.dump_folder", str(tmp_path)]
+    given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
+    with pytest.raises(SystemExit, match="137"):
+        _report(ChildFailedError("job", killed), is_asked=False, args=given, watch=watch)
+    how = f"rank {failed} was killed by SIGKILL, in data of step 7"
+    assert capsys.readouterr().err == f"meshwright: {how}\n"
+    _, *ends = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    notes = [(end["event"], end["step"], end["reason"]) for end in ends]
+    assert notes == ([("end", 7, f"failed: {how}")] if first_rank == 0 else [])
 
 
 def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -> None:
@@ -63,7 +86,3 @@ def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -
         assert (console_stream() is sys.stdout) == (rank == "0")
     logger.info("from rank 1")
     assert os.read(seen, 100).endswith(b" from rank 1\r\n")
-
-
-def _place(rank: int) -> str:
-    return f"the data of step {rank}"

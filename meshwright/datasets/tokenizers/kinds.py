@@ -102,6 +102,11 @@ def build_tokenizer(path: str) -> Tokenizer:
         ) from error
 
 
+def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return `text` as the beginning of a document; empty if it is no token and there is no BOS."""
+    return [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]
+
+
 def find_file(path: str) -> Path:
     """The tokenizer's file, if `path` is one or a folder that holds one.
 

@@ -42,9 +42,13 @@ class SummedLoss:
         self._log_sums = torch.compile(log_sums, fullgraph=True, backend=backend)
         self._exponentiate = torch.compile(exponentiate_, fullgraph=True, backend=backend)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:  # (B, S, D), (V, D) -> (B, S, V)
-        """All of them: for generation, and to compare with other implementations."""
-        return F.linear(x, weight)
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
+        """(B, S, D), (V, D) -> (B, S, V): for generation, and to compare with other code.
+
+        Args:
+            at: (B,) int64, a position in each sequence. Only its logits are computed: (B, 1, V).
+        """
+        return F.linear(rows_at(x, at), weight)
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
@@ -148,6 +152,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 into.copy_(part * grad)
             of_weight = scaled
         return of_x, of_weight, None, None, None, None
+
+
+def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
+    """(B, S, D), (B,) -> (B, 1, D); without positions all of `x`."""
+    return x if at is None else x[torch.arange(len(at), device=x.device), at].unsqueeze(1)
 
 
 def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32

@@ -1,0 +1,67 @@
+"""The pages of docs/ lead somewhere, on GitHub and as a site.
+
+`mkdocs build --strict` needs the extra `docs`; these tests do not.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+OUTSIDE += [ROOT / "benchmarks/README.md"]
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """Targets of Markdown, without addresses of the web."""
+    text = CODE.sub("code", page.read_text("utf-8"))
+    found = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", text)
+    return [a or b for a, b in found if not (a or b).startswith("http")]
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of headings, where GitHub and mkdocs agree on them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
+    on_github = [title.replace(" ", "-") for title in plain]
+    on_site = [re.sub(r"[-\s]+", "-", title) for title in plain]
+    return {a for a, b in zip(on_github, on_site, strict=True) if a == b}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target), link
+        if page in PAGES:  # a site has no other files
+            assert DOCS in target.parents, link
+            assert target.is_file(), link
+
+
+def _files(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [
+        file for part in (nav.values() if isinstance(nav, dict) else nav) for file in _files(part)
+    ]
+
+
+def test_every_page_is_in_the_site_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert config["docs_dir"] == "docs"
+    assert sorted(_files(config["nav"])) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def test_the_page_of_tasks_has_all_of_them() -> None:
+    """On GitHub it stands in the place of the site's navigation."""
+    named = {link.partition("#")[0] for link in links(DOCS / "README.md")}
+    assert named == {page.name for page in PAGES if page.parent == DOCS} - {"README.md"}
