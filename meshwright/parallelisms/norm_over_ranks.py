@@ -1,5 +1,6 @@
 """RMS norm of vectors that tensor parallelism has cut."""
 
+import functools
 from typing import cast
 
 import torch
@@ -29,7 +30,8 @@ class NormOverRanks(nn.Module):
         wide = x.float()
         own = wide.square().sum(-1, keepdim=True).unsqueeze(0)  # (1, B, S, 1)
         # gathered and added up here, not summed by DTensor: up to torch 2.11 its backward would
-        # leave out the other ranks' gradients of the sum
-        square_sum = all_gather(own, self.mesh).sum(0)
+        # leave out the other ranks' gradients of the sum. One by one, since the gradient of `sum`
+        # is expanded, and torch 2.11 sends only dense tensors.
+        square_sum = functools.reduce(torch.add, all_gather(own, self.mesh).unbind(0))
         weight = cast(DTensor, self.weight).to_local()
         return (wide * torch.rsqrt(square_sum / self.width + self.eps) * weight).type_as(x)

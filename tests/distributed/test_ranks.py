@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright.proof.ranks import RankError, RankPool
@@ -21,6 +22,7 @@ def _gloo_loops() -> int:
     return names.count("gloo_tcp_loop")
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch gives gloo's threads no names")
 def test_all_groups_of_a_rank_share_one_gloo_thread(on_ranks) -> None:
     assert on_ranks(2, _gloo_loops) == [1, 1]
 

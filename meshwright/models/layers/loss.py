@@ -67,10 +67,16 @@ class SummedLoss:
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-        apply: Callable[..., Tensor] = _ChunkedLoss.apply
-        loss = apply(x.flatten(0, 1), weight, labels.flatten(), first, self, needed)
-        # A node of its own for the output: schedules that split backward start the weights' part at
-        # the loss's node, and the hooks of FSDP2 on this output must not be called then again.
+        loss, of_x, of_weight = _differentiate(
+            x.flatten(0, 1).detach(), weight.detach(), labels.flatten(), first, self, needed
+        )
+        # One node for each gradient: schedules that split backward start the weight's part at the
+        # node where both meet, and torch 2.11 takes only nodes of its own there, like additions.
+        with_gradient: Callable[..., Tensor] = _WithGradient.apply
+        for tensor, gradient in ((x, of_x), (weight, of_weight)):
+            if gradient is not None:
+                loss = loss + with_gradient(tensor, gradient.view(tensor.shape))
+        # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
         return loss.clone()
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,53 +111,56 @@ class SummedLoss:
         logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss, and in the same pass its gradients, which backward only scales."""
+@torch.no_grad()
+def _differentiate(
+    x: Tensor,  # (tokens, D)
+    weight: Tensor,  # (rows, D)
+    labels: Tensor,  # (tokens,)
+    first: int,
+    loss: SummedLoss,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`."""
+    needs_x, needs_weight = needed
+    of_x = torch.empty_like(x) if needs_x else None
+    of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
+    losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    for chunk in loss.chunks(x):
+        is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
+        logits = F.linear(x[chunk], weight)
+        log_sum, own = loss.measure(logits, places)
+        log_sum_of_all, own_of_all = loss.join(log_sum, own)
+        losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
+        if not (needs_x or needs_weight):
+            continue
+        log_sum = log_sum_of_all.where(is_counted, torch.inf)
+        loss.differentiate_(logits, places, own, log_sum)
+        if of_x is not None:
+            torch.mm(logits, weight, out=of_x[chunk])
+        if of_weight is not None:
+            _add_product(of_weight, logits, x[chunk], is_first=chunk.start == 0)
+    return losses.sum(), of_x, of_weight
+
+
+class _WithGradient(torch.autograd.Function):
+    """0, whose gradient by a tensor is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (tokens, D)
-        weight: Tensor,  # (rows, D)
-        labels: Tensor,  # (tokens,)
-        first: int,
-        loss: SummedLoss,
-        needed: list[bool],
-    ) -> Tensor:
-        needs_x, needs_weight = needed
-        of_x = torch.empty_like(x) if needs_x else None
-        of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
-        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        for chunk in loss.chunks(x):
-            is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
-            logits = F.linear(x[chunk], weight)
-            log_sum, own = loss.measure(logits, places)
-            log_sum_of_all, own_of_all = loss.join(log_sum, own)
-            losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
-            if not (needs_x or needs_weight):
-                continue
-            log_sum = log_sum_of_all.where(is_counted, torch.inf)
-            loss.differentiate_(logits, places, own, log_sum)
-            if of_x is not None:
-                torch.mm(logits, weight, out=of_x[chunk])
-            if of_weight is not None:
-                _add_product(of_weight, logits, x[chunk], is_first=chunk.start == 0)
-        ctx.save_for_backward(of_x, of_weight)
-        ctx.dtype = weight.dtype
-        return losses.sum()
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return torch.zeros((), device=tensor.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_weight = ctx.saved_tensors  # not changed: pipelines may come twice
-        if of_x is not None:
-            of_x = of_x * grad
-        if of_weight is not None:
-            scaled = torch.empty_like(of_weight, dtype=ctx.dtype)
-            for part, into in zip(_blocks(of_weight), _blocks(scaled), strict=True):
-                into.copy_(part * grad)
-            of_weight = scaled
-        return of_x, of_weight, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors  # not changed: pipelines may come twice
+        if gradient.dtype == ctx.dtype:
+            return gradient * grad, None
+        scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
+            into.copy_(part * grad)
+        return scaled, None
 
 
 def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
