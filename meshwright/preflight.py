@@ -5,6 +5,7 @@ calls it again, for users who start torchrun themselves.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -224,13 +225,27 @@ def check_wandb(config: JobConfig) -> None:
 
 
 def check_torchao(config: JobConfig) -> None:
-    """Check that torchao is installed if it is needed."""
+    """Check that torchao is installed if it is needed, and that torch can split its backward."""
     check(
         not config.float8.enable or importlib.util.find_spec("torchao") is not None,
         "float8.enable",
         True,
         "torchao is not installed",
         "pip install 'meshwright[float8]'",
+    )
+    p = config.parallelism
+    is_split = (
+        p.pipeline_parallel_degree > 1
+        and pipeline_split.SCHEDULES[p.pipeline_parallel_schedule].splits_backward
+    )
+    torch_version = importlib.metadata.version("torch")
+    check(
+        not (config.float8.enable and is_split)
+        or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13),
+        "parallelism.pipeline_parallel_schedule",
+        p.pipeline_parallel_schedule,
+        f"computes gradients in two passes, which torch {torch_version} cannot in float8 layers",
+        "use torch 2.13, or choose Interleaved1F1B",
     )
 
 

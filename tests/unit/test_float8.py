@@ -1,6 +1,7 @@
 """Layers that multiply in float8: which they are, and which jobs cannot have them."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,6 +96,16 @@ def test_gpus_that_multiply_in_float8(monkeypatch, capability, hip, wanted: bool
     monkeypatch.setattr(torch.version, "hip", hip)
     assert hardware.has_float8(torch.device("cuda")) == wanted
     assert not hardware.has_float8(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])
+def test_backward_in_two_passes_needs_a_torch_that_can(monkeypatch, version, is_refused) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    words = ["--parallelism.pipeline_parallel_degree=2"]
+    words += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+    refusal = pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers")
+    with refusal if is_refused else nullcontext():
+        preflight(load_config([*WORDS, *words])[0], 2)
 
 
 def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
