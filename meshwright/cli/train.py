@@ -46,9 +46,9 @@ def run(given: Namespace) -> None:
         *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
     ]
     words = [str(SCRIPT), "--job.config_file", str(find_config(given.config)), *_overrides(given)]
-    os.execv(
-        sys.executable, [sys.executable, "-P", "-m", "meshwright.launch.door", *torchrun, *words]
-    )
+    # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
+    python = [sys.executable, "-u", "-P", "-m", "meshwright.launch.door"]
+    os.execv(sys.executable, [*python, *torchrun, *words])
 
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,8 @@ CONFIG = ROOT / "tests/integration/tiny.toml"
 
 def environment(**variables: object) -> dict[str, str]:
     """This interpreter's, as an active one; without what would change a run."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "CUDA_VISIBLE"))}
+    ours = ("OMP_", "CUDA_VISIBLE", "PYTHONUNBUFFERED")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return kept | {
         "VIRTUAL_ENV": sys.prefix,
         "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",

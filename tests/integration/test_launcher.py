@@ -222,16 +222,20 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, moment: str) -> None
 
 def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
     """Exit code, stderr and seconds of a job whose terminal does that during training."""
-    process = subprocess.Popen(
-        command(folder, "--training.steps", 100000),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,  # as a terminal's, which sends it to every process of the group
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    console = folder.with_suffix(".log")
+    with console.open("w") as output:
+        process = subprocess.Popen(
+            command(folder, "--training.steps", 100000, "--metrics.log_freq", 100000),
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,  # as a terminal's, which sends it to every process of the group
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     wait_for(lambda: (folder / "metrics.jsonl").exists() and records(folder), "the first step")
+    # a file gets its line at once, too, though none follows that would fill a block
+    wait_for(lambda: "loss" in console.read_text(), "the line of the first step", seconds=3)
     start = time.monotonic()
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
