@@ -85,7 +85,7 @@ def announce(plan: Plan, device: torch.device) -> None:
         try:
             unfinished.write_text(to_toml(config), "utf-8")
             unfinished.replace(path)
-        except OSError as error:  # a full disk: training can go on
+        except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
             unfinished.unlink(missing_ok=True)
 

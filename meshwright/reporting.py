@@ -77,8 +77,10 @@ def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)
-    if config.validation.enable and config.validation.sample_prompts:
-        texts = partial(sinks.TextLines, dump_folder / "samples.jsonl", resumed_step)
+    samples = dump_folder / "samples.jsonl"
+    writes_texts = config.validation.enable and bool(config.validation.sample_prompts)
+    if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
+        texts = partial(sinks.TextLines, samples, resumed_step)
         yield sinks.Spared("samples.jsonl", texts)
     if metrics.enable_tensorboard:
         # 0.1 s, which other ranks and jobs without it need not spend

@@ -55,7 +55,7 @@ def continue_prompts(
 ) -> list[list[int]] | None:
     """Return the likeliest tokens after each prompt; None if the job was asked to stop meanwhile.
 
-    Nothing that training will find is changed. Collective: every rank of the job must call it.
+    The state of training is unchanged. Collective: every rank of the job must call it.
 
     Args:
         model: as `evaluate` takes it.

@@ -336,9 +336,9 @@ class BadSteps(Section):
 
     policy: Literal["stop", "skip"] = "stop"
     """stop: the job ends at the next report or save (exit code 3), with the weights as they were
-    before the step. skip: the step's update is left out, but data and learning rate move
-    on; skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl,
-    with the samples' indices. Not with `optimizer.early_step_in_backward`."""
+    before the step. skip: the step's update is left out, but data and learning rate move on;
+    skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl, with the samples'
+    indices. Not with `optimizer.early_step_in_backward`."""
 
     budget: Annotated[int, Field(ge=1, le=10_000)] = 10
     """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
@@ -395,8 +395,8 @@ class Parallelism(Section):
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
     """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
     and keeps them for backward. ring: keys and values pass from rank to rank, and each keeps its
-    own. auto:
-    ring on GPUs where flash attention takes them, without documents; gather elsewhere."""
+    own. auto: ring on GPUs where flash attention takes them, without documents; gather
+    elsewhere."""
 
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""

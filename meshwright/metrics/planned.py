@@ -49,7 +49,7 @@ def _read(dump_folder: Path, world_size: int) -> dict[str, Any]:
 
 
 def _lines(plan: dict[str, Any]) -> list[str]:
-    shown = next(rank for rank in plan["ranks"] if rank["rank"] == plan["rank"])
+    (shown,) = (rank for rank in plan["ranks"] if rank["rank"] == plan["rank"])
     peak = shown["peak"]
     lines = [
         f"the plan ({plan['verdict']} on {plan['device']['name']}) has at the peak of rank "

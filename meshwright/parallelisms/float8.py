@@ -16,7 +16,7 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     and the products are bf16. Source: Micikevicius et al. 2022, arXiv:2209.05433 (the types).
 
     Args:
-        names: those that a stage of a pipeline lacks are passed over.
+        names: of the whole model's layers; a stage of a pipeline takes its own.
 
     Returns:
         A line for the log.

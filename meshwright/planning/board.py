@@ -118,7 +118,7 @@ def fits_in(figures: Figures, plan: Plan, device: Device) -> bool:
 
 
 def may_fit(num_bytes: float, plan: Plan, device: Device, rounded_bytes: float = 0) -> bool:
-    """The same of bytes, and as the CUDA allocator rounds them."""
+    """Return whether a peak of so many bytes fits; `rounded_bytes`: as CUDA's allocator has it."""
     peak, rounded = int(num_bytes), int(max(num_bytes, rounded_bytes))
     groups = sum(size > 1 for size in vars(plan.dims).values()) + 1  # data-parallel ones, too
     return verdict(device, peak, overheads(device, peak, rounded, groups)) == "fits"

@@ -21,7 +21,7 @@ from meshwright.preflight import Plan
 
 @dataclass(frozen=True)
 class Work:
-    """Of one microbatch on one rank, without FSDP's own and the optimizer's."""
+    """Time and memory of one microbatch on one rank, without FSDP and the optimizer."""
 
     forward_s: float
     backward_s: float
@@ -114,7 +114,7 @@ def _work(simulation: Simulation, rates: Rates, device: Device, module: str = ""
 
 @dataclass(frozen=True)
 class Floor:
-    """Less than a candidate takes."""
+    """Bounds from below on a candidate's step time and peak."""
 
     seconds: float
     num_bytes: float
@@ -147,7 +147,7 @@ def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> float:
     in_layers = sum(p.numel for name, p in shapes if name.startswith("layers."))
     weights = in_layers / plan.model_args.n_layers * _depth(plan, 0) / dims.tp
     policy = parallelism.fsdp_reshard_after_forward
-    if dims.pp > 1:  # what is gathered stays until the end of the step, or one pass longer
+    if dims.pp > 1:  # gathered weights stay until the end of the step
         gathers = count if policy == "always" else 1
     else:
         gathers = count if policy == "never" else 2 * count

@@ -46,7 +46,7 @@ class Figures:
         return round(self.peak_bytes * self.rounding)
 
     def extend(self, deeper: Figures, factor: float) -> Figures:
-        """Go on along the line through these figures and those of a deeper model."""
+        """Extrapolate along the line through these figures and those of a deeper model."""
         peaks = {
             place: size + factor * (deeper.peaks[place] - size)
             for place, size in self.peaks.items()

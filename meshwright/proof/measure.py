@@ -58,7 +58,7 @@ class Measurement:
     wrong_after_load: list[str] = field(default_factory=list)
     """Tensors that differ between the job that has loaded it and the one that has saved it."""
     wrong_after_resume: list[str] = field(default_factory=list)
-    """Differences, to the bit, between the resumed job and the one that went on."""
+    """Differences, to the bit, between the resumed job and the one that continued."""
     resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
     """As `samples`, of the steps after the resume."""
 

@@ -73,7 +73,7 @@ class SmallCheckpoint:
         CheckpointWeights(Place("proof", path), str).load(whole)
         saved = {name: part_of(tensor, local[name]) for name, tensor in whole.items()}
         wrong = different(local, saved)  # missing ones included
-        dist.barrier()  # nobody goes on, and saves anew, while another reads
+        dist.barrier()  # no rank continues, and saves anew, while another reads
         return wrong
 
     def resume(

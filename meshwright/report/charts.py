@@ -31,7 +31,7 @@ class Chart:
     unit: str
     curves: Sequence[Curve]
     seams: Sequence[int] = ()
-    """Steps after which another process went on."""
+    """Steps after which another process resumed."""
     skipped: Sequence[int] = ()
     """Steps that were left out."""
     is_stacked: bool = False

@@ -52,7 +52,7 @@ class Run:
 
     @property
     def resumed_steps(self) -> list[int]:
-        """Steps after which another process went on."""
+        """Steps after which another process resumed."""
         return [int(row["step"]) for row in self.starts[1:]]
 
     def series(self, name: str) -> list[tuple[int, float]]:

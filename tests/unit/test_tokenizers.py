@@ -72,6 +72,14 @@ def test_two_kinds_are_called_tokenizer_model(files: dict[str, Path]) -> None:
     assert kinds["sentencepiece"] == "SentencePieceTokenizer"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_beyond_the_vocabulary_have_no_text(kind: str, files: dict[str, Path]) -> None:
+    """A model whose vocabulary is larger, to be cut evenly, may choose one."""
+    tokenizer = build_tokenizer(str(files[kind]))
+    ids = tokenizer.encode("def f")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size]) == tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 def test_a_tokenizer_json_gives_the_ids_of_transformers(files: dict[str, Path], kind: str) -> None:
     ours = build_tokenizer(str(files[kind]))

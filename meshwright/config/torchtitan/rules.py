@@ -88,7 +88,7 @@ SMALL_LAYERS = "auto_filter_small_kn"
 """Among the layers to leave out there: those too small to gain. In models of the sizes above these
 are the projections of keys and values."""
 
-FLOAT8_ONLY = "it matters only to model.converters, which asks for nothing"
+NO_CONVERTER = "it matters only to a converter that model.converters does not name"
 NO_EXPERTS = "it matters only to mixtures of experts"
 NO_TORCHFT = "it matters only to fault_tolerance.enable"
 OWN_LOADER = "data is read by a thread of each rank, which reads ahead"
@@ -101,7 +101,7 @@ IDLE: dict[str, str] = {
     "job.save_config_file": "the whole config is always in {dump_folder}/config.toml",
     "metrics.disable_color_printing": "NO_COLOR=1 in the environment turns colour off",
     "metrics.save_for_all_ranks": "figures are of all ranks, and the first writes them",
-    "model.print_after_conversion": FLOAT8_ONLY,
+    "model.print_after_conversion": "the log has a line about the conversion",
     "optimizer.implementation": "the optimizer is always fused",
     "training.gc_debug": "no tensor is kept by a circle of references",
     "training.dataloader.*": OWN_LOADER,
@@ -120,7 +120,7 @@ IDLE: dict[str, str] = {
     "activation_checkpoint.preserve_rng_state": "no block is random",
     "activation_checkpoint.determinism_check": RECOMPUTATION,
     "activation_checkpoint.debug": RECOMPUTATION,
-    "quantize.*": FLOAT8_ONLY,
+    "quantize.*": NO_CONVERTER,
     "comm.trace_buf_size": NO_RECORDER,
     "comm.save_traces_*": NO_RECORDER,
     "memory_estimation.disable_fake_mode": "it matters only to memory_estimation.enable",

@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         """Ids of `text` alone, without BOS and EOS; the spelling of a special token is text."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`."""
+        """Text of `ids`; those from `vocab_size` on, which a larger model may choose, have none."""
 
 
 class ByteTokenizer:

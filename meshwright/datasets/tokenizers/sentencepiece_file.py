@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids)
+        text: str = self._model.decode([i for i in ids if i < self.vocab_size])
         return text
 
 

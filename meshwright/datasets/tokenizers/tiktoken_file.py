@@ -80,7 +80,7 @@ class TiktokenTokenizer:
         return [i for part in cut_long_runs(text) for i in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
-        return self._encoding.decode(ids)
+        return self._encoding.decode([i for i in ids if i < self.vocab_size])
 
     def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
