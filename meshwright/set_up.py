@@ -153,7 +153,9 @@ def set_up(
             best_of(found) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        write_texts=build_sampling(plan, meshes) if config.validation.sample_prompts else None,
+        write_texts=(
+            build_sampling(plan, meshes) if held_out and config.validation.sample_prompts else None
+        ),
         bad_steps=_build_bad_steps(plan, device, sources, cursor, found),
         resumed_step=plan.resume_step,
         since=since,

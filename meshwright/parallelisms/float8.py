@@ -23,11 +23,15 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     """
     # Its import warns of kernels that it cannot load, of which none is needed here, and calls a
     # function that torch deprecates.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
+    levels = {name: logger.level for name, logger in noisy.items()}
+    for logger in noisy.values():
+        logger.setLevel(logging.ERROR)
     # here, for it is optional, and its import takes 2 s
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    for name, logger in noisy.items():
+        logger.setLevel(levels[name])
     recipe = Float8LinearConfig.from_recipe_name(options.recipe_name)
     convert_to_float8_training(
         model,
@@ -36,7 +40,8 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     )
     is_rowwise = options.recipe_name == "rowwise"
     return (
-        f"float8: {len(names)} layers, {options.recipe_name}"
+        f"float8: {sum(name in names for name, _ in model.named_modules())} layers, "
+        f"{options.recipe_name}"
         + ", emulated" * options.emulate
         + "; losses depend on the mesh and on the local batch" * (not is_rowwise)
     )

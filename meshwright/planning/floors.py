@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig
+from meshwright.errors import ConfigError
 from meshwright.parallelisms.memory import BYTES
 from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning.choices import Choice, Mesh
@@ -39,6 +41,7 @@ class Work:
 
 
 NONE = Work(0.0, 0.0, 0.0)
+NEXT_TO_NOTHING_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,14 @@ def traces(
 ) -> dict[Shape, Parts]:
     """Trace several shapes in one process: torch caches much of the work.
 
-    Raises:
-        ConfigError: if a shallow model of such a shape cannot run.
+    Shapes are left out if a shallow model cannot stand for the job: parts of it are frozen, or
+    patterns of the config name layers that a shallow model lacks.
     """
-    return {shape: trace(config, shape, device, rates) for shape in shapes}
+    found: dict[Shape, Parts] = {}
+    for shape in shapes if not config.model.frozen else ():
+        with suppress(ConfigError):
+            found[shape] = trace(config, shape, device, rates)
+    return found
 
 
 def trace(config: JobConfig, shape: Shape, device: Device, rates: Rates) -> Parts:
@@ -120,8 +127,14 @@ class Floor:
     num_bytes: float
 
 
-def floor_of(plan: Plan, parts: Parts, device: Device, rates: Rates) -> Floor:
-    """Return less than the step time and memory of the first rank, or of the last stage's."""
+def floor_of(plan: Plan, parts: Parts | None, device: Device, rates: Rates) -> Floor:
+    """Return less than the step time and memory of the first rank, or of the last stage's.
+
+    Args:
+        parts: None: not known; only the memory of weights, gradients and optimizer is.
+    """
+    if parts is None:
+        return Floor(NEXT_TO_NOTHING_S, sum(plan.least_bytes.values()))
     count = plan.num_microbatches
     ends = [_of_rank(plan, parts, place) for place in {0, plan.dims.pp - 1}]
     busy = max(count * (work.forward_s + work.backward_s) for work in ends)
@@ -132,7 +145,7 @@ def floor_of(plan: Plan, parts: Parts, device: Device, rates: Rates) -> Floor:
 def _of_rank(plan: Plan, parts: Parts, place: int) -> Work:
     """A microbatch's work on all stages of the rank at `place` of the pipeline."""
     names = _modules(plan, place)
-    work = NONE.plus(parts.layer, _depth(plan, place))
+    work = NONE.plus(parts.layer, _whole_periods(plan, place))
     if "tok_embeddings" in names:
         work = work.plus(parts.embedding)
     return work.plus(parts.output) if "output" in names else work
@@ -147,10 +160,12 @@ def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> float:
     in_layers = sum(p.numel for name, p in shapes if name.startswith("layers."))
     weights = in_layers / plan.model_args.n_layers * _depth(plan, 0) / dims.tp
     policy = parallelism.fsdp_reshard_after_forward
+    gathers: float
     if dims.pp > 1:  # gathered weights stay until the end of the step
         gathers = count if policy == "always" else 1
-    else:
-        gathers = count if policy == "never" else 2 * count
+    else:  # by default the last layer's stay until its backward
+        again = {"never": 0.0, "always": 1.0}.get(policy, 1 - 1 / max(1, _depth(plan, 0)))
+        gathers = count * (1 + again)
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = BYTES[training.mixed_precision_reduce]
     sent = gathers * BYTES[training.mixed_precision_param] + reductions * width
@@ -170,6 +185,13 @@ def _modules(plan: Plan, place: int) -> list[str]:
 def _depth(plan: Plan, place: int) -> int:
     """Return the layers of the rank at `place` of the pipeline."""
     return sum("layers." in name for name in _modules(plan, place))
+
+
+def _whole_periods(plan: Plan, place: int) -> int:
+    """Return the layers of that rank, without those past the last period of recomputation: they may
+    be the cheap ones."""
+    step = period(plan.config)
+    return _depth(plan, place) // step * step
 
 
 def waiting(plan: Plan) -> float:
@@ -202,7 +224,7 @@ def _least_bytes(plan: Plan, parts: Parts) -> float:
     """Return less than the first rank's tensors: weights, optimizer and activations, together with
     gradients if these are there while as many microbatches are in flight as can be."""
     in_flight = _in_flight(plan)
-    kept = in_flight * _depth(plan, 0) * parts.layer.kept_bytes
+    kept = in_flight * _whole_periods(plan, 0) * parts.layer.kept_bytes
     sizes = [_num_parameters(plan, place) for place in range(plan.dims.pp)]
     least = {name: sizes[0] / max(sizes) * size for name, size in plan.least_bytes.items()}
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)

@@ -120,7 +120,7 @@ def find_floors(
     calls = [pool.submit(traces, config, shapes, device, rates) for shapes in by_mesh.values()]
     parts = {shape: found for call in calls for shape, found in call.result().items()}
     return {
-        choice: floor_of(plan, parts[shape_of(choice)], device, rates)
+        choice: floor_of(plan, parts.get(shape_of(choice)), device, rates)
         for choice, plan in plans.items()
     }
 

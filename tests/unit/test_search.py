@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.job_config import JobConfig
+from meshwright.config.job_config import JobConfig, ParameterGroup
 from meshwright.config.loader import load_config
 from meshwright.planning import predict as predicting
 from meshwright.planning import search
@@ -24,6 +24,7 @@ from meshwright.planning.floors import (
     Work,
     floor_of,
     shape_of,
+    traces,
     waiting,
 )
 from meshwright.planning.job import plan_job
@@ -285,3 +286,19 @@ def test_floors_are_below_simulations_and_near() -> None:
             found, floor = search._most([call.result() for call in calls]), floors[choice]
             assert 0.7 < floor.seconds / found.seconds < 1
             assert 0.3 < floor.num_bytes / found.peak_bytes < 1
+
+
+@pytest.mark.parametrize("section", ["groups", "frozen"])
+def test_shapes_without_a_trace_have_the_floor_of_their_parameters(section) -> None:
+    """Shallow models lack the layer that a pattern names, or would count frozen gradients."""
+    group = ParameterGroup(parameters=["layers.5.*"], lr_scale=2.0)
+    keys = {
+        "groups": {"optimizer": {"groups": [group]}},
+        "frozen": {"model": {"frozen": ["tok_embeddings.*"]}},
+    }
+    config = changed(_config(), keys[section])
+    choice, plan = next(legal(config, 8, H100))
+    assert traces(config, [shape_of(choice)], H100, RATES) == {}
+    floor = floor_of(plan, None, H100, RATES)
+    assert floor.num_bytes == sum(plan.least_bytes.values())
+    assert 0 < floor.seconds < 1e-6
