@@ -102,6 +102,23 @@ def test_a_simulation_decides_other_modes_of_its_mesh(gib, left) -> None:
     assert board.num_open == left
 
 
+@pytest.mark.parametrize(("mode", "left"), [("selective", 7), ("full", 5)])
+def test_larger_microbatches_are_too_large_as_well_if_they_add_gradients_up(mode, left) -> None:
+    """With 2 sequences one is too large: so is one of 4, in this mode and in one that keeps more.
+    One of 8 is the whole batch, and adds its gradients to no others."""
+    plans = {
+        choice: _plans()[choice]
+        for size in (1, 2, 4, 8)
+        for name in ("selective", "full")
+        for choice in [Choice(Mesh(1, 1, 1, 1, "", size), name, True)]
+    }
+    board = Board(plans, dict.fromkeys(plans, Floor(0.0, 0.0)), H100)
+    assert board.num_open == 8
+    too_large = Figures({"peak": 200.0 * GIB}, 1.0, 1.0)
+    board.note(Choice(Mesh(1, 1, 1, 1, "", 2), mode, True), too_large)
+    assert board.num_open == left
+
+
 def test_choices_are_legal_and_many() -> None:
     plans = _plans()
     assert len(plans) >= 100
@@ -146,6 +163,17 @@ def test_the_first_rank_of_a_pipeline_keeps_microbatches_in_flight() -> None:
             kept = in_flight * sum("layers." in name for name in names) * GIB
             floor = floor_of(plan, layer, H100, RATES).num_bytes
             assert 0 <= floor - kept < 0.5 * GIB
+
+
+def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
+    """Gathered ones are bf16; gradients, reduced once per step, fp32."""
+    nothing = Parts(NONE, NONE, NONE)
+    for choice, plan in _plans().items():
+        if choice.keeps_gathered and choice.mesh.pipeline == 1 and plan.dims.dp_shard > 1:
+            again = _plans()[replace(choice, keeps_gathered=False)]
+            kept, freed = (floor_of(one, nothing, H100, RATES).seconds for one in (plan, again))
+            count = plan.num_microbatches
+            assert freed / kept == pytest.approx((2 * count * 2 + 4) / (count * 2 + 4))
 
 
 def test_the_toml_to_paste_holds_only_what_differs() -> None:
@@ -201,6 +229,23 @@ def test_a_search_ranks_what_may_fit_by_tokens_per_second(made_up) -> None:
     assert speeds[0] == 64 * 256 / best.figures.seconds
     assert printed["toml"] == difference(_config(), changed(_config(), best.choice.update(64)))
     assert f"tensor_parallel_degree = {best.choice.mesh.tensor}\n" in printed["toml"]
+
+
+def test_of_a_pipeline_that_fits_the_last_stage_is_simulated_too(made_up, monkeypatch) -> None:
+    asked: dict[Choice, list[int]] = {}
+
+    def figures(config: JobConfig, _: int, rank: int, *__: object) -> Figures:
+        choice = made_up[id(config)]
+        asked.setdefault(choice, []).append(rank)
+        return _made_up(choice, GIB_PER_LAYER)
+
+    monkeypatch.setattr(search, "predict_config", figures)
+    search.find(_config(), 8, H100, RATES, 2)
+    assert {2, 4} & {choice.mesh.pipeline for choice in asked}
+    for choice, ranks in asked.items():
+        fits = fits_in(_made_up(choice, GIB_PER_LAYER), _plans()[choice], H100)
+        degree = choice.mesh.pipeline
+        assert ranks == ([0, 8 - 8 // degree] if degree > 1 and fits else [0])
 
 
 @pytest.mark.parametrize("error", [0.0, 0.01])
