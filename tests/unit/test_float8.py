@@ -137,6 +137,11 @@ def test_combinations_that_are_refused(words: list[str], says: str) -> None:
         check_contradictions(load_config([*WORDS, *words])[0])
 
 
+def test_asynchronous_tensor_parallelism_is_idle_on_one_rank() -> None:
+    words = ("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true")
+    check_contradictions(load_config([*WORDS, *words])[0])
+
+
 def test_the_planner_refuses_it() -> None:
     with pytest.raises(ConfigError, match="does not count the casts to float8"):
         plan_job(load_config([*WORDS])[0], 1, is_gpu=True)

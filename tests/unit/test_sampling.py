@@ -2,8 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from meshwright import build
 from meshwright.config.job_config import Training, Validation
+from meshwright.datasets.checks import check_sample_prompts
+from meshwright.errors import ConfigError
 from meshwright.sampling import _continue
 
 EOS = 9
@@ -26,6 +30,14 @@ class _Words:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(self.words[number] for number in ids)
+
+
+def test_a_prompt_may_fill_a_sequence_with_its_tokens() -> None:
+    """BOS, two words and three tokens."""
+    validation = Validation(sample_prompts=["one two"], sample_tokens=3)
+    check_sample_prompts(validation, _Words(), 6)
+    with pytest.raises(ConfigError, match="its 3 tokens and validation.sample_tokens = 3"):
+        check_sample_prompts(validation, _Words(), 5)
 
 
 def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:

@@ -22,6 +22,7 @@ from meshwright.planning.floors import (
     Parts,
     Shape,
     Work,
+    _bytes_in_backward,
     floor_of,
     shape_of,
     waiting,
@@ -165,6 +166,14 @@ def test_the_first_rank_of_a_pipeline_keeps_microbatches_in_flight() -> None:
             assert 0 <= floor - kept < 0.5 * GIB
 
 
+def test_a_pipeline_keeps_gradients_whole_and_copies_that_it_gathers() -> None:
+    """Of a parameter: fp32, and bf16 unless it is freed or was whole from the start."""
+    for choice, plan in _plans().items():
+        if choice.mesh.pipeline > 1:
+            is_gathered = choice.keeps_gathered and plan.dims.dp_shard > 1
+            assert _bytes_in_backward(plan) == (6 if is_gathered else 4)
+
+
 def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
     """Gathered ones are bf16; gradients, reduced once per step, fp32."""
     nothing = Parts(NONE, NONE, NONE)
@@ -280,6 +289,25 @@ def test_what_is_corrected_is_ranked_anew(made_up, monkeypatch) -> None:
     assert found.corrected == search.CHECKED < len(found.ranked)
     seconds = [one.figures.seconds for one in found.ranked]
     assert seconds == sorted(seconds)
+
+
+def test_what_is_corrected_and_does_not_fit_is_not_ranked(made_up, monkeypatch) -> None:
+    """With one worker: which of two that are as fast comes first depends on who is done first."""
+    first = search.find(_config(), 8, H100, RATES, 1).ranked
+    large = Figures({"peak": 200.0 * GIB}, 1.0, first[1].figures.seconds)
+
+    def is_second(config: JobConfig, *_: object) -> bool:
+        return made_up[id(config)] == first[1].choice
+
+    def whole(config: JobConfig, *_: object) -> Figures:
+        return large if is_second(config) else _made_up(made_up[id(config)], GIB_PER_LAYER)
+
+    monkeypatch.setattr(search, "_measure", whole)
+    monkeypatch.setattr(search, "error_of_line", is_second)
+    found = search.find(_config(), 8, H100, RATES, 1)
+    assert found.corrected == 1
+    choices = [one.choice for one in first]
+    assert [one.choice for one in found.ranked] == [choices[0], *choices[2:]]
 
 
 def test_of_both_ends_the_larger_peak_and_the_longer_time_count() -> None:
