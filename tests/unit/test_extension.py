@@ -78,6 +78,7 @@ def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsy
     capsys.readouterr()
     texts = []
     for source in (checkpoint, out):
+        del MODELS["mistral"]  # each command imports it
         generate_text([source, *prompt, *own])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != "Once\n"
@@ -122,6 +123,9 @@ def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> N
     with pytest.raises(ConfigError, match=message) as error:
         extend(config)
     assert error.value.key == "experimental.custom_import"
+    with pytest.raises(ConfigError, match=message) as error:
+        extend_by(str(tmp_path / "mine.py"), "--custom-import")
+    assert error.value.key == "--custom-import"
 
 
 def test_a_module_by_its_name(tmp_path, monkeypatch) -> None:

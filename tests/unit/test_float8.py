@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +13,21 @@ from meshwright import hardware
 from meshwright.config.checks import check_device
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.float8_layers import find_float8_layers
-from meshwright.config.job_config import ActivationCheckpoint, Float8, JobConfig, Training
+from meshwright.config.job_config import (
+    ActivationCheckpoint,
+    Compile,
+    Float8,
+    JobConfig,
+    Parallelism,
+    Training,
+)
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
+from meshwright.parallelisms import data_parallel
 from meshwright.parallelisms.float8 import apply_float8
-from meshwright.parallelisms.parallelize import _compile
+from meshwright.parallelisms.parallelize import _compile, parallelize
 from meshwright.planning.job import plan_job
 from meshwright.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model
@@ -77,6 +86,9 @@ def test_a_ranks_part_is_counted() -> None:
     four = JobConfig(float8=options, training=BATCH, parallelism={"tensor_parallel_degree": 4})
     with pytest.raises(ConfigError, match="layers.0.feed_forward.w1 is 24 x 64"):
         find_float8_layers(four, LARGE.table, ())
+    halves = JobConfig(float8=options, training=BATCH, parallelism={"context_parallel_degree": 2})
+    with pytest.raises(ConfigError, match="a rank has 8 tokens of a microbatch"):
+        find_float8_layers(halves, LARGE.table, ())
 
 
 def test_devices_and_packages() -> None:
@@ -134,6 +146,11 @@ def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
 def test_combinations_that_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_contradictions(load_config([*WORDS, *words])[0])
+
+
+def test_asynchronous_tensor_parallelism_is_idle_on_one_rank() -> None:
+    words = ("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true")
+    check_contradictions(load_config([*WORDS, *words])[0])
 
 
 def test_the_planner_refuses_it() -> None:
@@ -223,3 +240,32 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, keeps_cas
     seen.clear()
     _compile(model, backend, recomputation, has_meshes=False, keeps_casts=False)
     assert seen == [{"fullgraph": True, "backend": backend}] * TINY.n_layers
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps_casts"),
+    [
+        (ON, True),
+        (Float8(), False),
+        (ON.model_copy(update={"recipe_name": "tensorwise"}), False),
+    ],
+)
+def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts: bool) -> None:
+    seen = list[bool]()
+    alone = SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(data_parallel, "apply_fsdp", lambda *_: "")
+    monkeypatch.setattr(
+        "meshwright.parallelisms.parallelize._compile",
+        lambda *_, keeps_casts, **__: seen.append(keeps_casts),
+    )
+    parallelize(
+        plain_model(),
+        SimpleNamespace(world=alone, tp=alone, cp=alone),
+        training=Training(),
+        parallelism=Parallelism(),
+        recomputation=ActivationCheckpoint(mode="none"),
+        compilation=Compile(enable=True),
+        float8_options=options,
+        float8_layers=layers_of(options),
+    )
+    assert seen == [keeps_casts]

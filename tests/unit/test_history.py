@@ -1,7 +1,6 @@
 """The record of a job's processes."""
 
 import json
-import time
 
 from meshwright import history
 
@@ -24,8 +23,9 @@ def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
     assert "history.jsonl cannot be written" in caplog.text
 
 
-def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path) -> None:
-    since = time.time()
+def test_the_end_of_a_process_that_could_not_note_it_is_added_once(tmp_path, monkeypatch) -> None:
+    since = 1000.04  # a file has tenths of seconds, so a start may look older than it is
+    monkeypatch.setattr(history.time, "time", lambda: since)
     history.note_missing_end(tmp_path, 3, "killed before it began", since)
     assert not (tmp_path / "history.jsonl").exists()
     history.note(tmp_path, 0, "start", {})

@@ -22,6 +22,7 @@ from meshwright.planning.floors import (
     Parts,
     Shape,
     Work,
+    _bytes_in_backward,
     floor_of,
     shape_of,
     traces,
@@ -103,6 +104,23 @@ def test_a_simulation_decides_other_modes_of_its_mesh(gib, left) -> None:
     assert board.num_open == left
 
 
+@pytest.mark.parametrize(("mode", "left"), [("selective", 7), ("full", 5)])
+def test_larger_microbatches_are_too_large_as_well_if_they_add_gradients_up(mode, left) -> None:
+    """With 2 sequences one is too large: so is one of 4, in this mode and in one that keeps more.
+    One of 8 is the whole batch, and adds its gradients to no others."""
+    plans = {
+        choice: _plans()[choice]
+        for size in (1, 2, 4, 8)
+        for name in ("selective", "full")
+        for choice in [Choice(Mesh(1, 1, 1, 1, "", size), name, True)]
+    }
+    board = Board(plans, dict.fromkeys(plans, Floor(0.0, 0.0)), H100)
+    assert board.num_open == 8
+    too_large = Figures({"peak": 200.0 * GIB}, 1.0, 1.0)
+    board.note(Choice(Mesh(1, 1, 1, 1, "", 2), mode, True), too_large)
+    assert board.num_open == left
+
+
 def test_choices_are_legal_and_many() -> None:
     plans = _plans()
     assert len(plans) >= 100
@@ -147,6 +165,25 @@ def test_the_first_rank_of_a_pipeline_keeps_microbatches_in_flight() -> None:
             kept = in_flight * sum("layers." in name for name in names) * GIB
             floor = floor_of(plan, layer, H100, RATES).num_bytes
             assert 0 <= floor - kept < 0.5 * GIB
+
+
+def test_a_pipeline_keeps_gradients_whole_and_copies_that_it_gathers() -> None:
+    """Of a parameter: fp32, and bf16 unless it is freed or was whole from the start."""
+    for choice, plan in _plans().items():
+        if choice.mesh.pipeline > 1:
+            is_gathered = choice.keeps_gathered and plan.dims.dp_shard > 1
+            assert _bytes_in_backward(plan) == (6 if is_gathered else 4)
+
+
+def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
+    """Gathered ones are bf16; gradients, reduced once per step, fp32."""
+    nothing = Parts(NONE, NONE, NONE)
+    for choice, plan in _plans().items():
+        if choice.keeps_gathered and choice.mesh.pipeline == 1 and plan.dims.dp_shard > 1:
+            again = _plans()[replace(choice, keeps_gathered=False)]
+            kept, freed = (floor_of(one, nothing, H100, RATES).seconds for one in (plan, again))
+            count = plan.num_microbatches
+            assert freed / kept == pytest.approx((2 * count * 2 + 4) / (count * 2 + 4))
 
 
 def test_the_toml_to_paste_holds_only_what_differs() -> None:
@@ -204,6 +241,23 @@ def test_a_search_ranks_what_may_fit_by_tokens_per_second(made_up) -> None:
     assert f"tensor_parallel_degree = {best.choice.mesh.tensor}\n" in printed["toml"]
 
 
+def test_of_a_pipeline_that_fits_the_last_stage_is_simulated_too(made_up, monkeypatch) -> None:
+    asked: dict[Choice, list[int]] = {}
+
+    def figures(config: JobConfig, _: int, rank: int, *__: object) -> Figures:
+        choice = made_up[id(config)]
+        asked.setdefault(choice, []).append(rank)
+        return _made_up(choice, GIB_PER_LAYER)
+
+    monkeypatch.setattr(search, "predict_config", figures)
+    search.find(_config(), 8, H100, RATES, 2)
+    assert {2, 4} & {choice.mesh.pipeline for choice in asked}
+    for choice, ranks in asked.items():
+        fits = fits_in(_made_up(choice, GIB_PER_LAYER), _plans()[choice], H100)
+        degree = choice.mesh.pipeline
+        assert ranks == ([0, 8 - 8 // degree] if degree > 1 and fits else [0])
+
+
 @pytest.mark.parametrize("error", [0.0, 0.01])
 def test_the_winner_fits_with_all_of_its_layers(made_up, monkeypatch, error) -> None:
     """Whether the line through two depths was found wrong before or not."""
@@ -236,6 +290,25 @@ def test_what_is_corrected_is_ranked_anew(made_up, monkeypatch) -> None:
     assert found.corrected == search.CHECKED < len(found.ranked)
     seconds = [one.figures.seconds for one in found.ranked]
     assert seconds == sorted(seconds)
+
+
+def test_what_is_corrected_and_does_not_fit_is_not_ranked(made_up, monkeypatch) -> None:
+    """With one worker: which of two that are as fast comes first depends on who is done first."""
+    first = search.find(_config(), 8, H100, RATES, 1).ranked
+    large = Figures({"peak": 200.0 * GIB}, 1.0, first[1].figures.seconds)
+
+    def is_second(config: JobConfig, *_: object) -> bool:
+        return made_up[id(config)] == first[1].choice
+
+    def whole(config: JobConfig, *_: object) -> Figures:
+        return large if is_second(config) else _made_up(made_up[id(config)], GIB_PER_LAYER)
+
+    monkeypatch.setattr(search, "_measure", whole)
+    monkeypatch.setattr(search, "error_of_line", is_second)
+    found = search.find(_config(), 8, H100, RATES, 1)
+    assert found.corrected == 1
+    choices = [one.choice for one in first]
+    assert [one.choice for one in found.ranked] == [choices[0], *choices[2:]]
 
 
 def test_of_both_ends_the_larger_peak_and_the_longer_time_count() -> None:

@@ -1,0 +1,58 @@
+"""Texts of a model in training, without a model."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright import build
+from meshwright.config.job_config import Training, Validation
+from meshwright.datasets.checks import check_sample_prompts
+from meshwright.errors import ConfigError
+from meshwright.sampling import _continue
+
+EOS = 9
+
+
+def test_a_text_stays_ended_while_another_continues() -> None:
+    chosen = iter([[EOS, 1], [2, 3], [4, EOS], [5, 6]])
+    assert _continue([[0], [0, 0]], lambda rows: next(chosen), 4, EOS) == [[], [1, 3]]
+    assert next(chosen) == [5, 6]  # not asked for once all have ended
+
+
+class _Words:
+    """Puts spaces between tokens, as sentencepiece does: parts of a text do not join to it."""
+
+    bos_id, eos_id = 0, EOS
+    words = ("<s>", "one", "two", "three")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.words[number] for number in ids)
+
+
+def test_a_prompt_may_fill_a_sequence_with_its_tokens() -> None:
+    """BOS, two words and three tokens."""
+    validation = Validation(sample_prompts=["one two"], sample_tokens=3)
+    check_sample_prompts(validation, _Words(), 6)
+    with pytest.raises(ConfigError, match="its 3 tokens and validation.sample_tokens = 3"):
+        check_sample_prompts(validation, _Words(), 5)
+
+
+def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
+    """After BOS, which is not shown; none if the job was asked to stop."""
+    validation = Validation(sample_prompts=["one", "one two"], sample_tokens=2)
+    config = SimpleNamespace(validation=validation, training=Training())
+    plan = SimpleNamespace(config=config, tokenizer=_Words())
+    seen, found = [], iter([[[2, 3], [3]], None])
+
+    def continue_prompts(_: object, prompts: list[list[int]], *__: object, **options: object):
+        seen.append((prompts, options["num_tokens"], options["eos_id"]))
+        return next(found)
+
+    monkeypatch.setattr(build, "continue_prompts", continue_prompts)
+    write_texts = build.build_sampling(plan, None)
+    texts = [write_texts(None, lambda: False) for _ in range(2)]
+    assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
+    assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
