@@ -93,7 +93,7 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
         num_simulated, num_open = len(board.found), board.num_open
         check(bool(ranked), "--device", device.name, f"none of {len(plans)} candidates fits")
         best, corrected = _checked(ranked[:CHECKED], ranks, device, rates, pool)
-        ranked = sorted(best + ranked[CHECKED:], key=lambda one: one.figures.seconds)
+        ranked = sorted(best + ranked[CHECKED:], key=Candidate.rank)
         winner_bytes, ranked = _first_that_fits(ranked, ranks, device, rates, pool)
     batch = ranked[0].plan.config.training.global_batch_size
     return Found(
