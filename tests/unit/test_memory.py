@@ -158,6 +158,7 @@ def test_presets_name_their_device_and_fit_it(preset) -> None:
 def test_a_rank_compares_the_gpu_that_it_finds(monkeypatch) -> None:
     monkeypatch.setattr(hardware, "pick_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(hardware, "memory_gib", lambda device: 14.5)
+    monkeypatch.setattr(hardware, "has_float8", lambda device: True)
     monkeypatch.setattr(set_up.ring_attention, "is_available", lambda *_: True)
     with pytest.raises(ConfigError, match="at least 15.0 GiB of its device's 14.5"):
         train.run(plan())
