@@ -113,13 +113,9 @@ def set_up(
     config = plan.config
     plan, found = _resume_or_begin(plan, checkpoints)
     if plan.resume_step >= config.training.steps:
-        logger.info(
-            "nothing to do: %s holds step %d of %d. To train further, raise training.steps; "
-            "to start over, use another job.dump_folder.",
-            plan.checkpoint_folder,
-            plan.resume_step,
-            config.training.steps,
-        )
+        held = plan.checkpoint_folder, plan.resume_step, config.training.steps
+        words = "nothing to do: %s holds step %d of %d. To train further, raise training.steps; "
+        logger.info(words + "to start over, use another job.dump_folder.", *held)
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     announce(plan, device)
