@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.cli.main import run
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
 from meshwright.planning import search
+from meshwright.planning.choices import legal
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -74,11 +76,12 @@ def test_mistakes_are_named(words, what) -> None:
 
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     monkeypatch.setattr(search, "MOST_SIMULATED", 2)
+    monkeypatch.setattr(search, "legal", lambda *job: islice(legal(*job), 24))
     words = ["--world-size", "2", "--device", "h100", "--search", "--workers", "2", "--json"]
     run(["plan", str(DEBUG), *words, "--training.global_batch_size=32", *SMALL])
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] == 2
-    assert found["candidates"] > 20
+    assert found["candidates"] == 24
     speeds = [row["tokens_per_second"] for row in found["ranked"]]
     assert speeds == sorted(speeds, reverse=True)
     assert found["winner_bytes"] == found["ranked"][0]["peak_bytes"]  # 2 layers: nothing predicted
