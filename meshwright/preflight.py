@@ -5,7 +5,6 @@ calls it again, for users who start torchrun themselves.
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -204,48 +203,27 @@ def check_alone(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         tokenizer = check_data(config)
     with mistakes.collect():
-        check_wandb(config)
+        check_installed("metrics.enable_wandb", config.metrics.enable_wandb, "wandb")
     with mistakes.collect():
-        check_torchao(config)
+        check_installed("float8.enable", config.float8.enable, "torchao")
     with mistakes.collect():
         check_writable(config.job.dump_folder)
     mistakes.check()
     return tokenizer
 
 
-def check_wandb(config: JobConfig) -> None:
-    """Check that Weights & Biases is installed if it is asked for."""
-    check(
-        not config.metrics.enable_wandb or importlib.util.find_spec("wandb") is not None,
-        "metrics.enable_wandb",
-        True,
-        "wandb is not installed",
-        "pip install 'meshwright[wandb]'",
-    )
+EXTRAS = {"wandb": "wandb", "torchao": "float8"}
+"""Extras of pyproject.toml that install these packages."""
 
 
-def check_torchao(config: JobConfig) -> None:
-    """Check that torchao is installed if it is needed, and that torch can split its backward."""
+def check_installed(key: str, is_on: bool, package: str) -> None:
+    """Check that the package that the option `key` needs is there."""
     check(
-        not config.float8.enable or importlib.util.find_spec("torchao") is not None,
-        "float8.enable",
+        not is_on or importlib.util.find_spec(package) is not None,
+        key,
         True,
-        "torchao is not installed",
-        "pip install 'meshwright[float8]'",
-    )
-    p = config.parallelism
-    is_split = (
-        p.pipeline_parallel_degree > 1
-        and pipeline_split.SCHEDULES[p.pipeline_parallel_schedule].splits_backward
-    )
-    torch_version = importlib.metadata.version("torch")
-    check(
-        not (config.float8.enable and is_split)
-        or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13),
-        "parallelism.pipeline_parallel_schedule",
-        p.pipeline_parallel_schedule,
-        f"computes gradients in two passes, which torch {torch_version} cannot in float8 layers",
-        "use torch 2.13, or choose Interleaved1F1B",
+        f"{package} is not installed",
+        f"pip install 'meshwright[{EXTRAS[package]}]'",
     )
 
 

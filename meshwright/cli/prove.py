@@ -7,8 +7,8 @@ from pathlib import Path
 from meshwright.config.checks import check_divisible
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.loader import config_errors, load_given
-from meshwright.parallelisms.pipeline_split import assign_modules
-from meshwright.preflight import check_torchao, resolve_model
+from meshwright.parallelisms.pipeline_split import assign_modules, check_split_float8
+from meshwright.preflight import check_installed, resolve_model
 from meshwright.proof import report
 from meshwright.proof.cases import default_cases, distinct, every_mesh
 from meshwright.proof.prove import Row, prove
@@ -24,7 +24,8 @@ def run(given: Namespace) -> None:
     config, provenance = load_given(given)
     with config_errors(provenance):
         check_contradictions(config)
-        check_torchao(config)
+        check_installed("float8.enable", config.float8.enable, "torchao")
+        check_split_float8(config)
         _, args = resolve_model(config)
         check_divisible(config, args.table)
         assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)

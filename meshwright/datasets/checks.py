@@ -64,9 +64,11 @@ def check_budgets(training: Training) -> None:
 
 
 def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: int) -> None:
-    """Each prompt has a token, and fits a sequence with the tokens that follow it."""
+    """Each prompt is another, has a token, and fits a sequence with the tokens that follow it."""
     for number, prompt in enumerate(validation.sample_prompts):
         key, length = f"validation.sample_prompts.{number}", len(prompt_tokens(tokenizer, prompt))
+        is_new = prompt not in validation.sample_prompts[:number]
+        check(is_new, key, prompt, "is there already, and gives the same text", "write it once")
         check(length > 0, key, prompt, "is no token, and the tokenizer has no BOS", "write a text")
         check(
             length + validation.sample_tokens <= seq_len,

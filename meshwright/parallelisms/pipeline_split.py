@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from itertools import pairwise
 
 from meshwright.config.job_config import JobConfig, Parallelism
@@ -115,6 +116,24 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
             f"{name} {what}, and torch would lose gradients of the weights freed after forward",
             'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
         )
+    check_split_float8(config)
+
+
+def check_split_float8(config: JobConfig) -> None:
+    """Check that torch can compute the gradients of float8 layers as the schedule does.
+
+    Up to 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried).
+    """
+    name, version = config.parallelism.pipeline_parallel_schedule, metadata.version("torch")
+    is_split = config.parallelism.pipeline_parallel_degree > 1 and SCHEDULES[name].splits_backward
+    check(
+        not (config.float8.enable and is_split)
+        or tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        "parallelism.pipeline_parallel_schedule",
+        name,
+        f"computes gradients in two passes, which torch {version} cannot in float8 layers",
+        "use torch 2.13, or choose Interleaved1F1B",
+    )
 
 
 def assign_modules(

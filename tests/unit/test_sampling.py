@@ -56,3 +56,9 @@ def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
     texts = [write_texts(None, lambda: False) for _ in range(2)]
     assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
     assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
+
+
+def test_a_prompt_is_written_once() -> None:
+    validation = Validation(enable=True, sample_prompts=["one", "two", "one"], sample_tokens=1)
+    with pytest.raises(ConfigError, match="sample_prompts.2.*is there already"):
+        check_sample_prompts(validation, _Words(), 8)
