@@ -11,6 +11,8 @@ from meshwright.config.job_config import (
     Training,
 )
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers import cpu_attention
+from meshwright.models.layers.attention import CausalAttention
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
@@ -66,6 +68,8 @@ def parallelize(
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.enable:
+        if meshes.world.device_type == "cpu" and compilation.cpu_attention == "auto":
+            applied.append(_use_cpu_kernel(model))
         has_meshes = meshes.tp.size() > 1
         casts = float8_options.enable and float8_options.recipe_name == "rowwise"
         applied.append(
@@ -78,6 +82,17 @@ def parallelize(
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
     return applied
+
+
+def _use_cpu_kernel(model: Decoder) -> str:
+    """Give attention its backward in C++, if this machine has it."""
+    if reason := cpu_attention.why_not():
+        return f"backward of attention: torch's, since {reason}"
+    for block in model.layers.values():
+        core = block.get_submodule("attention.core")
+        assert isinstance(core, CausalAttention)
+        core.has_cpu_kernel = True
+    return "backward of attention: a kernel of our own in C++, for bfloat16 without masks"
 
 
 def _compile(
