@@ -169,9 +169,11 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
         transpose<Pair>(rows, width / 2, grad_columns + i * area / 2);
         pair_rows(rows, width, grad_pairs + i * area / 2);
         for (int64_t r = 0; r < BLOCK; ++r) {
-          const auto output = out.row(batch, h, first + r);
+          // rows beyond the sequence are 0, whatever they are multiplied with
+          const auto output = out.row(batch, h, first + std::min(r, count - 1));
           float sum = 0;
-          for (int64_t w = 0; w < width && r < count; ++w)
+#pragma omp simd reduction(+ : sum)
+          for (int64_t w = 0; w < width; ++w)
             sum += static_cast<float>(output[w]) * static_cast<float>(rows[r * width + w]);
           delta[i * BLOCK + r] = sum;
           logs[i * BLOCK + r] = r < count  // queries beyond the sequence give no key any weight

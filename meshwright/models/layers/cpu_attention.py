@@ -13,20 +13,29 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-mprefer-vector-width=512")
-"""Of the compiler, after inductor's, whose code is written as vectors already."""
+FLAGS = (
+    *("-ftree-loop-vectorize", "-fno-math-errno", "-ffp-contract=fast"),
+    "-mprefer-vector-width=512",
+)
+"""Of the compiler, after inductor's, whose own code is written as vectors already."""
+
+
+WIDTH_UNIT = 16
+"""Of the heads that the kernel takes."""
 
 
 @cache
-def why_not() -> str:
-    """Return the reason why this machine has no kernel; empty: it has."""
+def why_not(width: int) -> str:
+    """Return the reason why this machine has no kernel for heads of that width; empty: it has."""
+    if width % WIDTH_UNIT:
+        return f"the width of heads, {width}, does not divide by {WIDTH_UNIT}"
     if not torch.cpu.get_capabilities().get("amx_bf16", False):
         return "this CPU has no AMX"
     try:
         is_usable = _kernel().is_usable()
     except Exception as error:  # no compiler, no headers, a full disk, or other torch inside
         return f"the kernel was not compiled: {next(iter(str(error).splitlines()), repr(error))}"
-    return "" if is_usable else "oneDNN does not use AMX here"
+    return "" if is_usable else "torch's matrix products do not use AMX"
 
 
 @cache
@@ -43,8 +52,10 @@ def _kernel() -> ctypes.CDLL:
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel is made for such heads; arguments as `causal_attention`'s."""
-    is_bf16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    return q.is_cpu and is_bf16 and q.shape[-1] == v.shape[-1] and q.shape[-1] % 16 == 0
+    width = q.shape[-1]
+    # forward wants rows of one piece
+    are_plain = all(x.is_cpu and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in (q, k, v))
+    return are_plain and width == v.shape[-1] and width % WIDTH_UNIT == 0
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
