@@ -21,8 +21,7 @@
 namespace {
 
 using at::BFloat16;
-using at::native::cpublas::brgemm;  // C (+)= A B: A by rows, B by pairs of rows, C in fp32
-using Pair = uint32_t;              // two bf16
+using Pair = uint32_t;  // two bf16
 
 constexpr int64_t BLOCK = 128;  // queries, and keys; even
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
@@ -37,10 +36,11 @@ struct Heads {  // (B, heads, S, H), the last stride 1
 
 // 2^x; 0 below -127. NaN stays NaN. Taylor's series to the sixth power errs by 1e-7.
 inline float power_of_2(float x) {
-  constexpr float a = LN_2, b = a * a / 2, c = b * a / 3, d = c * a / 4, e = d * a / 5, f = e * a / 6;
+  constexpr float a = LN_2, b = a * a / 2, c = b * a / 3;
+  constexpr float d = c * a / 4, e = d * a / 5, f = e * a / 6;
   x = x < -127.0f ? -127.0f : x;
   const float whole = std::nearbyint(x), rest = x - whole;
-  const float y = rest * (a + rest * (b + rest * (c + rest * (d + rest * (e + rest * f))))) + 1;
+  const float y = 1 + rest * (a + rest * (b + rest * (c + rest * (d + rest * (e + rest * f)))));
   union {
     int32_t bits;
     float value;
@@ -61,10 +61,17 @@ inline Pair paired(uint16_t first, uint16_t second) {
   return first | static_cast<Pair>(second) << 16;
 }
 
+// C (m, n) = A (m, k) B (k / 2, n) pairs of rows, or += if it adds.
+void multiply(int64_t m, int64_t n, int64_t k, bool adds, const BFloat16* a, const Pair* b,
+    float* c) {
+  at::native::cpublas::brgemm(m, n, k, k, n, n, adds, a, reinterpret_cast<const BFloat16*>(b), c);
+}
+
 // Rows of a block, contiguous; those beyond `count` are 0.
-void load(const Heads& from, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
-    BFloat16* to) {
-  for (int64_t r = 0; r < count; ++r) std::copy_n(from.row(batch, head, first + r), width, to + r * width);
+void load(const Heads& from, int64_t batch, int64_t head, int64_t first, int64_t count,
+    int64_t width, BFloat16* to) {
+  for (int64_t r = 0; r < count; ++r)
+    std::copy_n(from.row(batch, head, first + r), width, to + r * width);
   std::fill(to + count * width, to + BLOCK * width, BFloat16(0.0f));
 }
 
@@ -88,8 +95,8 @@ void pair_rows(const void* from_, int64_t width, Pair* to) {
 
 // P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed; and dS^T by pairs of keys.
 template <bool IS_ON_DIAGONAL>
-void grad_of_scores(const float* scores, const float* grad_of_p, const float* logs, const float* delta,
-    float scale, uint16_t* p, uint16_t* ds, Pair* ds_pairs) {
+void grad_of_scores(const float* scores, const float* grad_of_p, const float* logs,
+    const float* delta, float scale, uint16_t* p, uint16_t* ds, Pair* ds_pairs) {
   for (int32_t key = 0; key < BLOCK; ++key) {
     const int64_t row = key * BLOCK;
 #pragma omp simd
@@ -105,16 +112,18 @@ void grad_of_scores(const float* scores, const float* grad_of_p, const float* lo
 
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes) : memory_(static_cast<char*>(c10::alloc_cpu(bytes)), c10::free_cpu) {}
+  explicit Scratch(int64_t bytes)
+      : memory_(static_cast<char*>(c10::alloc_cpu(bytes)), c10::free_cpu), next_(memory_.get()) {}
   template <typename T>
-  T* take(int64_t count) {
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(memory_.get() + used_) - (count * sizeof(T) + 63) / 64 * 64 / sizeof(T);
+  T* take(int64_t count) {  // all counts below fill whole cache lines
+    const auto found = reinterpret_cast<T*>(next_);
+    next_ += count * sizeof(T);
+    return found;
   }
 
  private:
   std::unique_ptr<char, void (*)(void*)> memory_;
-  int64_t used_ = 0;
+  char* next_;
 };
 
 }  // namespace
@@ -128,8 +137,8 @@ extern "C" int is_usable() { return at::native::cpublas::could_pack(at::kBFloat1
 extern "C" void backward(void* const* tensors, const int64_t* strides, const float* logsumexp,
     const int64_t* sizes, float scale) {
   Heads heads[8];
-  for (int i = 0; i < 8; ++i)
-    heads[i] = {static_cast<BFloat16*>(tensors[i]), strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
+  for (int i = 0; i < 8; ++i, strides += 3)
+    heads[i] = {static_cast<BFloat16*>(tensors[i]), strides[0], strides[1], strides[2]};
   const auto &[grad, q, k, v, out, grad_q, grad_k, grad_v] = heads;
   const int64_t num_heads = sizes[1], kv_heads = sizes[2], length = sizes[3], width = sizes[4];
   const int64_t group = num_heads / kv_heads, num_blocks = at::divup(length, BLOCK);
@@ -153,7 +162,6 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
     auto scores = scratch.take<float>(square), grad_of_p = scratch.take<float>(square);
     auto p = scratch.take<BFloat16>(square), ds = scratch.take<BFloat16>(square);
     auto ds_pairs = scratch.take<Pair>(square / 2);
-    const auto bf16 = [](Pair* pairs) { return reinterpret_cast<const BFloat16*>(pairs); };
     const auto bits = [](BFloat16* values) { return reinterpret_cast<uint16_t*>(values); };
 
     for (int64_t unit = first_unit; unit < end_unit; ++unit) {
@@ -191,13 +199,14 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
           if (i % num_blocks < j) continue;  // these queries come before all of the keys
           const int64_t at = i * area / 2, row = i * BLOCK;
           const bool adds = i > j;
-          brgemm(BLOCK, BLOCK, width, width, BLOCK, BLOCK, false, keys, bf16(q_columns + at), scores);
-          brgemm(BLOCK, BLOCK, width, width, BLOCK, BLOCK, false, values, bf16(grad_columns + at), grad_of_p);
-          const auto step = i % num_blocks == j ? grad_of_scores<true> : grad_of_scores<false>;
-          step(scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p), bits(ds), ds_pairs);
-          brgemm(BLOCK, width, BLOCK, BLOCK, width, width, adds, p, bf16(grad_pairs + at), dv);
-          brgemm(BLOCK, width, BLOCK, BLOCK, width, width, adds, ds, bf16(q_pairs + at), dk);
-          brgemm(width, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, j > 0, key_columns, bf16(ds_pairs), dq + i * area);
+          multiply(BLOCK, BLOCK, width, false, keys, q_columns + at, scores);
+          multiply(BLOCK, BLOCK, width, false, values, grad_columns + at, grad_of_p);
+          const auto grad_block = i % num_blocks == j ? grad_of_scores<true> : grad_of_scores<false>;
+          grad_block(scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p), bits(ds),
+              ds_pairs);
+          multiply(BLOCK, width, BLOCK, adds, p, grad_pairs + at, dv);
+          multiply(BLOCK, width, BLOCK, adds, ds, q_pairs + at, dk);
+          multiply(width, BLOCK, BLOCK, j > 0, key_columns, ds_pairs, dq + i * area);
         }
         for (int64_t r = 0; r < count; ++r) {
           const auto to_k = bits(grad_k.row(batch, kv_head, first + r));

@@ -60,7 +60,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N, and 16 divides H. bf16."""
-    out: Tensor = _Attention.apply(q, k, v, scale)
+    out: Tensor = _Attention.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
     return out
 
 
