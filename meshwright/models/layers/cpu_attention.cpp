@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 
 namespace {
@@ -34,7 +33,7 @@ struct Heads {  // (B, heads, S, H), the last stride 1
   }
 };
 
-// 2^x; 0 below -127. NaN stays NaN. Taylor's series to the sixth power errs by 1e-7.
+// 2^x; 0 below -127. Taylor's series to the sixth power errs by 1e-7.
 inline float power_of_2(float x) {
   constexpr float a = LN_2, b = a * a / 2, c = b * a / 3;
   constexpr float d = c * a / 4, e = d * a / 5, f = e * a / 6;
@@ -177,16 +176,15 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
         transpose<Pair>(rows, width / 2, grad_columns + i * area / 2);
         pair_rows(rows, width, grad_pairs + i * area / 2);
         for (int64_t r = 0; r < BLOCK; ++r) {
-          // rows beyond the sequence are 0, whatever they are multiplied with
+          // beyond the sequence rows are 0, and so is all that follows from them
           const auto output = out.row(batch, h, first + std::min(r, count - 1));
           float sum = 0;
 #pragma omp simd reduction(+ : sum)
           for (int64_t w = 0; w < width; ++w)
             sum += static_cast<float>(output[w]) * static_cast<float>(rows[r * width + w]);
           delta[i * BLOCK + r] = sum;
-          logs[i * BLOCK + r] = r < count  // queries beyond the sequence give no key any weight
-              ? logsumexp[(batch * num_heads + h) * length + first + r] * LOG2_E
-              : std::numeric_limits<float>::infinity();
+          logs[i * BLOCK + r] =
+              r < count ? logsumexp[(batch * num_heads + h) * length + first + r] * LOG2_E : 0;
         }
       }
 
