@@ -128,7 +128,7 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
         return {}
     reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
     chosen = f"torch's, since {reason}" if reason else cpu_attention.SOURCE.name
-    return {"compile.cpu_attention": f'{chosen} ("torch" is the same everywhere)'}
+    return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
 
 
 def _content(source: OpenSource) -> str:
