@@ -17,7 +17,7 @@ KNOWN = {
     "cli/completion.py": "_StoreAction _actions",  # argparse's
     "models/initialize.py": "torch.distributed.tensor._utils",
     "models/layers/cpu_attention.py": (
-        "_scaled_dot_product_flash_attention_for_cpu torch._inductor.codecache"
+        "_scaled_dot_product_flash_attention_for_cpu torch._inductor torch._inductor.codecache"
     ),
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
     "parallelisms/all_gather.py": "_functional_collectives",

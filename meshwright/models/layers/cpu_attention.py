@@ -43,9 +43,17 @@ def _kernel() -> ctypes.CDLL:
     """Compile the kernel, unless it lies in the cache of torch.compile, and load it."""
     # private: inductor's own way from C++ to a library, with its lock between processes. If it
     # changes, `why_not` says so, and attention is torch's.
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.codecache import CppCodeCache  # not at import, which would take a second
 
-    library = CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=FLAGS)
+    try:
+        # without its trial of the compiler, for which it starts a process and imports torch: the
+        # kernel, with the same flags, is one
+        with config.patch({"cpp.vec_isa_ok": True}):
+            library = CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=FLAGS)
+    except Exception:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()  # it has taken the trial for done
+        raise
     assert isinstance(library, ctypes.CDLL)
     return library
 
