@@ -1,11 +1,16 @@
 """Measured rates: between points, in files, and in a plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.planning.devices import find_device
+from meshwright.planning.ledger import Record
 from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
 from meshwright.planning.report import _range
+from meshwright.planning.simulate import Simulation
+from meshwright.planning.timing import step_time
 from meshwright.planning.work import Collective, Operator
 
 RATES = Measured(
@@ -31,8 +36,9 @@ def test_an_operator_takes_the_time_of_those_nearest_in_size() -> None:
     assert between(points, 3e6, 2e9) == pytest.approx(2e-3, rel=1e-3)
     faster = [(1e6, 0.0, 1e-3), (4e6, 0.0, 2e-3)]  # by half per byte, where it is larger
     assert between(faster, 2e6, 0) == pytest.approx(1.5e-3)
-    tiny = [(4.0, 0.0, 1e-5)] * 9  # of 10 microseconds each, which are none of 4 bytes
-    assert between([*tiny, *faster, (3e6, 0.0, 1.5e-3)], 3e6, 0) == pytest.approx(1.5e-3, rel=0.01)
+    tiny = [(4.0, 0.0, 1e-5)] * 9  # 10 microseconds, but not per 4 bytes
+    large = [(1e6, 0.0, 1e-3), (2e6, 0.0, 2e-3), (4e6, 0.0, 4e-3)]
+    assert between([*tiny, *large], 1.28e8, 0) == pytest.approx(0.128, rel=0.01)
 
 
 def test_operators_that_were_not_measured_take_the_time_of_like_ones() -> None:
@@ -50,6 +56,15 @@ def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> N
     assert along([], 5) == 0
     near = Collective("all_reduce", "dp", 2, 1, 0, 2e6, "", "", 1, is_fsdp=True)
     assert RATES.collective_seconds(near, per_node=8) == pytest.approx(2e-2)
+
+
+@pytest.mark.parametrize(("is_gpu", "seconds"), [(False, 2e-2 + 2 * (1e-3 + 1e-6)), (True, 2e-2)])
+def test_only_gpus_gather_parameters_beside_computation(is_gpu, seconds) -> None:
+    products = [_operator("mm", "bfloat16", 3_000_000, 10**9) for _ in range(2)]
+    gather = Collective("all_gather", "fsdp", 2, 1, 0, 2e6, "forward", "", 1, is_fsdp=True)
+    step = Simulation(0, Record(), [gather, *products], 1, {})
+    rates = replace(RATES, is_gpu=is_gpu)
+    assert step_time(step, 1, rates, per_node=8).seconds == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_file_gives_back_what_was_measured(tmp_path) -> None:
