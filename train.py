@@ -2,9 +2,10 @@
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
+    from meshwright.imports import uncollected
     from meshwright.log import busy, log_to_console
 
     log_to_console()
-    with busy("loading torch"):
+    with busy("loading torch"), uncollected():
         from meshwright.main import main
     main()

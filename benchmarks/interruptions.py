@@ -18,6 +18,7 @@ verified, too.
     python benchmarks/interruptions.py --kills 200
     python benchmarks/interruptions.py --file-faults 50 --seed 3
     python benchmarks/interruptions.py --stops 50 --compile
+    python benchmarks/interruptions.py --kills 5 --file-faults 5
 """
 
 import argparse
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=file_faults.FAULTS, help="these faults of files alone"
     )
-    parser.add_argument("--steps", type=int, help="120; with --file-faults 30")
+    parser.add_argument("--steps", type=int, help="120; with --file-faults alone 30")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -204,30 +205,44 @@ def main() -> None:
     chance.shuffle(plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="interruptions_") as folder:
+        steps = options.steps or (120 if plan else 30)
+        reference = Path(folder) / "uninterrupted"
+        want = train_uninterrupted(reference, steps, options.compile)
+        done = Counter[str]()
+        if plan:
+            done += interrupt(reference, want, plan, steps, options.compile, chance)
         if options.file_faults:
             kinds = options.only or file_faults.possible()
-            done = damage_files(
-                Path(folder), options.file_faults, kinds, options.steps or 30, chance
-            )
-        else:
-            done = interrupt(Path(folder), plan, options.steps or 120, options.compile, chance)
+            done += damage_files(reference, want, options.file_faults, kinds, steps, chance)
     for what, count in sorted(done.items()):
         print(f"{count:5}  {what}")
     print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
 
 
-def interrupt(
-    folder: Path, plan: list[str], steps: int, is_compiled: bool, chance: random.Random
-) -> Counter[str]:
-    """Go through `plan`, and on to the last step; how often what was done."""
-    reference = folder / "uninterrupted"
-    start = Start(reference, steps, is_compiled, "disabled")
+Records = dict[int, dict[str, float]]
+"""By step."""
+
+
+def train_uninterrupted(folder: Path, steps: int, is_compiled: bool) -> Records:
+    """Train into `folder` without any fault; return what it recorded."""
+    start = Start(folder, steps, is_compiled, "disabled")
     if start.end():
         sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
-    want = {record["step"]: record for record in _records(reference)}
+    return {record["step"]: record for record in _records(folder)}
+
+
+def interrupt(
+    reference: Path,
+    want: Records,
+    plan: list[str],
+    steps: int,
+    is_compiled: bool,
+    chance: random.Random,
+) -> Counter[str]:
+    """Go through `plan`, and on to the last step; how often what was done."""
     done, rounds = Counter[str](), 0
     while True:
-        current = folder / f"round_{rounds}"
+        current = reference.with_name(f"round_{rounds}")
         start = Start(current, steps, is_compiled, chance.choice(("disabled", "thread")))
         how = ""
         try:
@@ -266,21 +281,21 @@ def interrupt(
 
 
 def damage_files(
-    folder: Path, number: int, kinds: list[str], steps: int, chance: random.Random
+    reference: Path,
+    want: Records,
+    number: int,
+    kinds: list[str],
+    steps: int,
+    chance: random.Random,
 ) -> Counter[str]:
     """Plant so many faults; how often which was."""
-    reference = folder / "uninterrupted"
-    start = Start(reference, steps, False, "disabled")
-    if start.end():
-        sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
-    want = {record["step"]: record for record in _records(reference)}
     done = Counter[str]()
     shuffled: list[str] = []
     for count in range(number):
         if not shuffled:  # each once, before one comes again
             shuffled = chance.sample(kinds, len(kinds))
         kind, seed = shuffled.pop(), chance.random()
-        current, mode = folder / f"fault_{count}", chance.choice(("disabled", "thread"))
+        current, mode = reference.with_name(f"fault_{count}"), chance.choice(("disabled", "thread"))
         begun, starts = time.monotonic(), list[Start]()
 
         def begin(
@@ -306,9 +321,7 @@ def damage_files(
     return done
 
 
-def _check_all(
-    current: Path, reference: Path, steps: int, want: dict[int, dict[str, float]]
-) -> None:
+def _check_all(current: Path, reference: Path, steps: int, want: Records) -> None:
     """Nothing is lost, nothing is wrong.
 
     Raises:
@@ -340,9 +353,7 @@ def _check_all(
         raise file_faults.WrongError(f"left over: {left or 'job.lock'}")
 
 
-def _what_is_wrong(
-    start: Start, code: int, kind: str, want: dict[int, dict[str, float]]
-) -> str | None:
+def _what_is_wrong(start: Start, code: int, kind: str, want: Records) -> str | None:
     """The first thing, if any."""
     if code not in {"kill": (0, 128 + signal.SIGKILL), "stop": (0, EXIT_STOPPED), "": (0,)}[kind]:
         return f"exit code {code}"

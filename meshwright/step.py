@@ -16,7 +16,7 @@ from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.gradients import clip_gradients, local_square_sum, local_square_sums
+from meshwright.parallelisms.gradients import clip_gradients, local_square_sums
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 
@@ -97,16 +97,13 @@ def train_step(
         )
     is_finite_here = torch.isfinite(loss)
 
-    # ranks of a tp group have the same loss; ranks without the last stage have none
     if early is None:
-        square_sum = local_square_sum(model.parameters(), loss.device)
+        squares = local_square_sums(model.named_parameters(), options.norm_groups, loss.device)
     else:
-        square_sum = early.square_sum
+        squares = early.square_sum.unsqueeze(0)
     mark("communication")
-    sums = torch.stack([loss / meshes.tp.size(), square_sum])
-    if options.norm_groups:
-        by_group = local_square_sums(model.named_parameters(), options.norm_groups, loss.device)
-        sums = torch.cat([sums, by_group])
+    # ranks of a tp group have the same loss; ranks without the last stage have none
+    sums = torch.cat([(loss / meshes.tp.size()).unsqueeze(0), squares])
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()

@@ -1,5 +1,7 @@
+import gc
 import os
 import shutil
+import signal
 import tempfile
 
 # before any library of Hugging Face is imported: tests are offline
@@ -20,6 +22,15 @@ from meshwright.log import logger
 from meshwright.proof.ranks import RankPool
 
 RunOnRanks = Callable[..., list[Any]]
+
+
+# a shell that starts tests in the background has it ignored, and the jobs of tests would, too
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Full collections leave alone what stays: modules, and the tests themselves."""
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

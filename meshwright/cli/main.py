@@ -14,6 +14,7 @@ from meshwright import __version__
 from meshwright.cli import arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
+from meshwright.imports import uncollected
 from meshwright.log import print_error
 
 
@@ -135,7 +136,9 @@ def run(words: Sequence[str]) -> None:
         raise ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
     rest = words[len(name.split()) :]
     given = parse(build_parser(name, rest), rest)  # before the import: --help needs none
-    resolve_name(COMMANDS[name].run)(given)
+    with uncollected():
+        command = resolve_name(COMMANDS[name].run)
+    command(given)
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ from textwrap import fill
 from meshwright.cli.plain_text import align
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser, add_config, parse
-from meshwright.config.fields import find_section
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given, to_toml
 from meshwright.config.presets import preset_names
 from meshwright.config.provenance import HEADER, Provenance
+from meshwright.config.reference import entries, summary
 from meshwright.errors import check, did_you_mean
 
 
@@ -88,35 +88,7 @@ def _documentation(section_name: str) -> Iterator[str]:
 
 
 def _documentation_of(section_name: str) -> Iterator[str]:
-    section = find_section((section_name,))
-    assert section is not None
-    properties = section.model_json_schema()["properties"]
-    yield f"\n{fill(' '.join((section.__doc__ or '').split()), 100)}"
-    for name, field in section.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        kind = _kind(properties[name])
-        shown = "absent" if default is None else repr(default)
-        yield f"  --{section_name}.{name} {kind} (default: {shown})"
-        text = " ".join((field.description or "").split())
-        yield fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-
-
-def _kind(schema: dict[str, object]) -> str:
-    """The type of a key, from its JSON Schema, as a person would write it."""
-    if "enum" in schema:
-        choices = schema["enum"]
-        assert isinstance(choices, list)
-        return "|".join(map(str, choices))
-    if "anyOf" in schema:
-        options = schema["anyOf"]
-        assert isinstance(options, list)
-        return "|".join(_kind(option) for option in options if option.get("type") != "null")
-    names = {
-        "integer": "INT",
-        "number": "FLOAT",
-        "boolean": "true|false",
-        "string": "TEXT",
-        "object": "TABLE",
-        "array": "LIST",
-    }
-    return names[str(schema["type"])]
+    yield f"\n{fill(summary(section_name), 100)}"
+    for entry in entries(section_name):
+        yield f"  --{section_name}.{entry.name} {entry.kind} (default: {entry.default})"
+        yield fill(entry.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)

@@ -584,8 +584,7 @@ class Metrics(Section):
 
     grad_norm_by_group: bool = False
     """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
-    output. Costs a pass over the gradients per step. Not with
-    `optimizer.early_step_in_backward`."""
+    output. Not with `optimizer.early_step_in_backward`."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard events."""

@@ -5,6 +5,7 @@ python -m meshwright.launch.door TORCHRUN_ARGUMENTS train.py --job.config_file C
 
 import signal
 
+from meshwright.imports import uncollected
 from meshwright.launch.process import exit_when_asked
 from meshwright.log import busy, log_to_console
 
@@ -15,7 +16,7 @@ def main() -> None:
     # asks ranks for their stacks; sent to every process of the job, it must not end this one
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     log_to_console()
-    with busy("loading torch"):
+    with busy("loading torch"), uncollected():
         from meshwright.launch.torchrun import launch
     launch()
 

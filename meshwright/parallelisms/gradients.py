@@ -3,6 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,6 @@ from torch.distributed.tensor import DTensor
 CPU_CHUNK = 1 << 15  # elements: as many as torch does not spread over threads
 
 
-@torch.no_grad()
 def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """This rank's share of the squared 2-norm of all gradients; over all ranks it adds up to it.
 
@@ -23,19 +24,7 @@ def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -
     Returns:
         () fp32. Parameters without a gradient count nothing.
     """
-    by_replicas: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        grad = parameter.grad
-        if isinstance(grad, DTensor):
-            pairs = zip(grad.device_mesh.shape, grad.placements, strict=True)
-            replicas = math.prod(size for size, placement in pairs if placement.is_replicate())
-            by_replicas[replicas].append(grad.to_local())
-        elif grad is not None:
-            by_replicas[1].append(grad)
-    total = torch.zeros((), device=device)
-    for replicas, grads in by_replicas.items():
-        total += _square_sum(grads).to(device) / replicas
-    return total
+    return local_square_sums((("", parameter) for parameter in parameters), (), device)[0]
 
 
 def group_of(name: str) -> str:
@@ -44,18 +33,38 @@ def group_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
+@torch.no_grad()
 def local_square_sums(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[str], device: torch.device
 ) -> Tensor:
-    """Return `local_square_sum` of each of `groups`: (G,) fp32; 0 of a group that is elsewhere.
+    """Return `local_square_sum`, and the same of each of `groups`, in one pass over gradients.
 
     Args:
         parameters: with their names.
+
+    Returns:
+        (1 + G,) fp32; 0 of a group that is elsewhere. The first is to the bit that without groups.
     """
-    members: dict[str, list[nn.Parameter]] = {group: [] for group in groups}
+    by_replicas: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, parameter in parameters:
-        members[group_of(name)].append(parameter)
-    return torch.stack([local_square_sum(mine, device) for mine in members.values()])
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            pairs = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            replicas = math.prod(size for size, placement in pairs if placement.is_replicate())
+            by_replicas[replicas].append((name, grad.to_local()))
+        elif grad is not None:
+            by_replicas[1].append((name, grad))
+    sums = torch.zeros(1 + len(groups), device=device)
+    for replicas, named in by_replicas.items():
+        squares, counts = _squares([grad for _, grad in named])
+        sums[0] += squares.sum().to(device) / replicas
+        if groups:
+            parts = [(group_of(name), n) for (name, _), n in zip(named, counts, strict=True)]
+            runs = [(key, sum(n for _, n in run)) for key, run in groupby(parts, itemgetter(0))]
+            pieces = squares.split([n for _, n in runs])
+            for (group, _), piece in zip(runs, pieces, strict=True):
+                sums[1 + groups.index(group)] += piece.sum().to(device) / replicas
+    return sums
 
 
 @torch.no_grad()  # which spares to_local() its bookkeeping
@@ -75,14 +84,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
         torch._foreach_mul_(shards, scale.to(shards[0].device))
 
 
-def _square_sum(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements of `grads`, whatever their types: () fp32."""
-    parts: list[Tensor] = []
-    for grad in grads:
-        # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
-        # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low)
-        parts += grad.flatten().split(CPU_CHUNK) if grad.device.type == "cpu" else [grad]
+def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Squares of the 2-norms of parts of `grads`, whatever their types: (P,) fp32; and how many
+    parts each has."""
+    # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
+    # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low)
+    parts = [
+        grad.flatten().split(CPU_CHUNK) if grad.device.type == "cpu" else (grad,) for grad in grads
+    ]
     # Called by torch.nn.utils.get_total_norm, which cannot be told a type: it would round the
     # norm of bf16 gradients to bf16. If it goes, one torch.linalg.vector_norm a part would do.
-    norms = torch._foreach_norm(parts, 2, torch.float32)
-    return torch.stack(norms).square().sum()
+    norms = torch._foreach_norm([part for of in parts for part in of], 2, torch.float32)
+    return torch.stack(norms).square(), [len(of) for of in parts]

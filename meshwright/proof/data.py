@@ -5,7 +5,7 @@ token counts, so that ranks never differ in their number of labels.
 """
 
 import zlib
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ MISSING = (0.0, 0.0, 0.5, 1.0)
 """Share of a document's tokens that are no labels; each document draws one of these."""
 
 
+@lru_cache(maxsize=8)  # a rank has one case after another, and most have the same data
 def documents(vocab_size: int, seed: int) -> list[Tokens]:
     """uint32 ids from the whole vocabulary, some with `NO_LOSS`.
 

@@ -1,5 +1,6 @@
 """Scripts as processes of their own that import no torch: they fork from one that did."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -104,6 +105,7 @@ class ForkedRanks:
 def _become(words: list[str], env: dict[str, str], cwd: str, outputs: list[Path]) -> None:
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    gc.freeze()  # full collections leave alone what was imported before
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

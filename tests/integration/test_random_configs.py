@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.helpers.jobs import ROOT, environment
 
-OPTIONS = ("--configs=3", "--seed=11", "--most-ranks=2")
+OPTIONS = ("--configs=2", "--seed=11", "--most-ranks=2")
 
 
 def test_random_configs_equal_one_process(tmp_path: Path) -> None:
@@ -19,5 +19,5 @@ def test_random_configs_equal_one_process(tmp_path: Path) -> None:
         timeout=580,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" equal ") == 3
-    assert result.stdout.endswith("3 configs, seed 11: 0 wrong\n")
+    assert result.stdout.count(" equal ") == 2
+    assert result.stdout.endswith("2 configs, seed 11: 0 wrong\n")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.parallelisms.gradients import local_square_sum
+from meshwright.parallelisms.gradients import local_square_sum, local_square_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,3 +25,17 @@ def test_the_sum_goes_where_it_is_wanted() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     assert local_square_sum([parameter], torch.device("meta")).device.type == "meta"
+
+
+def test_norms_of_groups_leave_the_whole_as_it_is() -> None:
+    torch.manual_seed(0)
+    names = ["tok_embeddings.weight", "layers.0.a", "layers.1.a", "layers.1.b", "norm.weight"]
+    named = [(name, nn.Parameter(torch.empty(100_000))) for name in names]
+    for _, parameter in named[1:]:  # the embedding is frozen
+        parameter.grad = torch.randn(100_000)
+    groups = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+    got = local_square_sums(named, groups, torch.device("cpu"))
+    assert torch.equal(got[0], local_square_sum([p for _, p in named], torch.device("cpu")))
+    norms = [0.0 if p.grad is None else p.grad.square().sum().item() for _, p in named]
+    want = [norms[0], norms[1], norms[2] + norms[3], norms[4], 0.0]
+    assert got[1:].tolist() == pytest.approx(want, rel=1e-5)

@@ -14,6 +14,7 @@ from meshwright.config.schema import FILE, json_schema
 from meshwright.config.suggest import suggest_key, suggest_section
 from meshwright.config.synonyms import SECTIONS, SYNONYMS
 from meshwright.errors import CombinedConfigError, ConfigError
+from scripts import config_reference
 from tests.helpers.cli import check_job
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,14 @@ def test_the_schema_that_is_shipped_is_the_config_s() -> None:
         assert field.is_required() or "default" in declared or field.default_factory, key
     assert definitions["Training"]["properties"]["steps"]["exclusiveMinimum"] == 0
     assert definitions["Training"]["additionalProperties"] is False
+
+
+def test_the_page_of_all_keys_is_the_config_s() -> None:
+    """Otherwise: python -m scripts.config_reference > docs/config_reference.md"""
+    shipped = (ROOT / "docs/config_reference.md").read_text("utf-8").splitlines()
+    assert shipped == "\n".join(config_reference.page()).splitlines()
+    rows = sum(line.startswith("| `") for line in shipped)
+    assert rows == len(list(all_keys()))
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

@@ -2,6 +2,8 @@
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
-    from meshwright.main import main
+    from meshwright.imports import uncollected
 
+    with uncollected():
+        from meshwright.main import main
     main()

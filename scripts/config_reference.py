@@ -1,0 +1,32 @@
+"""Print docs/config_reference.md, every key of the config.
+
+python -m scripts.config_reference > docs/config_reference.md
+"""
+
+from collections.abc import Iterator
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.reference import entries, summary
+
+HEAD = """# Every key of the config
+
+Made from `meshwright/config/job_config.py` by `python -m scripts.config_reference`;
+`meshwright config --help SECTION` prints the same. How a config
+is put together: [configuration](configuration.md)."""
+
+
+def page() -> Iterator[str]:
+    """Lines of Markdown."""
+    yield HEAD
+    for section in JobConfig.model_fields:
+        yield f"\n## {section}\n"
+        yield summary(section).removeprefix(f"[{section}] ") + "\n"
+        yield "| key | type | default | meaning |"
+        yield "|---|---|---|---|"
+        for entry in entries(section):
+            cells = (f"`{entry.name}`", entry.kind, f"`{entry.default}`", entry.text)
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))
