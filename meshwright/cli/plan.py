@@ -29,7 +29,8 @@ def run(given: Namespace) -> None:
 def _calibrate(given: Namespace) -> None:
     """Measure this machine with as many ranks as a job would have here, and their settings."""
     for option in ("config", "device", "rates", "search", "all_stages", "json", "html"):
-        value, key = getattr(given, option), f"--{option.replace('_', '-')}"
+        value = getattr(given, option)
+        key = "CONFIG" if option == "config" else f"--{option.replace('_', '-')}"
         check(not value, key, value, "has no effect on --calibrate", "leave out one of the two")
     gpus = count_gpus()
     count = given.world_size or gpus or 1

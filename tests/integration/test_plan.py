@@ -65,7 +65,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--world-size", "2"], "--device"),
         (["--device", "h100"], "--world-size"),
         (["--device", "h1000", "--world-size", "2"], "no such device"),
-        (["--calibrate", "rates.json"], "--config = .* no effect on --calibrate"),
+        (["--calibrate", "rates.json"], "CONFIG = .* no effect on --calibrate"),
         (["--device=cpu", "--world-size=2", "--rates=no/such.json"], "no file of rates"),
         (["--device", "h100", "--world-size", "2", "--rank", "2"], "there are 2 ranks"),
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
