@@ -34,6 +34,7 @@ def _calibrate(given: Namespace) -> None:
         check(not value, key, value, "has no effect on --calibrate", "leave out one of the two")
     gpus = count_gpus()
     count = given.world_size or gpus or 1
+    check(count > 0, "--world-size", count, "must be positive", "the ranks of a job here")
     fix = f"--world-size {gpus}, or hide them with CUDA_VISIBLE_DEVICES= to measure the CPU"
     check(gpus == 0 or count <= gpus, "--world-size", count, f"there are {gpus} GPUs", fix)
     ranks = Ranks(per_machine=count, machines=1, gpus=gpus)

@@ -84,6 +84,11 @@ def test_mistakes_are_named(words, what) -> None:
         run(["plan", str(DEBUG), *words])
 
 
+def test_a_calibration_needs_a_number_of_ranks() -> None:
+    with pytest.raises(ConfigError, match="--world-size = -1: must be positive"):
+        run(["plan", "--calibrate", "rates.json", "--world-size=-1"])
+
+
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     monkeypatch.setattr(search, "MOST_SIMULATED", 2)
     monkeypatch.setattr(search, "legal", lambda *job: islice(legal(*job), 24))
