@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
+from meshwright.config.conditions import wants_cpu_attention
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.conversations.chat import find_template
 from meshwright.datasets.opening import OpenSource, StreamedSource
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.errors import ConfigError, in_ranges
+from meshwright.models.layers import cpu_attention
 from meshwright.preflight import Plan
 
 CONFIG = "config"
@@ -28,7 +30,7 @@ OWN_PATHS = {
 """Keys that may differ between machines: only the files they lead to must be the same."""
 
 
-def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
+def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str) -> None:
     """Compare this rank's job with the others'. One collective.
 
     Raises:
@@ -41,6 +43,7 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
             f"torch {torch.__version__}",
             "model.tokenizer_path": _tokenizer_hash(plan.config, plan.tokenizer),
             **{f"{source.entry.key}.dataset": _content(source) for source in sources},
+            **_attention(plan, device_type),
         }
     )
 
@@ -99,9 +102,9 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of every Python file of the package."""
+    """Of every source file of the package."""
     folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -114,6 +117,18 @@ def _tokenizer_hash(config: JobConfig, tokenizer: Tokenizer) -> str:
         template = ""
     parts = [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _attention(plan: Plan, device_type: str) -> dict[str, str]:
+    """Tell which backward of attention "auto" takes here; it compiles it, if need be."""
+    config = plan.config
+    if device_type != "cpu" or not wants_cpu_attention(
+        config.compile, config.training, config.parallelism
+    ):
+        return {}
+    reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
+    chosen = f"torch's, since {reason}" if reason else cpu_attention.SOURCE.name
+    return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
 
 
 def _content(source: OpenSource) -> str:

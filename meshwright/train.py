@@ -75,7 +75,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
     with heart.guard(), busy("meeting the other ranks, opening the data"):
         device = start(plan)
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-        check_agreement(plan, [*sources, *held_out])
+        check_agreement(plan, [*sources, *held_out], device.type)
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         checkpoints.claim()
     try:

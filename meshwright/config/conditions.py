@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import Float8, JobConfig, Source, Training
+from meshwright.config.job_config import Compile, Float8, JobConfig, Parallelism, Source, Training
 
 
 def schedule_steps(c: JobConfig) -> int:
@@ -22,6 +22,17 @@ def num_decay_steps(c: JobConfig) -> int:
     if schedule.decay_ratio is None:
         return max(steps - schedule.warmup_steps, 0)
     return round(steps * schedule.decay_ratio)
+
+
+def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
+    """Return whether a job on CPUs looks for the kernel of `compile.cpu_attention`."""
+    return (
+        compilation.enable
+        and compilation.cpu_attention == "auto"
+        and training.mixed_precision_param == "bfloat16"
+        and not training.mask_documents
+        and parallelism.context_parallel_degree == 1
+    )
 
 
 def num_data_ranks(c: JobConfig) -> int:
@@ -99,7 +110,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
     ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
-    ("compile.enable", _is_off, "backend"),
+    ("compile.enable", _is_off, "backend cpu_attention"),
     ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
     (
         "checkpoint.enable",

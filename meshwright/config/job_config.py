@@ -475,6 +475,11 @@ class Compile(Section):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile; all but inductor are for finding faults."""
 
+    cpu_attention: Literal["auto", "torch"] = "auto"
+    """Backward of causal attention on CPUs. auto: our kernel in C++ for bfloat16 without masks, if
+    the CPUs have AMX and there is a compiler, which every rank has to agree on; otherwise torch's.
+    torch: torch's."""
+
 
 def _no_write_process(mode: object) -> object:
     if mode == "process":

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from meshwright.config.conditions import needs_fsdp_alone
+from meshwright.config.conditions import needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.job_config import (
     ActivationCheckpoint,
     Compile,
@@ -11,6 +11,8 @@ from meshwright.config.job_config import (
     Training,
 )
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers import cpu_attention
+from meshwright.models.layers.attention import CausalAttention
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
@@ -41,7 +43,8 @@ def parallelize(
        the model's table.
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
-    4. Compile block by block, so that one graph serves every layer; and the loss.
+    4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, too,
+       the backward of attention.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
@@ -66,6 +69,9 @@ def parallelize(
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
     if compilation.enable:
+        is_on_cpu = meshes.world.device_type == "cpu"
+        if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
+            applied.append(_use_cpu_kernel(model))
         has_meshes = meshes.tp.size() > 1
         casts = float8_options.enable and float8_options.recipe_name == "rowwise"
         applied.append(
@@ -78,6 +84,17 @@ def parallelize(
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
     return applied
+
+
+def _use_cpu_kernel(model: Decoder) -> str:
+    """Give attention its backward in C++, if this machine has it."""
+    if reason := cpu_attention.why_not(model.table.rope.head_dim):
+        return f"backward of attention: torch's, since {reason}"
+    for block in model.layers.values():
+        core = block.get_submodule("attention.core")
+        assert isinstance(core, CausalAttention)
+        core.has_cpu_kernel = True
+    return f"backward of attention: {cpu_attention.SOURCE.name}"
 
 
 def _compile(

@@ -19,6 +19,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.exchange import initial_on_ranks
+from meshwright.models.layers import cpu_attention
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
@@ -53,6 +54,8 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
     if is_other and case == "streamed, of other size":
         data(folder / str(rank), TEXT + TEXT)
+    if case == "kernel":
+        words |= {"--compile.enable": "true", "--training.mixed_precision_param": "bfloat16"}
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
     config, _ = load_config([word for pair in words.items() for word in pair])
@@ -60,9 +63,13 @@ def difference(folder: Path, case: str) -> str:
     if is_other and case == "tokenizer":
         plan = dataclasses.replace(plan, tokenizer=Other())
     code = "0" if is_other and case == "code" else agreement._source_hash()
-    with patch.object(agreement, "_source_hash", lambda: code):
+    why_not = "no compiler" if is_other and case == "kernel" else ""
+    with (
+        patch.object(agreement, "_source_hash", lambda: code),
+        patch.object(cpu_attention, "why_not", lambda width: why_not),
+    ):
         try:
-            check_agreement(plan, open_training_data(config))
+            check_agreement(plan, open_training_data(config), "cpu")
         except ConfigError as error:
             return str(error)
     return ""
@@ -81,6 +88,7 @@ CASES = {
     "a key": "optimizer.lr: ",
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
+    "kernel": "compile.cpu_attention: ",
 }
 
 

@@ -1,10 +1,13 @@
 """Blocks and the loss are compiled in the first step, and never again; numbers are the same."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
 
+from meshwright.models.layers import cpu_attention
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.distributed.test_state import Job
@@ -109,3 +112,28 @@ def test_a_forward_without_gradient_is_compiled_once_more(on_ranks) -> None:
     for dims in (FSDP, TP):
         want = [1 + LOSS, 1, 0, 0, 0, 0]
         assert on_ranks(2, _graphs_of_evaluation, dims) == [want] * 2
+
+
+HEADS_OF_16 = dataclasses.replace(TINY, dim=64)
+
+
+def _with_kernel_and_without(dims: ParallelDims, options: dict) -> list[tuple[int, float, float]]:
+    """Graphs, loss and gradient norm of a step in bf16, by `compile.cpu_attention`."""
+    found = []
+    for kernel in ("auto", "torch"):
+        graphs = Graphs()
+        job = Job(
+            dims, args=HEADS_OF_16, param_dtype=torch.bfloat16, cpu_attention=kernel, **options
+        )
+        result = job.take_step(1)
+        found.append((graphs.new(), float(result.loss), float(result.grad_norm)))
+    return found
+
+
+@pytest.mark.skipif(cpu_attention.why_not(16) != "", reason=cpu_attention.why_not(16))
+def test_attentions_kernel_on_cpus_changes_rounding_of_gradients_alone(on_ranks) -> None:
+    for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):
+        for own, torchs in on_ranks(2, _with_kernel_and_without, dims, options):
+            assert own[:2] == torchs[:2]
+            assert own[2] != torchs[2]
+            assert own[2] == pytest.approx(torchs[2], rel=2e-3)

@@ -15,7 +15,7 @@ from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.step import StepOptions, StepResult, train_step
 from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
@@ -55,8 +55,8 @@ class Job:
     def batches(self, step: int) -> list[Batch]:
         return self.part(Batch(*global_batch(step)))
 
-    def take_step(self, step: int) -> None:
-        train_step(
+    def take_step(self, step: int) -> StepResult:
+        return train_step(
             self.model,
             self.batches(step),
             self.optimizer,

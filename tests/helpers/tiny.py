@@ -48,6 +48,7 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "saved_ops": ActivationCheckpoint,
     "memory_budget": ActivationCheckpoint,
     "compile_backend": Compile,
+    "cpu_attention": Compile,
 }
 KEYS = {  # where they differ from the options' names
     "reshard_after_forward": "fsdp_reshard_after_forward",

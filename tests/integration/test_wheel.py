@@ -38,3 +38,5 @@ def test_a_wheel_checks_its_own_presets(tmp_path: Path) -> None:
     assert meshwright("check", "debug_model") == ""
     assert (folder / "meshwright/train_configs/schema.json").is_file()
     assert (folder / "meshwright/cli/ranks/train.py").is_file()
+    for source_file in (ROOT / "meshwright").rglob("*.cpp"):  # compiled where it runs
+        assert (folder / source_file.relative_to(ROOT)).is_file()

@@ -124,7 +124,7 @@ OUTCOMES = {
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
         "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
-        compile="backend",
+        compile="backend cpu_attention",
         float8="recipe_name filter_fqns emulate",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
@@ -232,6 +232,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     "activation_checkpoint.saved_ops": {"activation_checkpoint__mode": "selective"},
     "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
     "compile.backend": {"compile__enable": True},
+    "compile.cpu_attention": {"compile__enable": True},
     **{
         f"float8.{key}": {"float8__enable": True}
         for key in ("recipe_name", "filter_fqns", "emulate")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.layers import cpu_attention
 from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.models.layers.mixed import Linear, RMSNorm
 from meshwright.models.layers.rope import apply_rope
@@ -22,6 +23,11 @@ class CausalAttention(nn.Module):
     unless that is its purpose.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_cpu_kernel = False
+        """Whether backward is `cpu_attention`'s, where that takes the heads."""
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
     ) -> Tensor:
@@ -33,6 +39,8 @@ class CausalAttention(nn.Module):
             mask: from `build_mask`, and causal too; None: only causal.
             scale: of products of queries with keys.
         """
+        if mask is None and self.has_cpu_kernel and cpu_attention.takes(q, k, v):
+            return cpu_attention.causal_attention(q, k, v, scale=scale)
         if mask is None:
             return causal_attention(q, k, v, scale=scale)
         return masked_attention(q, k, v, mask, scale=scale)
