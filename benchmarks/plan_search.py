@@ -14,8 +14,8 @@ from meshwright.planning.board import Board, fits_in
 from meshwright.planning.choices import Choice, legal
 from meshwright.planning.devices import GIB, find_device
 from meshwright.planning.predict import Figures, predict_config, processes
+from meshwright.planning.rates import assumed
 from meshwright.planning.search import find_floors
-from meshwright.planning.timing import assumed
 
 RANKS = 4
 CONFIG = [

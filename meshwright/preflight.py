@@ -9,6 +9,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -277,12 +278,24 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
         check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
-    try:  # by way of JSON, whose strict mode takes a table for a dataclass
-        return spec, TypeAdapter(type(args)).validate_json(json.dumps(merged), strict=True)
+    try:
+        return spec, _decode(type(args), json.dumps(merged))
     except ValidationError as error:
         raise CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]
         ) from None
+
+
+@lru_cache
+def _decode(kind: type[DecoderArgs], text: str) -> DecoderArgs:
+    """Return the dimensions that `text` is, as JSON: its strict mode takes a table for a dataclass.
+
+    Cached, because a search checks a thousand jobs with one model, whose table is made once, then.
+
+    Raises:
+        ValidationError: if they are not dimensions of that kind.
+    """
+    return TypeAdapter(kind).validate_json(text, strict=True)
 
 
 def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:

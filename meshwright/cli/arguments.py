@@ -91,6 +91,15 @@ def plan(parser: Parser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
+    )
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="take times from a file of --calibrate"
+    )
+    parser.add_argument(
         "--no-remedies", action="store_true", help="try no switches if it does not fit"
     )
     parser.add_argument(

@@ -2,22 +2,51 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 from argparse import Namespace
 
+from meshwright.cli.train import host_settings
 from meshwright.config.loader import config_errors, load_given
 from meshwright.errors import check
+from meshwright.launch.machine import Ranks, count_gpus
 
 
 def run(given: Namespace) -> None:
-    """Plan the job that `given` names, and print the plan.
+    """Plan the job that `given` names, and print the plan; or measure this machine.
 
     Raises:
         ConfigError: if the job cannot run.
     """
+    if given.calibrate is not None:
+        _calibrate(given)
+        return
     with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
         text = _answer(given)
     print(text)
+
+
+def _calibrate(given: Namespace) -> None:
+    """Measure this machine with as many ranks as a job would have here, and their settings."""
+    for option in ("config", "device", "rates", "search", "all_stages", "json", "html"):
+        value = getattr(given, option)
+        key = "CONFIG" if option == "config" else f"--{option.replace('_', '-')}"
+        check(not value, key, value, "has no effect on --calibrate", "leave out one of the two")
+    gpus = count_gpus()
+    count = given.world_size or gpus or 1
+    check(count > 0, "--world-size", count, "must be positive", "the ranks of a job here")
+    fix = f"--world-size {gpus}, or hide them with CUDA_VISIBLE_DEVICES= to measure the CPU"
+    check(gpus == 0 or count <= gpus, "--world-size", count, f"there are {gpus} GPUs", fix)
+    ranks = Ranks(per_machine=count, machines=1, gpus=gpus)
+    folder = given.calibrate.absolute().parent
+    check(folder.is_dir(), "--calibrate", str(given.calibrate), f"{folder} is no folder")
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    words += ["-m", "meshwright.planning.calibration", str(given.calibrate.absolute())]
+    environment = {**os.environ, **host_settings(ranks, os.environ)}
+    done = subprocess.run([sys.executable, "-m", *words], env=environment, check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.returncode)
+    print(f"wrote {given.calibrate}")
 
 
 def _answer(given: Namespace) -> str:
@@ -37,11 +66,14 @@ def _answer(given: Namespace) -> str:
     config, provenance = load_given(given)
     with config_errors(provenance):
         if given.search:
-            return command.search(config, given.world_size, device, workers, given.json)
+            return command.search(
+                config, given.world_size, device, given.rates, workers, as_json=given.json
+            )
         return command.plan(
             config,
             given.world_size,
             device,
+            given.rates,
             rank=given.rank,
             all_stages=given.all_stages,
             as_json=given.json,

@@ -53,7 +53,7 @@ def run(given: Namespace) -> None:
 
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
-    chosen = _host_settings(ranks, inherited)
+    chosen = host_settings(ranks, inherited)
     return chosen | {
         "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
         "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
@@ -61,7 +61,7 @@ def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return variables that make ranks faster on this machine, and that the user has not set.
 
     They cannot be set later, from within a process. Their gains: docs/performance.md.

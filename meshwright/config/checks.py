@@ -249,7 +249,10 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
     Raises:
         ConfigError: if a pattern matches none, or one that cannot differ from its surroundings.
     """
-    key, patterns, names = "training.fp32_modules", config.training.fp32_modules, args.module_names
+    key, patterns = "training.fp32_modules", config.training.fp32_modules
+    if not patterns:
+        return []
+    names = args.module_names
     valid = {re.sub(r"\d+", "*", name) for name in names}
     for pattern in patterns:
         is_found = any(fnmatchcase(name, pattern) for name in names)

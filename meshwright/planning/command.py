@@ -14,15 +14,16 @@ from meshwright.planning import search as searching
 from meshwright.planning.devices import DEVICES, Device, find_device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import in_processes
+from meshwright.planning.rates import Rates, assumed, read_rates
 from meshwright.planning.report import RankPlan
 from meshwright.planning.simulate import simulate
-from meshwright.planning.timing import Rates, assumed
 
 
 def plan(
     config: JobConfig,
     world_size: int,
     device_word: str,
+    rates_file: Path | None,
     *,
     rank: int,
     all_stages: bool,
@@ -34,6 +35,7 @@ def plan(
     """Return the plan of `rank`, or of the first rank of every rank of the pipeline.
 
     Args:
+        rates_file: what `--calibrate` wrote; None: times are a range.
         html: where to write the picture, too.
         tries_remedies: if it does not fit, try switches that might help.
         workers: processes.
@@ -44,7 +46,7 @@ def plan(
     device = find_device(device_word)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
     check(rank < world_size, "--rank", rank, f"there are {world_size} ranks", "count from 0")
-    rates = list(assumed(device) or [])
+    rates = _rates(device, rates_file, world_size)
     ranks = range(0, world_size, world_size // job.dims.pp) if all_stages else [rank]
     if len(ranks) == 1:
         found = [of_rank(job.config, world_size, rank, device, rates)]
@@ -68,6 +70,15 @@ def plan(
     return "\n".join([report.to_text(job, found, device), *remedies.lines(tried)])
 
 
+def _rates(device: Device, file: Path | None, world_size: int) -> list[Rates]:
+    """Return the measured rates; without a file those of a bound and of a poor case, or none."""
+    if file is None:
+        return list(assumed(device) or [])
+    rates = read_rates(file, device, world_size)
+    # other nodes are not measured
+    return [dataclasses.replace(rates, network=device.network_bytes_per_s / 2)]
+
+
 def of_rank(
     config: JobConfig, world_size: int, rank: int, device: Device, rates: list[Rates]
 ) -> RankPlan:
@@ -83,18 +94,26 @@ def of_rank(
 
 
 def search(
-    config: JobConfig, world_size: int, device_word: str, workers: int, as_json: bool
+    config: JobConfig,
+    world_size: int,
+    device_word: str,
+    rates_file: Path | None,
+    workers: int,
+    *,
+    as_json: bool,
 ) -> str:
     """Return the best mesh and modes for the job, as a table and as TOML.
+
+    Args:
+        rates_file: what `--calibrate` wrote; None: the poor case of the data sheet.
 
     Raises:
         ConfigError: if nothing fits, or nothing is known of the device's rates.
     """
     device = find_device(device_word)
-    rates = assumed(device)
-    fix = f"name one of {', '.join(DEVICES)}"
-    check(rates is not None, "--device", device_word, "has no known rates to rank by", fix)
-    assert rates is not None
-    found = searching.find(config, world_size, device, rates[1], workers)
+    rates = _rates(device, rates_file, world_size)
+    fix = f"name one of {', '.join(DEVICES)}, or a file with --rates"
+    check(bool(rates), "--device", device_word, "has no known rates to rank by", fix)
+    found = searching.find(config, world_size, device, rates[-1], workers)
     show = searching.to_json if as_json else searching.to_text
-    return show(config, found, rates[1].source)
+    return show(config, found, rates[-1].source)

@@ -14,10 +14,11 @@ from meshwright.planning.choices import Choice, Mesh
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import period
+from meshwright.planning.rates import Rates
 from meshwright.planning.remedies import changed
 from meshwright.planning.scope import AGAIN, BACKWARD, FORWARD
 from meshwright.planning.simulate import Simulation, simulate
-from meshwright.planning.timing import Rates, entry_seconds
+from meshwright.planning.timing import entry_seconds
 from meshwright.preflight import Plan
 
 

@@ -189,7 +189,8 @@ class Ledger(torch_names.TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._is_shadow:
+        namespace = getattr(func, "namespace", "")
+        if self._is_shadow or namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
         scope = self._scope
         scope.look(sys._getframe(1))
@@ -197,7 +198,6 @@ class Ledger(torch_names.TorchDispatchMode):
             self.settle()
         self._place = Moment(scope.phase, scope.module, scope.microbatch)
         name = getattr(func, "__name__", str(func))
-        namespace = getattr(func, "namespace", "")
         if namespace == "fsdp" and name.startswith("chunk_cat"):  # into what is reduced
             self.note(args[0], "gradients")
         output = func(*args, **kwargs)

@@ -14,8 +14,9 @@ from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning.analysis import find_peak, peaks_by_place, rounded_peak
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
+from meshwright.planning.rates import Rates
 from meshwright.planning.simulate import Simulation, simulate
-from meshwright.planning.timing import Rates, step_time
+from meshwright.planning.timing import step_time
 from meshwright.preflight import Plan
 
 Result = TypeVar("Result")
@@ -83,7 +84,7 @@ def predict(
     if depth <= more:
         return measure(plan, world_size, rank, device, rates)
     try:
-        shallow, deeper = (at_depth(plan, world_size, device, layers) for layers in (few, more))
+        shallow, deeper = (at_depth(plan, rank, device, layers) for layers in (few, more))
     except ConfigError:  # the config names layers that a shallow model lacks
         return measure(plan, world_size, rank, device, rates)
     first = measure(shallow, world_size, rank, device, rates)
@@ -112,7 +113,7 @@ def error_of_line(
         return 0.0
     first, second = found.line
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    third = at_depth(plan, world_size, device, _few(plan) + 2 * period(config))
+    third = at_depth(plan, found.rank, device, _few(plan) + 2 * period(config))
     simulated = measure(third, world_size, found.rank, device, rates)
     expected = first.extend(second, 2.0)
     seconds = expected.seconds / simulated.seconds - 1 if rates is not None else 0.0
@@ -136,32 +137,42 @@ def period(config: JobConfig) -> int:
 
 
 def depth_of_rank(plan: Plan, rank: int) -> int:
-    """Return the most layers of a stage of this rank."""
+    """Return the fewest layers of a stage of this rank."""
+    layers = _layers_of_stages(plan)
+    return min(layers[index] for index in _stages(plan, rank))
+
+
+def _stages(plan: Plan, rank: int) -> list[int]:
     per_pipeline_rank = plan.dims.dp * plan.dims.cp * plan.dims.tp
     schedule = plan.config.parallelism.pipeline_parallel_schedule
-    mine = stages_of_rank(
-        rank // per_pipeline_rank, plan.dims.pp, len(plan.stage_modules), schedule
-    )
-    return max(sum("layers." in name for name in plan.stage_modules[index]) for index in mine)
+    place = rank // per_pipeline_rank
+    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
 
 
-def at_depth(plan: Plan, world_size: int, device: Device, layers: int) -> Plan:
-    """Return the same job with `layers` layers in every stage.
+def _layers_of_stages(plan: Plan) -> list[int]:
+    return [sum("layers." in name for name in names) for names in plan.stage_modules]
+
+
+def at_depth(plan: Plan, rank: int, device: Device, layers: int) -> Plan:
+    """Return the same job with `layers` layers in the stage of `rank` that has fewest, and as many
+    less in its others: figures are straight along that line. Stages of other ranks keep at least 1.
 
     Raises:
         ConfigError: if the config names layers that this model lacks.
     """
-    config, stages = plan.config, len(plan.stage_modules)
-    args = config.model.args | {"n_layers": layers * stages}
+    config, dims, removed = plan.config, plan.dims, depth_of_rank(plan, rank) - layers
+    counts = [max(1, count - removed) for count in _layers_of_stages(plan)]
+    args = config.model.args | {"n_layers": sum(counts)}
     update: dict[str, Any] = {"model": config.model.model_copy(update={"args": args})}
-    if stages > 1:
-        names = [f"layers.{i}" for i in range(layers * stages)]
-        parts = [names[i * layers : (i + 1) * layers] for i in range(stages)]
+    if len(counts) > 1:
+        names = iter(range(sum(counts)))
+        parts = [[f"layers.{next(names)}" for _ in range(count)] for count in counts]
         parts[0].insert(0, "tok_embeddings")
         parts[-1] += ["norm", "output"]
         update["parallelism"] = config.parallelism.model_copy(
             update={"module_fqns_per_model_part": parts}
         )
+    world_size = dims.pp * dims.dp * dims.cp * dims.tp
     shallow = plan_job(config.model_copy(update=update), world_size, is_gpu=device.is_gpu)
     # "auto" is settled by the whole model
     reduction = config.parallelism.fsdp_reduce_gradients

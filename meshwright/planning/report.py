@@ -9,8 +9,9 @@ from meshwright.planning import analysis
 from meshwright.planning.analysis import Peak, Traffic
 from meshwright.planning.devices import GIB, Device, Overhead, overheads, verdict
 from meshwright.planning.ledger import PURPOSES
+from meshwright.planning.rates import Rates
 from meshwright.planning.simulate import Simulation
-from meshwright.planning.timing import Rates, StepTime, step_time
+from meshwright.planning.timing import StepTime, step_time
 from meshwright.preflight import Plan
 
 
@@ -37,7 +38,7 @@ class RankPlan:
     traffic: list[Traffic]
     flops: dict[str, int]
     timings: list[Timing]
-    """Of a bound and of a poor case; or none, of a device without published rates."""
+    """By measured rates; or of a bound and of a poor case; or none, if nothing is published."""
     simulated: int
     """Microbatches that were simulated."""
     curve: list[dict[str, int]]
@@ -84,20 +85,21 @@ def world_size(plan: Plan) -> int:
 def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
     """At most 1: the bound skips masked pairs of attention, which MFU counts."""
     dtype = plan.config.training.mixed_precision_param
-    measured = max(rate for _, rate in rates.matrix[dtype])
-    peak = device.flops_per_s if device.flops_per_s and dtype == "bfloat16" else measured
+    has_sheet = device.flops_per_s and dtype == "bfloat16"
+    peak = device.flops_per_s if has_sheet else rates.peak[dtype]
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
     return min(1.0, tokens_per_step(plan) * per_token / world_size(plan) / seconds / peak)
 
 
 def _range(values: list[float]) -> Any:
-    return sorted(values) or None
+    return values[0] if len(values) == 1 else sorted(values) or None
 
 
 def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank with the highest peak.
 
-    `step_seconds` and `mfu` are [low, high], or null without published rates of the device.
+    `step_seconds` and `mfu` are numbers if the rates are measured, [low, high] if they are assumed,
+    and null if nothing is published of the device.
     """
     shown = max(ranks, key=lambda rank: rank.peak.num_bytes)
     at_peak = shown.peak.by_purpose
@@ -184,7 +186,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
 
 def _timing_lines(rank: RankPlan) -> list[str]:
     if not rank.timings:
-        return ["step time: nothing is published of this device"]
+        return ["step time: not known; --calibrate measures a device of this machine"]
     lines = []
     for timing in rank.timings:
         step = timing.step

@@ -18,8 +18,8 @@ from meshwright.planning.devices import GIB, Device
 from meshwright.planning.floors import Floor, Shape, floor_of, shape_of, traces
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
+from meshwright.planning.rates import Rates
 from meshwright.planning.remedies import changed
-from meshwright.planning.timing import Rates
 from meshwright.preflight import Plan
 
 MOST_SIMULATED = 32

@@ -1,108 +1,21 @@
-"""Step time: every operator on a roofline, collectives by link, and a replay of two streams."""
+"""Step time: a replay of the step in two streams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf
 
 from meshwright.planning.analysis import middle
-from meshwright.planning.devices import Device
+from meshwright.planning.rates import Rates
 from meshwright.planning.simulate import Simulation
 from meshwright.planning.torch_names import Action
 from meshwright.planning.work import Collective, Operator
-
-ATTENTION_IS_CAUSAL = 0.5
-"""Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast a device is."""
-
-    source: str
-    matrix: dict[str, list[tuple[float, float]]]
-    """By dtype: (FLOPs of one product, FLOP/s), rising; between points it is interpolated."""
-    attention: dict[str, float]
-    """FLOP/s by dtype of the pairs that are not skipped; backward apart, as "bfloat16 backward"."""
-    stream: dict[str, float]
-    """Bytes/s by operator; "" for all others."""
-    launch_s: float
-    """Least time of one operator."""
-    link: float
-    """Bytes/s to others of the node."""
-    network: float
-    collective_s: float
-    """Least time of a collective."""
-
-
-def assumed(device: Device) -> tuple[Rates, Rates] | None:
-    """Return the rates of a bound and of a poor case; None: nothing is published of the device.
-
-    The bound is the data sheet's FLOP/s and links, with everything else fused away. The poor case
-    has 35 % of the FLOP/s, half of the bandwidths, 10 microseconds per operator, and fuses nothing:
-    below the 38 to 43 % MFU that Grattafiori et al. 2024 (arXiv:2407.21783, table 4) give for steps
-    of a model of 405B on H100s.
-    """
-    if not device.flops_per_s:
-        return None
-
-    def rates(flops: float, width: float, stream: float, launch_s: float, name: str) -> Rates:
-        peak = device.flops_per_s * flops
-        fp32 = peak / 16  # without TF32
-        return Rates(
-            name,
-            {"bfloat16": [(1.0, peak)], "float32": [(1.0, fp32)]},
-            {"bfloat16": peak, "float32": fp32},
-            {"": stream},
-            launch_s,
-            device.link_bytes_per_s * width,
-            device.network_bytes_per_s * width,
-            5 * launch_s,
-        )
-
-    best = rates(1.0, 1.0, inf, 0.0, f"the bound of the data sheet ({device.source})")
-    poor = "35 % of its FLOP/s, half of its bandwidths, nothing fused"
-    return best, rates(0.35, 0.5, 0.5 * device.bytes_per_s, 10e-6, poor)
-
-
-def operator_seconds(operator: Operator, rates: Rates) -> float:
-    """Return the larger of the times for its FLOPs and for its bytes."""
-    compute = 0.0
-    if operator.flops and "attention" in operator.name:
-        key = operator.dtype + " backward" * ("backward" in operator.name)
-        rate = rates.attention.get(key) or rates.attention.get(operator.dtype, 0.0)
-        compute = ATTENTION_IS_CAUSAL * operator.flops / rate if rate else 0.0
-    elif operator.flops:
-        curve = rates.matrix.get(operator.dtype) or next(iter(rates.matrix.values()))
-        compute = operator.flops / interpolate(curve, operator.flops)
-    width = rates.stream.get(operator.name, rates.stream[""])
-    memory = 0.0 if operator.flops and len(rates.stream) > 1 else operator.num_bytes / width
-    return max(compute, memory, rates.launch_s)
-
-
-def interpolate(curve: Sequence[Sequence[float]], x: float) -> float:
-    """Return the curve's value at `x`, straight between its points and level beyond them."""
-    if x <= curve[0][0]:
-        return curve[0][1]
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return curve[-1][1]
-
-
-def collective_seconds(collective: Collective, rates: Rates, per_node: int) -> float:
-    """Return the time of a ring over its slowest link."""
-    width = rates.link if collective.span < per_node else rates.network
-    return rates.collective_s + (collective.sent_bytes / width if width else 0.0)
 
 
 def entry_seconds(entry: Operator | Collective, rates: Rates, per_node: int) -> float:
     """Return the time of an operator or a collective."""
     if isinstance(entry, Operator):
-        return operator_seconds(entry, rates)
-    return collective_seconds(entry, rates, per_node)
+        return rates.operator_seconds(entry)
+    return rates.collective_seconds(entry, per_node)
 
 
 @dataclass(frozen=True)
@@ -124,7 +37,8 @@ def step_time(
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
-    there, and the end of backward waits for the last. Every other collective is waited for.
+    there, and the end of backward waits for the last. Every other collective is waited for; on CPUs
+    all are.
     """
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # when those that are under way end
@@ -144,10 +58,11 @@ def step_time(
             if entry.phase == "update":
                 now = max(now, comm)
         else:
-            if entry.is_fsdp and entry.kind == "all_gather":
+            is_beside = entry.is_fsdp and rates.overlaps
+            if is_beside and entry.kind == "all_gather":
                 comm = max(comm, copied_out) + seconds
                 gathers.append(comm)
-            elif entry.is_fsdp:
+            elif is_beside:
                 comm = max(comm, now) + seconds
             else:
                 now += seconds

@@ -5,14 +5,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from meshwright.parallelisms.meshes import build_meshes
+from meshwright.planning import calibration
 from meshwright.planning.analysis import curve, find_peak, flops, traffic
 from meshwright.planning.ledger import PURPOSES
+from meshwright.planning.rates import Measured
 from meshwright.planning.simulate import run_step
-from tests.helpers.planning import CASES, Case
+from tests.helpers.planning import CASES, Case, operators
 
 EXACT = (
     "FSDP 2 x TP 2",
@@ -61,6 +65,7 @@ def _on_a_real_rank(case: Case) -> dict[str, object]:
         "peak": find_peak(simulation.record).num_bytes,
         "traffic": [vars(row) for row in traffic(simulation, plan.num_microbatches, 8)],
         "flops": flops(simulation, plan.num_microbatches),
+        "operators": operators(simulation),
     }
 
 
@@ -72,6 +77,29 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
     assert abs(planned["planned"] / real["peak"] - 1) <= 0.005
     assert planned["traffic"] == real["traffic"]
     assert planned["flops"] == real["flops"]
+    of_gloo = {"copy_ float32"}  # makes copies of its own
+    assert planned["operators"].keys() == real["operators"].keys()
+    for kind in planned["operators"].keys() - of_gloo:
+        assert planned["operators"][kind] == real["operators"][kind], kind
+
+
+def _calibrate() -> Measured:
+    """Rates of two ranks by one small job."""
+    jobs = (calibration.Job(64, 2, 512, 32, 1),)
+    with mock.patch.multiple(calibration, JOBS=jobs, ROUNDS=1, SIZES=(1 << 12, 1 << 16)):
+        return calibration.measure(torch.device("cpu"))
+
+
+def test_a_calibration_measures_every_operator_and_collective_of_a_plan(figures, on_ranks) -> None:
+    rates = on_ranks(2, _calibrate)[0]
+    planned = figures["FSDP 2"]
+    assert set(planned["operators"]) <= set(rates.operators)
+    assert {row["kind"] for row in planned["traffic"]} <= set(rates.collectives)
+    assert all(seconds > 0 for points in rates.operators.values() for *_, seconds in points)
+    assert rates.ranks == 2
+    assert rates.link > 0
+    for points in rates.collectives.values():
+        assert [sent for sent, _ in points] == sorted(sent for sent, _ in points)
 
 
 def test_flops_and_traffic_equal_hand_counts(figures) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,7 +23,8 @@ from meshwright.planning import torch_names
 from meshwright.planning.analysis import find_peak, flops, traffic
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import in_processes
-from meshwright.planning.simulate import Rank, simulate
+from meshwright.planning.simulate import Rank, Simulation, simulate
+from meshwright.planning.work import Operator
 from meshwright.preflight import Plan
 
 BASE = {
@@ -70,11 +72,13 @@ class Case:
             "cp": "context_parallel_degree",
             "pp": "pipeline_parallel_degree",
         }
-        words = [f"--{key}={value}" for key, value in BASE.items()]
-        words += [f"--parallelism.{keys[axis]}={size}" for axis, size in self.sizes.items()]
+        values: dict[str, object] = dict(BASE)
+        values |= {f"parallelism.{keys[axis]}": size for axis, size in self.sizes.items()}
+        values |= (word.removeprefix("--").split("=", 1) for word in self.options.split())
         dp = self.sizes["dp_shard"] * self.sizes.get("dp_replicate", 1)
-        words += [f"--training.global_batch_size={2 * dp * self.microbatches}"]
-        config, _ = load_config([*words, *self.options.split()])
+        batch = int(str(values["training.local_batch_size"])) * dp * self.microbatches
+        values["training.global_batch_size"] = batch
+        config, _ = load_config([f"--{key}={value}" for key, value in values.items()])
         return plan_job(config, self.world_size, is_gpu=False)
 
 
@@ -165,7 +169,14 @@ def planned(case: Case) -> dict[str, object]:
         "module": peak.module,
         "traffic": [asdict(row) for row in traffic(found, count, ranks_per_node=8)],
         "flops": flops(found, count),
+        "operators": operators(found),
     }
+
+
+def operators(found: Simulation) -> dict[str, int]:
+    """Return how many there are of each kind."""
+    kinds = (f"{one.name} {one.dtype}" for one in found.entries if isinstance(one, Operator))
+    return dict(Counter(kinds))
 
 
 def figures(name: str, what: str) -> dict[str, object]:

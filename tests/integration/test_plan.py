@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
 from meshwright.planning import search
 from meshwright.planning.choices import legal
+from meshwright.planning.rates import Measured, write_rates
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -25,7 +26,12 @@ SMALL = [
 
 def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     """Without a tokenizer and data, and for a device that is too small: with remedies."""
+    rates = tmp_path / "rates.json"
+    points = {"mm bfloat16": [(1e6, 1e9, 1e-3)], "add bfloat16": [(1e6, 0.0, 1e-4)]}
+    source, peak = "measured on a test", {"bfloat16": 1e12, "float32": 1e12}
+    write_rates(Measured(source, peak, 1e9, 1e9, True, 2, 1e-6, points, {}), rates)
     words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
+    words += ["--rates", str(rates)]
     command = [sys.executable, "-m", "meshwright.cli.main", "plan", str(DEBUG), *words, *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -35,7 +41,9 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     for key in ("parameters", "optimizer", "gradients", "activations"):
         assert found[f"{key}_bytes"] == purposes[key]
     assert found["fits"] is False
-    assert found["step_seconds"] is found["mfu"] is None  # nothing is known of "0.4 GiB"
+    assert 0 < found["step_seconds"] < 100  # one number, as it has a source
+    assert 0 < found["mfu"] <= 1
+    assert found["step_seconds_source"] == source
     assert found["tokens_per_step"] == 2 * 8 * 128
     assert {"selective", "full"} <= {
         mode for one in found["remedies"] for mode in ("selective", "full") if mode in one["change"]
@@ -57,6 +65,8 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--world-size", "2"], "--device"),
         (["--device", "h100"], "--world-size"),
         (["--device", "h1000", "--world-size", "2"], "no such device"),
+        (["--calibrate", "rates.json"], "CONFIG = .* no effect on --calibrate"),
+        (["--device=cpu", "--world-size=2", "--rates=no/such.json"], "no file of rates"),
         (["--device", "h100", "--world-size", "2", "--rank", "2"], "there are 2 ranks"),
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
@@ -72,6 +82,11 @@ def test_mistakes_are_named(words, what) -> None:
         words = [*words, "--training.global_batch_size=16"]
     with pytest.raises(ConfigError, match=what):
         run(["plan", str(DEBUG), *words])
+
+
+def test_a_calibration_needs_a_number_of_ranks() -> None:
+    with pytest.raises(ConfigError, match="--world-size = -1: must be positive"):
+        run(["plan", "--calibrate", "rates.json", "--world-size=-1"])
 
 
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:

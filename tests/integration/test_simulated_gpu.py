@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.config.loader import load_config
+from meshwright.planning.analysis import find_peak
+from meshwright.planning.job import plan_job
+from meshwright.planning.simulate import simulate as simulate_rank
 from tests.helpers.simulated_gpu.cases import CASES
 from tests.helpers.simulated_gpu.guard import build_guard
 from tests.helpers.simulated_gpu.run import simulate
@@ -111,3 +115,10 @@ def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
     for what in ("", ", fp32"):
         gathered = figures[f"CP 4, gather{what}"]["peak_bytes"]
         assert gathered - figures["CP 4, ring"]["peak_bytes"] < scores / 4
+
+
+def test_a_plan_for_gpus_has_the_peak_of_the_simulated_gpu(figures) -> None:
+    case = CASES["FSDP 8"]
+    job = plan_job(load_config(case.words)[0], case.world_size, is_gpu=True)
+    planned = find_peak(simulate_rank(job, case.world_size, case.rank, is_gpu=True).record)
+    assert planned.num_bytes == pytest.approx(figures["FSDP 8"]["peak_bytes"], rel=0.005)

@@ -13,8 +13,9 @@ from meshwright.models.layers import loss
 from meshwright.planning.as_gpu import as_gpu
 from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
 from meshwright.planning.job import plan_job
+from meshwright.planning.rates import assumed
 from meshwright.planning.report import _mfu
-from meshwright.planning.timing import assumed, bubble, interpolate
+from meshwright.planning.timing import bubble
 from meshwright.planning.torch_names import Action
 
 
@@ -65,11 +66,6 @@ def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> No
     assert verdict(device, int(10 * GIB - high), modelled) == "fits"
     assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"
     assert verdict(device, int(10 * GIB - low) + 2, modelled) == "does not fit"
-
-
-def test_rates_are_straight_between_measured_points() -> None:
-    curve = [(10.0, 1.0), (20.0, 3.0)]
-    assert [interpolate(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("has_plan", [False, True])

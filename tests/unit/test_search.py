@@ -29,9 +29,9 @@ from meshwright.planning.floors import (
     waiting,
 )
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, depth_of_rank, error_of_line, predict
+from meshwright.planning.predict import Figures, error_of_line, predict
+from meshwright.planning.rates import assumed
 from meshwright.planning.remedies import changed
-from meshwright.planning.timing import assumed
 from meshwright.preflight import Plan
 
 H100 = find_device("h100")
@@ -324,11 +324,19 @@ def test_of_both_ends_the_larger_peak_and_the_longer_time_count() -> None:
         [],
         ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
         ["--parallelism.pipeline_parallel_degree=2"],
+        # its first stage has fewer layers than the rank's other, because it has the embedding
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+            "--model.args.vocab_size=4096",
+        ],
     ],
 )
 def test_layers_are_added_along_the_line_through_two_depths(words, monkeypatch) -> None:
     def linear(plan: Plan, _: int, rank: int, *__: object) -> Figures:
-        depth = depth_of_rank(plan, rank)
+        assert rank == 0
+        names = [name for part in plan.stage_modules[:: plan.dims.pp] for name in part]
+        depth = sum("layers." in name for name in names)
         return Figures({"a": 100 + 7 * depth, "b": 3 * depth}, 1.0, 1 + 2 * depth, rank)
 
     monkeypatch.setattr(predicting, "measure", linear)

@@ -1,0 +1,238 @@
+"""How fast a device is: by its data sheet, or measured on it by `meshwright plan --calibrate`."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf, log
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.errors import check
+from meshwright.planning.devices import Device
+from meshwright.planning.work import Collective, Operator
+
+ATTENTION_IS_CAUSAL = 0.5
+"""Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
+
+
+@dataclass(frozen=True)
+class Rates(ABC):
+    """Times of operators and collectives."""
+
+    source: str
+    peak: dict[str, float]
+    """FLOP/s by dtype, of which MFU is a part."""
+    link: float
+    """Bytes/s to others of the node."""
+    network: float
+    """Bytes/s to other nodes."""
+
+    @property
+    @abstractmethod
+    def overlaps(self) -> bool:
+        """Whether FSDP2's collectives run beside computation."""
+
+    @abstractmethod
+    def operator_seconds(self, operator: Operator) -> float:
+        """Return the time of an operator."""
+
+    @abstractmethod
+    def collective_seconds(self, collective: Collective, per_node: int) -> float:
+        """Return the time of a collective."""
+
+
+@dataclass(frozen=True)
+class Assumed(Rates):
+    """A roofline."""
+
+    stream: float
+    """Bytes/s of memory."""
+    launch_s: float
+    """Least time of one operator."""
+    collective_s: float
+    """Least time of a collective."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Only GPUs have data sheets here."""
+        return True
+
+    def operator_seconds(self, operator: Operator) -> float:
+        """Return the larger of the times for its FLOPs and for its bytes."""
+        flops = operator.flops * (ATTENTION_IS_CAUSAL if "attention" in operator.name else 1)
+        rate = self.peak.get(operator.dtype) or next(iter(self.peak.values()))
+        return max(flops / rate, operator.num_bytes / self.stream, self.launch_s)
+
+    def collective_seconds(self, collective: Collective, per_node: int) -> float:
+        """Return the time of a ring over its slowest link."""
+        width = self.link if collective.span < per_node else self.network
+        return self.collective_s + (collective.sent_bytes / width if width else 0.0)
+
+
+def assumed(device: Device) -> tuple[Assumed, Assumed] | None:
+    """Return the rates of a bound and of a poor case; None: nothing is published of the device.
+
+    The bound is the data sheet's FLOP/s and links, with everything else fused away. The poor case
+    has 35 % of the FLOP/s, half of the bandwidths, 10 microseconds per operator, and fuses nothing:
+    below the 38 to 43 % MFU that Grattafiori et al. 2024 (arXiv:2407.21783, table 4) give for steps
+    of a model of 405B on H100s.
+    """
+    if not device.flops_per_s:
+        return None
+
+    def rates(flops: float, width: float, stream: float, launch_s: float, name: str) -> Assumed:
+        peak = device.flops_per_s * flops
+        return Assumed(
+            name,
+            {"bfloat16": peak, "float32": peak / 16},  # without TF32
+            device.link_bytes_per_s * width,
+            device.network_bytes_per_s * width,
+            stream,
+            launch_s,
+            5 * launch_s,
+        )
+
+    best = rates(1.0, 1.0, inf, 0.0, f"the bound of the data sheet ({device.source})")
+    poor = "35 % of its FLOP/s, half of its bandwidths, nothing fused"
+    return best, rates(0.35, 0.5, 0.5 * device.bytes_per_s, 10e-6, poor)
+
+
+Point = tuple[float, float, float]
+"""Bytes and FLOPs of an operator, and its seconds."""
+
+
+@dataclass(frozen=True)
+class Measured(Rates):
+    """Times of operators that ran on the device, by kind and size."""
+
+    is_gpu: bool
+    ranks: int
+    """That measured at the same time, on one machine."""
+    host_s: float
+    """Time of the host per operator."""
+    operators: dict[str, list[Point]]
+    """By name and dtype, as "mm bfloat16"."""
+    collectives: dict[str, list[tuple[float, float]]]
+    """By kind: (bytes that a rank sends, seconds), rising; empty for one rank."""
+
+    @property
+    def overlaps(self) -> bool:
+        """On CPUs collectives take the cores that compute."""
+        return self.is_gpu
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int], float]:
+        return {}
+
+    def operator_seconds(self, operator: Operator) -> float:
+        """Return the time of measured operators of its kind, the nearest in size counting most.
+
+        Each is scaled to this one's FLOPs, or without FLOPs to its bytes. A GPU's host works ahead
+        of it; a CPU is its own host.
+        """
+        kind = f"{operator.name} {operator.dtype}"
+        key = (kind, operator.num_bytes, operator.flops)
+        if key not in self._known:
+            self._known[key] = between(self._points(operator), operator.num_bytes, operator.flops)
+        seconds = self._known[key]
+        return max(seconds, self.host_s) if self.is_gpu else seconds + self.host_s
+
+    def _points(self, operator: Operator) -> list[Point]:
+        """Points of the operator's kind, or else of the kinds most like it."""
+        found = self.operators.get(f"{operator.name} {operator.dtype}")
+        if found is not None:
+            return found
+        is_backward = "backward" in operator.name
+        alike = [
+            [kind for kind in self.operators if kind.startswith(f"{operator.name} ")],
+            [
+                kind
+                for kind in self.operators
+                if "attention" in kind and is_backward == ("backward" in kind)
+            ]
+            * ("attention" in operator.name),
+            [kind for kind in self.operators if kind.endswith(f" {operator.dtype}")],
+            list(self.operators),
+        ]
+        for kinds in alike:
+            points = [point for kind in kinds for point in self.operators[kind]]
+            points = [point for point in points if bool(point[1]) == bool(operator.flops)]
+            if points:
+                return points
+        return [(1.0, 1.0, 0.0)]
+
+    def collective_seconds(self, collective: Collective, per_node: int) -> float:
+        """Return the time of a measured collective of its kind and size; of others an
+        all-gather's. Other nodes are not measured."""
+        curve = self.collectives.get(collective.kind) or self.collectives.get("all_gather", [])
+        if collective.span >= per_node:
+            least = curve[0][1] if curve else 0.0
+            return least + (collective.sent_bytes / self.network if self.network else 0.0)
+        return along(curve, collective.sent_bytes)
+
+
+NEAREST = 3
+"""Points that count."""
+
+
+def between(points: Sequence[Point], num_bytes: float, flops: float) -> float:
+    """Return the seconds of an operator from those of the `NEAREST` of `points` in the logarithms
+    of bytes and FLOPs: scaled to its size, and weighted by the inverse 4th power of the distance
+    (Shepard 1968, doi:10.1145/800186.810616)."""
+    near: list[tuple[float, float]] = []  # distance, seconds
+    for size, count, seconds in points:
+        by_bytes = (num_bytes + 1) / (size + 1)
+        by_flops = flops / count if flops and count else by_bytes
+        near.append((log(by_bytes) ** 2 + log(by_flops) ** 2, seconds * by_flops))
+    near = sorted(near)[:NEAREST]
+    weights = [1 / (distance + 1e-4) ** 2 for distance, _ in near]
+    found = sum(weight * seconds for weight, (_, seconds) in zip(weights, near, strict=True))
+    return found / sum(weights)
+
+
+def along(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """Return a rising curve's value at `x`: level before its first point, straight between points,
+    and in proportion to `x` beyond the last. 0 if there is no point."""
+    if not curve:
+        return 0.0
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return curve[-1][1] * x / curve[-1][0]
+
+
+def write_rates(rates: Measured, path: Path) -> None:
+    """Write what `read_rates` reads."""
+    path.write_text(json.dumps(asdict(rates)) + "\n")
+
+
+def read_rates(path: Path, device: Device, world_size: int) -> Measured:
+    """Read what `--calibrate` wrote, for jobs on such devices.
+
+    Raises:
+        ConfigError: if the file cannot be read, or was measured on another kind of device, or, on a
+            CPU, with another number of ranks: each has its part of the cores.
+    """
+    key, fix = "--rates", "write one with meshwright plan --calibrate FILE"
+    try:
+        rates = TypeAdapter(Measured).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        check(False, key, str(path), f"no file of rates ({error})", fix)
+        raise AssertionError from None
+    check(rates.is_gpu == device.is_gpu, key, str(path), f"was {rates.source}", fix)
+    check(
+        rates.is_gpu or rates.ranks == world_size,
+        key,
+        str(path),
+        f"was measured with {rates.ranks} ranks at once, and the job has {world_size}",
+        f"{fix} --world-size {world_size}",
+    )
+    return rates

@@ -1,0 +1,94 @@
+"""Measured rates: between points, in files, and in a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.planning.devices import find_device
+from meshwright.planning.ledger import Record
+from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
+from meshwright.planning.report import _range
+from meshwright.planning.simulate import Simulation
+from meshwright.planning.timing import step_time
+from meshwright.planning.work import Collective, Operator
+
+RATES = Measured(
+    "measured on a test",
+    {"bfloat16": 1e12},
+    link=1e9,
+    network=0.0,
+    is_gpu=False,
+    ranks=2,
+    host_s=1e-6,
+    operators={"mm bfloat16": [(3e6, 1e9, 1e-3), (3e7, 1e11, 1e-1)], "add ": [(8.0, 0.0, 1e-5)]},
+    collectives={"all_gather": [(1e3, 1e-4), (1e6, 1e-2)]},
+)
+
+
+def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Operator:
+    return Operator(name, "forward", "", 1, flops, num_bytes, dtype, is_fsdp=False)
+
+
+def test_an_operator_takes_the_time_of_those_nearest_in_size() -> None:
+    points = RATES.operators["mm bfloat16"]
+    assert between(points, 3e6, 1e9) == pytest.approx(1e-3)
+    assert between(points, 3e6, 2e9) == pytest.approx(2e-3, rel=1e-3)
+    faster = [(1e6, 0.0, 1e-3), (4e6, 0.0, 2e-3)]  # by half per byte, where it is larger
+    assert between(faster, 2e6, 0) == pytest.approx(1.5e-3)
+    tiny = [(4.0, 0.0, 1e-5)] * 9  # 10 microseconds, but not per 4 bytes
+    large = [(1e6, 0.0, 1e-3), (2e6, 0.0, 2e-3), (4e6, 0.0, 4e-3)]
+    assert between([*tiny, *large], 1.28e8, 0) == pytest.approx(0.128, rel=0.01)
+
+
+def test_operators_that_were_not_measured_take_the_time_of_like_ones() -> None:
+    known = RATES.operator_seconds(_operator("mm", "bfloat16", 3_000_000, 10**9))
+    assert known == pytest.approx(1e-3 + RATES.host_s)
+    assert RATES.operator_seconds(_operator("bmm", "bfloat16", 3_000_000, 10**9)) == known
+    assert RATES.operator_seconds(_operator("mm", "float16", 3_000_000, 10**9)) == known
+    other = RATES.operator_seconds(_operator("silu", "bfloat16", 8, 0))
+    assert other == pytest.approx(1e-5 + RATES.host_s)
+
+
+def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> None:
+    curve = [(10.0, 1.0), (20.0, 3.0)]
+    assert [along(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 6]
+    assert along([], 5) == 0
+    near = Collective("all_reduce", "dp", 2, 1, 0, 2e6, "", "", 1, is_fsdp=True)
+    assert RATES.collective_seconds(near, per_node=8) == pytest.approx(2e-2)
+
+
+@pytest.mark.parametrize(("is_gpu", "seconds"), [(False, 2e-2 + 2 * (1e-3 + 1e-6)), (True, 2e-2)])
+def test_only_gpus_gather_parameters_beside_computation(is_gpu, seconds) -> None:
+    products = [_operator("mm", "bfloat16", 3_000_000, 10**9) for _ in range(2)]
+    gather = Collective("all_gather", "fsdp", 2, 1, 0, 2e6, "forward", "", 1, is_fsdp=True)
+    step = Simulation(0, Record(), [gather, *products], 1, {})
+    rates = replace(RATES, is_gpu=is_gpu)
+    assert step_time(step, 1, rates, per_node=8).seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_file_gives_back_what_was_measured(tmp_path) -> None:
+    path = tmp_path / "rates.json"
+    write_rates(RATES, path)
+    assert read_rates(path, find_device("cpu"), 2) == RATES
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "text", "what"),
+    [
+        ("cpu", 4, "", "measured with 2 ranks at once, and the job has 4"),
+        ("h100", 2, "", "was measured on a test"),
+        ("cpu", 2, "{}", "no file of rates"),
+    ],
+)
+def test_rates_of_others_are_refused(tmp_path, device, ranks, text, what) -> None:
+    path = tmp_path / "rates.json"
+    write_rates(RATES, path)
+    path.write_text(text or path.read_text())
+    with pytest.raises(ConfigError, match=what):
+        read_rates(path, find_device(device), ranks)
+
+
+def test_one_figure_is_a_number_and_two_are_a_range() -> None:
+    assert [_range([]), _range([2.0]), _range([2.0, 1.0])] == [None, 2.0, [1.0, 2.0]]
+    assert assumed(find_device("cpu")) is None
