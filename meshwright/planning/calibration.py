@@ -241,7 +241,8 @@ def measure(device: torch.device) -> Measured:
         for key, seconds in runner.points().items():
             found.setdefault(key, []).extend(seconds)
     for (kind, num_bytes, flops), seconds in sorted(found.items()):
-        mean = float(f"{sum(seconds) / len(seconds):.4g}")
+        # at least a nanosecond: clocks of a GPU may see no time between them
+        mean = float(f"{max(sum(seconds) / len(seconds), 1e-9):.4g}")
         operators.setdefault(kind, []).append((num_bytes, flops, mean))
     ranks, today = dist.get_world_size(), datetime.date.today().isoformat()
     threads = "" if device.type == "cuda" else f", threads of each: {torch.get_num_threads()}"

@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf, log
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.errors import check
 from meshwright.planning.devices import Device
@@ -20,17 +21,21 @@ from meshwright.planning.work import Collective, Operator
 ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""Of files; NaN is neither."""
+
 
 @dataclass(frozen=True)
 class Rates(ABC):
     """Times of operators and collectives."""
 
     source: str
-    peak: dict[str, float]
+    peak: dict[str, Positive]
     """FLOP/s by dtype, of which MFU is a part."""
-    link: float
-    """Bytes/s to others of the node."""
-    network: float
+    link: NotNegative
+    """Bytes/s to others of the node; if measured, the highest of all sizes."""
+    network: NotNegative
     """Bytes/s to other nodes."""
 
     @property
@@ -103,8 +108,11 @@ def assumed(device: Device) -> tuple[Assumed, Assumed] | None:
     return best, rates(0.35, 0.5, 0.5 * device.bytes_per_s, 10e-6, poor)
 
 
-Point = tuple[float, float, float]
+Point = tuple[NotNegative, NotNegative, Positive]
 """Bytes and FLOPs of an operator, and its seconds."""
+Points = Annotated[list[Point], Field(min_length=1)]
+Curve = Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
+"""Bytes that a rank sends, and seconds; rising."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +120,14 @@ class Measured(Rates):
     """Times of operators that ran on the device, by kind and size."""
 
     is_gpu: bool
-    ranks: int
+    ranks: Annotated[int, Field(gt=0)]
     """That measured at the same time, on one machine."""
-    host_s: float
+    host_s: NotNegative
     """Time of the host per operator."""
-    operators: dict[str, list[Point]]
+    operators: Annotated[dict[str, Points], Field(min_length=1)]
     """By name and dtype, as "mm bfloat16"."""
-    collectives: dict[str, list[tuple[float, float]]]
-    """By kind: (bytes that a rank sends, seconds), rising; empty for one rank."""
+    collectives: dict[str, Curve]
+    """By kind; empty for one rank."""
 
     @property
     def overlaps(self) -> bool:
@@ -210,22 +218,23 @@ def along(curve: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def write_rates(rates: Measured, path: Path) -> None:
-    """Write what `read_rates` reads."""
+    """Write the file that `read_rates` reads."""
     path.write_text(json.dumps(asdict(rates)) + "\n")
 
 
 def read_rates(path: Path, device: Device, world_size: int) -> Measured:
-    """Read what `--calibrate` wrote, for jobs on such devices.
+    """Read a file of `--calibrate`, for jobs on such devices.
 
     Raises:
         ConfigError: if the file cannot be read, or was measured on another kind of device, or, on a
-            CPU, with another number of ranks: each has its part of the cores.
+            CPU, with another number of ranks: each has its part of the cores; or if it has no
+            collectives, and the job has.
     """
     key, fix = "--rates", "write one with meshwright plan --calibrate FILE"
     try:
         rates = TypeAdapter(Measured).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        check(False, key, str(path), f"no file of rates ({error})", fix)
+        check(False, key, str(path), f"no file of rates ({_reason(error)})", fix)
         raise AssertionError from None
     check(rates.is_gpu == device.is_gpu, key, str(path), f"was {rates.source}", fix)
     check(
@@ -235,4 +244,15 @@ def read_rates(path: Path, device: Device, world_size: int) -> Measured:
         f"was measured with {rates.ranks} ranks at once, and the job has {world_size}",
         f"{fix} --world-size {world_size}",
     )
+    rule = f"has no times of collectives, and the job has {world_size} ranks"
+    has_collectives = "all_gather" in rates.collectives
+    check(world_size == 1 or has_collectives, key, str(path), rule, f"{fix} --world-size 2 or more")
     return rates
+
+
+def _reason(error: OSError | ValidationError) -> str:
+    """Return in a line why a file could not be read: of several mistakes the first."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")

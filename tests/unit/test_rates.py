@@ -1,5 +1,6 @@
 """Measured rates: between points, in files, and in a plan."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -78,7 +79,8 @@ def test_a_file_gives_back_what_was_measured(tmp_path) -> None:
     [
         ("cpu", 4, "", "measured with 2 ranks at once, and the job has 4"),
         ("h100", 2, "", "was measured on a test"),
-        ("cpu", 2, "{}", "no file of rates"),
+        ("cpu", 2, "{}", "no file of rates .source: Field required."),
+        ("cpu", 2, "[[", "no file of rates .Invalid JSON"),
     ],
 )
 def test_rates_of_others_are_refused(tmp_path, device, ranks, text, what) -> None:
@@ -87,6 +89,35 @@ def test_rates_of_others_are_refused(tmp_path, device, ranks, text, what) -> Non
     path.write_text(text or path.read_text())
     with pytest.raises(ConfigError, match=what):
         read_rates(path, find_device(device), ranks)
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ({"peak": {"bfloat16": 0.0}}, "peak.bfloat16"),
+        ({"link": -1.0}, "link"),
+        ({"host_s": math.nan}, "host_s"),
+        ({"ranks": 0}, "ranks"),
+        ({"operators": {}}, "operators"),
+        ({"operators": {"mm bfloat16": []}}, "operators.mm bfloat16"),
+        ({"operators": {"mm bfloat16": [(-1.0, 1.0, 1.0)]}}, "operators.mm bfloat16.0.0"),
+        ({"operators": {"mm bfloat16": [(1.0, 1.0, 0.0)]}}, "operators.mm bfloat16.0.2"),
+        ({"collectives": {"all_gather": [(0.0, 1.0)]}}, "collectives.all_gather.0.0"),
+    ],
+)
+def test_figures_that_no_device_has_are_refused(tmp_path, part, place) -> None:
+    path = tmp_path / "rates.json"
+    write_rates(replace(RATES, **part), path)
+    with pytest.raises(ConfigError, match=f"no file of rates .{place}: [^\n]*.\n  fix: write one"):
+        read_rates(path, find_device("cpu"), 2)
+
+
+def test_rates_of_one_gpu_know_no_collectives(tmp_path) -> None:
+    path = tmp_path / "rates.json"
+    write_rates(replace(RATES, is_gpu=True, ranks=1, collectives={}), path)
+    assert read_rates(path, find_device("h100"), 1).collectives == {}
+    with pytest.raises(ConfigError, match="no times of collectives, and the job has 8 ranks"):
+        read_rates(path, find_device("h100"), 8)
 
 
 def test_one_figure_is_a_number_and_two_are_a_range() -> None:
