@@ -271,9 +271,9 @@ def _with_host(rates: Measured, smallest: Runner) -> Measured:
     waited = sum(rates.collective_seconds(entry, 1 << 30) for entry in collectives)
     rest = median(smallest.plain) - sum(smallest.seconds) - waited
     host_s = max(0.0, rest) / len(smallest.seconds)
-    ends = [curve[-1] for curve in rates.collectives.values()]
-    link = max((sent / seconds for sent, seconds in ends), default=0.0)
-    return replace(rates, link=link, host_s=host_s)
+    # the highest: a search needs a bound, and middle sizes may be faster than the largest
+    widths = [sent / seconds for curve in rates.collectives.values() for sent, seconds in curve]
+    return replace(rates, link=max(widths, default=0.0), host_s=host_s)
 
 
 def main() -> None:

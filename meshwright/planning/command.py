@@ -35,7 +35,7 @@ def plan(
     """Return the plan of `rank`, or of the first rank of every rank of the pipeline.
 
     Args:
-        rates_file: what `--calibrate` wrote; None: times are a range.
+        rates_file: a file of `--calibrate`; None: times are a range.
         html: where to write the picture, too.
         tries_remedies: if it does not fit, try switches that might help.
         workers: processes.
@@ -75,6 +75,9 @@ def _rates(device: Device, file: Path | None, world_size: int) -> list[Rates]:
     if file is None:
         return list(assumed(device) or [])
     rates = read_rates(file, device, world_size)
+    has_network = world_size <= device.per_node or device.network_bytes_per_s > 0
+    rule = f"{world_size} ranks are more than a node, and its network is not known"
+    check(has_network, "--device", device.name, rule, f"name one of {', '.join(DEVICES)}")
     # other nodes are not measured
     return [dataclasses.replace(rates, network=device.network_bytes_per_s / 2)]
 
@@ -105,7 +108,7 @@ def search(
     """Return the best mesh and modes for the job, as a table and as TOML.
 
     Args:
-        rates_file: what `--calibrate` wrote; None: the poor case of the data sheet.
+        rates_file: a file of `--calibrate`; None: the poor case of the data sheet.
 
     Raises:
         ConfigError: if nothing fits, or nothing is known of the device's rates.

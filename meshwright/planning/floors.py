@@ -171,10 +171,15 @@ def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> float:
     width = BYTES[training.mixed_precision_reduce]
     sent = gathers * BYTES[training.mixed_precision_param] + reductions * width
     link = rates.link if shards * dims.tp <= device.per_node else rates.network
-    seconds = weights * sent * (shards - 1) / shards / link
+    seconds = _over(weights * sent * (shards - 1) / shards, link)
     copies = dims.dp_replicate
     link = rates.link if copies * shards * dims.tp <= device.per_node else rates.network
-    return seconds + weights / shards * width * 2 * (copies - 1) / copies / link
+    return seconds + _over(weights / shards * width * 2 * (copies - 1) / copies, link)
+
+
+def _over(num_bytes: float, width: float) -> float:
+    """Return the seconds of `num_bytes`; 0 of none, even if one rank alone measured no links."""
+    return num_bytes / width if num_bytes else 0.0
 
 
 def _modules(plan: Plan, place: int) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.planning.command import _rates
 from meshwright.planning.devices import find_device
 from meshwright.planning.ledger import Record
 from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
@@ -118,6 +119,15 @@ def test_rates_of_one_gpu_know_no_collectives(tmp_path) -> None:
     assert read_rates(path, find_device("h100"), 1).collectives == {}
     with pytest.raises(ConfigError, match="no times of collectives, and the job has 8 ranks"):
         read_rates(path, find_device("h100"), 8)
+
+
+def test_more_ranks_than_a_node_need_a_known_network(tmp_path) -> None:
+    path = tmp_path / "rates.json"
+    write_rates(replace(RATES, is_gpu=True), path)
+    assert _rates(find_device("80"), path, 8)[0].network == 0
+    assert _rates(find_device("h100"), path, 16)[0].network == 25e9
+    with pytest.raises(ConfigError, match="--device = .* its network is not known"):
+        _rates(find_device("80"), path, 16)
 
 
 def test_one_figure_is_a_number_and_two_are_a_range() -> None:

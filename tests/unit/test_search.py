@@ -23,6 +23,7 @@ from meshwright.planning.floors import (
     Shape,
     Work,
     _bytes_in_backward,
+    _fsdp_seconds,
     floor_of,
     shape_of,
     traces,
@@ -185,6 +186,11 @@ def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
             count = plan.num_microbatches
             gathers = count * (2 - 1 / plan.model_args.n_layers)
             assert freed / kept == pytest.approx((gathers * 2 + 4) / (count * 2 + 4))
+
+
+def test_one_rank_needs_no_link() -> None:
+    plan = plan_job(_config(), 1, is_gpu=False)
+    assert _fsdp_seconds(plan, H100, replace(RATES, link=0.0)) == 0
 
 
 def test_the_toml_to_paste_holds_only_what_differs() -> None:
