@@ -28,20 +28,26 @@ def run(given: Namespace) -> None:
 
 def _calibrate(given: Namespace) -> None:
     """Measure this machine with as many ranks as a job would have here, and their settings."""
-    for option in ("config", "device", "rates", "search", "all_stages", "json", "html"):
-        value = getattr(given, option)
-        key = "CONFIG" if option == "config" else f"--{option.replace('_', '-')}"
+    options = ["device", "rates", "search", "rank", "all_stages", "json", "html"]
+    options += ["no_remedies", "workers"]
+    idle = {"CONFIG": given.config}
+    idle |= {f"--{option.replace('_', '-')}": getattr(given, option) for option in options}
+    idle |= {f"--{'.'.join(key)}": value for key, value in given.overrides.items()}
+    for key, value in idle.items():
         check(not value, key, value, "has no effect on --calibrate", "leave out one of the two")
+    path = given.calibrate.absolute()
+    check(path.parent.is_dir(), "--calibrate", str(given.calibrate), f"{path.parent} is no folder")
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    rule, fix = "cannot be written", "name a file in a folder of yours"
+    check(is_writable and not path.is_dir(), "--calibrate", str(given.calibrate), rule, fix)
     gpus = count_gpus()
     count = given.world_size or gpus or 1
     check(count > 0, "--world-size", count, "must be positive", "the ranks of a job here")
     fix = f"--world-size {gpus}, or hide them with CUDA_VISIBLE_DEVICES= to measure the CPU"
     check(gpus == 0 or count <= gpus, "--world-size", count, f"there are {gpus} GPUs", fix)
     ranks = Ranks(per_machine=count, machines=1, gpus=gpus)
-    folder = given.calibrate.absolute().parent
-    check(folder.is_dir(), "--calibrate", str(given.calibrate), f"{folder} is no folder")
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    words += ["-m", "meshwright.planning.calibration", str(given.calibrate.absolute())]
+    words += ["-m", "meshwright.planning.calibration", str(path)]
     environment = {**os.environ, **host_settings(ranks, os.environ)}
     done = subprocess.run([sys.executable, "-m", *words], env=environment, check=False)
     if done.returncode != 0:

@@ -85,9 +85,23 @@ def test_mistakes_are_named(words, what) -> None:
         run(["plan", str(DEBUG), *words])
 
 
-def test_a_calibration_needs_a_number_of_ranks() -> None:
-    with pytest.raises(ConfigError, match="--world-size = -1: must be positive"):
-        run(["plan", "--calibrate", "rates.json", "--world-size=-1"])
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["rates.json"], "--world-size = -1: must be positive"),
+        (["rates.json", "--rank=1"], "--rank = 1: has no effect on --calibrate"),
+        (["rates.json", "--workers=2"], "--workers = 2: has no effect"),
+        (["rates.json", "--no-remedies"], "--no-remedies = True: has no effect"),
+        (["rates.json", "--training.steps=5"], "--training.steps = '5': has no effect"),
+        (["no/rates.json"], "/no is no folder"),
+        (["folder"], "--calibrate = 'folder': cannot be written"),
+    ],
+)
+def test_a_calibration_is_checked_before_it_measures(words, what, monkeypatch, tmp_path) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=what):
+        run(["plan", "--calibrate", *words, "--world-size=-1"])
 
 
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
