@@ -3,9 +3,9 @@
     meshwright plan --calibrate RATES [--world-size N]
     python -m benchmarks.step_time RATES [--rounds 2]
 
-Runs each job with `meshwright train` on as many ranks as RATES was measured with, twice or more, in
-turns, and prints its fastest and its median step. On a machine with other tenants the fastest is
-the one to compare: a calibration keeps the fastest, too.
+Runs each job with `meshwright train` on as many ranks as RATES was measured with, so many times, in
+turns, and prints its fastest and its median step. Compare the median: a calibration keeps the
+middle one of its steps, too.
 """
 
 import argparse
