@@ -156,7 +156,7 @@ def _layers_of_stages(plan: Plan) -> list[int]:
 
 def at_depth(plan: Plan, rank: int, device: Device, layers: int) -> Plan:
     """Return the same job with `layers` layers in the stage of `rank` that has fewest, and as many
-    less in its others: figures are straight along that line. Stages of other ranks keep at least 1.
+    fewer in its others: figures are straight along that line. Stages of other ranks keep 1 or more.
 
     Raises:
         ConfigError: if the config names layers that this model lacks.

@@ -152,7 +152,7 @@ class Measured(Rates):
         return max(seconds, self.host_s) if self.is_gpu else seconds + self.host_s
 
     def _points(self, operator: Operator) -> list[Point]:
-        """Points of the operator's kind, or else of the kinds most like it."""
+        """Points of the operator's kind, otherwise of the kinds most like it."""
         found = self.operators.get(f"{operator.name} {operator.dtype}")
         if found is not None:
             return found
