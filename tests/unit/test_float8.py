@@ -252,7 +252,7 @@ def test_compiled_rows_are_rounded_as_eager_ones(monkeypatch, backend, keeps_cas
 )
 def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts: bool) -> None:
     seen = list[bool]()
-    alone = SimpleNamespace(size=lambda: 1)
+    alone = SimpleNamespace(size=lambda: 1, device_type="cuda")
     monkeypatch.setattr(data_parallel, "apply_fsdp", lambda *_: "")
     monkeypatch.setattr(
         "meshwright.parallelisms.parallelize._compile",

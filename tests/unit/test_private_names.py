@@ -38,6 +38,7 @@ KNOWN = {
     "planning/as_gpu.py": (
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
     ),
+    "planning/calibration.py": "_sleep",
     "planning/ledger.py": "_getframe _local_tensor",
     "planning/torch_names.py": (
         "_C _PipelineSchedule _autograd _cdata _current_autograd_node _get_sequence_nr _identity "

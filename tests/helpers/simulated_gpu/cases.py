@@ -14,7 +14,7 @@ class Case:
     options: tuple[str, ...] = ()
     """Command line."""
     rank: int = 0
-    microbatches: int = 2
+    microbatches: int = 1
     is_saved: bool = False
     """Copied for an asynchronous checkpoint before the step that is looked at."""
     is_faulty: bool = False
@@ -61,8 +61,11 @@ DOCUMENTS = ("--training.mask_documents=true",)
 CASES = {
     "one GPU, fp32": Case({}, FP32),
     "FSDP 8": Case({"dp_shard": 8}),
+    "FSDP 8, accumulation": Case({"dp_shard": 8}, microbatches=2),
     "FSDP 8, every microbatch reduced": Case(
-        {"dp_shard": 8}, ("--parallelism.fsdp_reduce_gradients=every_microbatch",)
+        {"dp_shard": 8},
+        ("--parallelism.fsdp_reduce_gradients=every_microbatch",),
+        microbatches=2,
     ),
     "FSDP 8, selective by op": Case({"dp_shard": 8}, _checkpointed("selective")),
     "FSDP 8, CPU offload": Case({"dp_shard": 8}, ("--training.enable_cpu_offload=true",)),
