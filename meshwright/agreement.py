@@ -127,7 +127,9 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
     ):
         return {}
     reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
-    chosen = f"torch's, since {reason}" if reason else cpu_attention.SOURCE.name
+    chosen = (
+        "torch's" if reason else cpu_attention.SOURCE.name
+    )  # reasons differ: each log has its own
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
 
 

@@ -200,7 +200,7 @@ def processes(workers: int) -> ProcessPoolExecutor:
 
 
 def _call(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
-    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.25 s
+    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     try:
         return function(*task)
     except ConfigError as error:

@@ -112,7 +112,7 @@ def _share_one_gloo_thread() -> None:
 
 def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.25 s
+    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
     # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed
     tqdm.set_lock(threading.RLock())
     timeout = timedelta(seconds=timeout_s)

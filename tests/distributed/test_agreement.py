@@ -218,3 +218,13 @@ def test_the_first_rank_chooses_a_checkpoint_in_a_folder_that_all_see(on_ranks, 
     assert left == {"0", "checkpoint", "step-5", commit.MANIFEST}
     assert on_ranks(2, shared_by_all, tmp_path / "shared") == [(5, 1), (5, 0)]
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {"step-5"}
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.cpp"])
+def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
+    monkeypatch.setattr("meshwright.__file__", str(tmp_path / "__init__.py"))
+    hashes = set()
+    for text in ("", "1"):
+        (tmp_path / name).write_text(text)
+        hashes.add(agreement._source_hash.__wrapped__())
+    assert len(hashes) == 2

@@ -209,3 +209,11 @@ def test_a_cpu_without_amx_compiles_nothing(monkeypatch) -> None:
     cpu_attention.why_not.cache_clear()
     assert cpu_attention.why_not(64) == "this CPU has no AMX"
     cpu_attention.why_not.cache_clear()
+
+
+def test_only_heads_with_all_keys_are_taken() -> None:
+    q, k = (torch.zeros(1, n, 8, 16, dtype=torch.bfloat16) for n in (4, 2))
+    assert cpu_attention.takes(q, k, k)
+    assert not cpu_attention.takes(q, k[:, :, :4], k[:, :, :4])
+    assert not cpu_attention.takes(q[:, :3], k, k)
+    assert not cpu_attention.takes(q, k, k[:, :1])

@@ -63,7 +63,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     width = q.shape[-1]
     # forward wants rows of one piece
     are_plain = all(x.is_cpu and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in (q, k, v))
-    return are_plain and width == v.shape[-1] and width % WIDTH_UNIT == 0
+    has_all_keys = q.shape[2] == k.shape[2] and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+    return are_plain and has_all_keys and width == k.shape[-1] and width % WIDTH_UNIT == 0
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
