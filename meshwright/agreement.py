@@ -127,9 +127,7 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
     ):
         return {}
     reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
-    chosen = (
-        "torch's" if reason else cpu_attention.SOURCE.name
-    )  # reasons differ: each log has its own
+    chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
 
 

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import run
+from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
-from meshwright.planning import search
-from meshwright.planning.choices import legal
-from meshwright.planning.rates import Measured, write_rates
+from meshwright.planning import predict, search
+from meshwright.planning.choices import Choice, Mesh, legal
+from meshwright.planning.devices import find_device
+from meshwright.planning.job import plan_job
+from meshwright.planning.rates import Measured, assumed, write_rates
+from meshwright.planning.remedies import changed
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -116,3 +120,26 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert found["winner_bytes"] == found["ranked"][0]["peak_bytes"]  # 2 layers: nothing predicted
     assert set(tomllib.loads(found["toml"])) <= {"parallelism", "activation_checkpoint", "training"}
+
+
+def test_floors_are_below_simulations_and_near() -> None:
+    """Every kind of mesh, schedule and mode; benchmarks/plan_search.py has all candidates."""
+    words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
+    h100 = find_device("h100")
+    rates = assumed(h100)[1]
+    config, _ = load_config([str(DEBUG), "--training.seq_len=2048", *words])
+    choices = [
+        Choice(Mesh(1, 1, 1, 1, "", 4), "full", False),
+        Choice(Mesh(2, 1, 1, 1, "", 4), "full", False),
+        Choice(Mesh(1, 1, 2, 1, "1F1B", 4), "none", True),
+    ]
+    plans = {
+        choice: plan_job(changed(config, choice.update(16)), 2, is_gpu=True) for choice in choices
+    }
+    with predict.processes(2) as pool:
+        floors = search.find_floors(config, plans, h100, rates, pool)
+        ends = {c: search._whole(plan, 2, h100, rates, pool) for c, plan in plans.items()}
+        for choice, calls in ends.items():
+            found, floor = search._most([call.result() for call in calls]), floors[choice]
+            assert 0.7 < floor.seconds / found.seconds < 1
+            assert 0.3 < floor.num_bytes / found.peak_bytes < 1

@@ -355,27 +355,6 @@ def test_layers_are_added_along_the_line_through_two_depths(words, monkeypatch) 
     assert error_of_line(config, 2, found, H100, RATES) == pytest.approx(0)
 
 
-def test_floors_are_below_simulations_and_near() -> None:
-    """Every kind of mesh, schedule and mode; benchmarks/plan_search.py has all candidates."""
-    words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
-    config, _ = load_config([DEBUG, "--training.seq_len=2048", *words])
-    choices = [
-        Choice(Mesh(1, 1, 1, 1, "", 4), "full", False),
-        Choice(Mesh(2, 1, 1, 1, "", 4), "full", False),
-        Choice(Mesh(1, 1, 2, 1, "1F1B", 4), "none", True),
-    ]
-    plans = {
-        choice: plan_job(changed(config, choice.update(16)), 2, is_gpu=True) for choice in choices
-    }
-    with predicting.processes(2) as pool:
-        floors = search.find_floors(config, plans, H100, RATES, pool)
-        ends = {c: search._whole(plan, 2, H100, RATES, pool) for c, plan in plans.items()}
-        for choice, calls in ends.items():
-            found, floor = search._most([call.result() for call in calls]), floors[choice]
-            assert 0.7 < floor.seconds / found.seconds < 1
-            assert 0.3 < floor.num_bytes / found.peak_bytes < 1
-
-
 @pytest.mark.parametrize("section", ["groups", "frozen"])
 def test_shapes_without_a_trace_have_the_floor_of_their_parameters(section) -> None:
     """Shallow models lack the layer that a pattern names, or would count frozen gradients."""
