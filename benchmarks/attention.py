@@ -48,8 +48,10 @@ def main() -> None:
     for flag, default in (("heads", 8), ("kv-heads", 4), ("head-dim", 64), ("repeats", 12)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     args = parser.parse_args()
+    start = time.perf_counter()
     if reason := cpu_attention.why_not(args.head_dim):
         raise SystemExit(f"no kernel: {reason}")
+    print(f"kernel loaded, or compiled if it was not yet: {time.perf_counter() - start:.1f} s")
     torch.manual_seed(0)
     for size in args.sizes:
         batch, length = map(int, size.split("x"))

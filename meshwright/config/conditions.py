@@ -24,15 +24,19 @@ def num_decay_steps(c: JobConfig) -> int:
     return round(steps * schedule.decay_ratio)
 
 
-def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
-    """Return whether a job on CPUs looks for the kernel of `compile.cpu_attention`."""
+def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
+    """Return whether attention is one that the kernel of `compile.cpu_attention` computes."""
     return (
-        compilation.enable
-        and compilation.cpu_attention == "auto"
-        and training.mixed_precision_param == "bfloat16"
+        training.mixed_precision_param == "bfloat16"
         and not training.mask_documents
         and parallelism.context_parallel_degree == 1
     )
+
+
+def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
+    """Return whether a job on CPUs looks for that kernel."""
+    is_on = compilation.enable and compilation.cpu_attention == "auto"
+    return is_on and suits_cpu_attention(training, parallelism)
 
 
 def num_data_ranks(c: JobConfig) -> int:
@@ -138,6 +142,11 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "one rank with float32 weights and gradients uses no FSDP",
     ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
+    (
+        "compile.cpu_attention",
+        lambda c: not suits_cpu_attention(c.training, c.parallelism),
+        "it is for bfloat16 without mask_documents and context parallelism",
+    ),
     (
         "profiling.profile_freq",
         lambda c: not (c.profiling.enable_profiling or c.profiling.enable_memory_snapshot),

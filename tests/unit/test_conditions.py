@@ -270,6 +270,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "lr_scheduler.decay_type": {"training__steps": 100},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
+    "compile.cpu_attention": {"compile__enable": True, "training__mask_documents": True},
     "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
     "validation.sample_tokens": {"validation__enable": True},
 }
