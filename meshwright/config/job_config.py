@@ -244,7 +244,8 @@ class Training(Source):
 
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens of a microbatch whose logits exist at once; the loss goes over them chunk by chunk. 0:
-    as many as the model is wide, so that logits take no more memory than the output's weight."""
+    as many as the model is wide, so that logits take no more memory than the output's weight; with
+    a small vocabulary as many as have 16 Mi logits."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-CPU_CHUNK = 1 << 15  # elements: as many as torch does not spread over threads
+CPU_CHUNK = 1 << 15  # elements that are added up in one go
 
 
 def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
@@ -87,12 +87,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """Squares of the 2-norms of parts of `grads`, whatever their types: (P,) fp32; and how many
     parts each has."""
-    # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
-    # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low)
-    parts = [
-        grad.flatten().split(CPU_CHUNK) if grad.device.type == "cpu" else (grad,) for grad in grads
-    ]
+    if grads[0].device.type == "cpu":
+        norms = [norm for grad in grads for norm in _norms_of_chunks(grad.flatten())]
+        counts = [-(-grad.numel() // CPU_CHUNK) for grad in grads]
+        return torch.cat(norms).square(), counts
     # Called by torch.nn.utils.get_total_norm, which cannot be told a type: it would round the
-    # norm of bf16 gradients to bf16. If it goes, one torch.linalg.vector_norm a part would do.
-    norms = torch._foreach_norm([part for of in parts for part in of], 2, torch.float32)
-    return torch.stack(norms).square(), [len(of) for of in parts]
+    # norm of bf16 gradients to bf16. If it goes, torch.linalg.vector_norm of each would do.
+    return torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square(), [1] * len(grads)
+
+
+def _norms_of_chunks(flat: Tensor) -> Iterator[Tensor]:
+    # torch's CPU kernel adds up in as few fp32 numbers as a vector register has, however many
+    # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low). Rows of one
+    # tensor are spread over threads.
+    size = len(flat) // CPU_CHUNK * CPU_CHUNK
+    yield torch.linalg.vector_norm(flat[:size].view(-1, CPU_CHUNK), dim=1, dtype=torch.float32)
+    if size < len(flat):
+        yield torch.linalg.vector_norm(flat[size:], dtype=torch.float32).view(1)

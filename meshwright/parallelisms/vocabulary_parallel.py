@@ -42,7 +42,9 @@ class VocabularyParallelLoss(SummedLoss):
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own = cast(DTensor, weight).to_local()
-        return self.of_rows(self._gathered(x), own, labels, first)
+        chunk_tokens = self.tokens_per_chunk(weight)
+        x = self._gathered(x)
+        return self.of_rows(x, own, labels, chunk_tokens=chunk_tokens, first=first)
 
     def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         both = all_gather(torch.stack([log_sum, own]).unsqueeze(0), self.mesh)  # (tp, 2, tokens)

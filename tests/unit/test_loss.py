@@ -76,6 +76,27 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_plain_formula(chunk_tokens) -> Non
         assert our < 1.5 * their + 2**-9  # one rounding more: of what backward scales
 
 
+@pytest.mark.parametrize("block", [20, 1 << 20])
+def test_a_weight_of_another_type_is_as_if_it_were_cast_outside(block, monkeypatch) -> None:
+    monkeypatch.setitem(loss.BLOCKS, "cpu", block)
+    x, weight, labels = inputs()
+    x = x.detach().bfloat16().requires_grad_()
+    got = SummedLoss(7)(x, weight, labels)
+    want = SummedLoss(7)(x, weight.to(x.dtype), labels)
+    assert torch.equal(got, want)
+    for one, two in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
+        assert one.dtype == two.dtype and torch.equal(one, two)
+
+
+def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits() -> None:
+    sizes = [
+        SummedLoss().tokens_per_chunk(torch.empty(vocab, dim, device="meta"))
+        for vocab, dim in [(128_256, 512), (128_256, 4096), (8192, 512), (8192, 4096)]
+    ]
+    assert sizes == [512, 4096, 2048, 4096]
+    assert SummedLoss(7).tokens_per_chunk(torch.empty(8192, 512, device="meta")) == 7
+
+
 @pytest.mark.parametrize(("has_x", "has_weight"), itertools.product((True, False), repeat=2))
 def test_only_what_is_trained_gets_a_gradient(has_x, has_weight) -> None:
     x, weight, labels = inputs()
@@ -140,6 +161,7 @@ class Largest(TorchDispatchMode):
 def test_a_model_never_has_whole_logits(args) -> None:
     """Not with labels: all that is made is smaller, forward and backward."""
     model, tokens = plain_model(args), torch.zeros(8, 16, dtype=torch.int64)
+    model.output.loss.chunk_tokens = args.dim
     whole = tokens.numel() * args.vocab_size
     with Largest() as largest:
         model(tokens, tokens).backward()

@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100
 """Label of a position without loss."""
 
+SMALL_LOGITS = 1 << 24
+"""Elements of logits that need not be cut further: 32 MiB in bf16."""
+
 BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""
 
@@ -24,23 +27,27 @@ BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 class SummedLoss:
     """Cross entropy of the logits x weight^T, added up over the labels that count.
 
-    Sums over the vocabulary, and sums of the weight's gradient over chunks, are in fp32. A
-    chunk's part of that gradient comes from one matrix product and is rounded to the weight's type,
-    as a microbatch's is. Tensor parallelism puts a loss on parts of the vocabulary in its place.
+    Products are in the type of x. Sums over the vocabulary, and sums of the weight's gradient over
+    chunks, are in fp32. A chunk's part of that gradient comes from one product and is rounded to
+    the type of x; so is the result, as if the weight were cast outside, as FSDP2 does. Tensor
+    parallelism puts a loss on parts of the vocabulary in its place.
 
     Args:
         chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, so that
-            logits take no more memory than the weight.
+            logits take no more memory than the weight, or as `SMALL_LOGITS` allows, if that is
+            more.
     """
 
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.chunk_tokens = chunk_tokens
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
+        self._add: Callable[[Tensor, Tensor], object] = add_
 
     def compile(self, backend: Any) -> None:
-        """Compile the passes over the logits between matrix products."""
+        """Compile the passes over logits and gradients between matrix products."""
         self._log_sums = torch.compile(log_sums, fullgraph=True, backend=backend)
         self._exponentiate = torch.compile(exponentiate_, fullgraph=True, backend=backend)
+        self._add = torch.compile(add_, fullgraph=True, backend=backend)
 
     def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
         """(B, S, D), (V, D) -> (B, S, V): for generation, and to compare with other code.
@@ -48,7 +55,7 @@ class SummedLoss:
         Args:
             at: (B,) int64, a position in each sequence. Only its logits are computed: (B, 1, V).
         """
-        return F.linear(rows_at(x, at), weight)
+        return F.linear(rows_at(x, at), weight.to(x.dtype))
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
@@ -60,22 +67,35 @@ class SummedLoss:
         Raises:
             ValueError: if `labels` is not `x` without its last dimension.
         """
-        return self.of_rows(x, weight, labels)
+        return self.of_rows(x, weight, labels, chunk_tokens=self.tokens_per_chunk(weight))
 
-    def of_rows(self, x: Tensor, weight: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    def tokens_per_chunk(self, weight: Tensor) -> int:
+        """Return the size of chunks for a whole weight, (V, D): the same on any mesh."""
+        vocab_size, dim = weight.shape
+        return self.chunk_tokens or max(dim, SMALL_LOGITS // vocab_size)
+
+    def of_rows(
+        self, x: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int, first: int = 0
+    ) -> Tensor:
         """The same, where `weight` has the rows of the vocabulary from `first` on."""
         if x.shape[:-1] != labels.shape:
             raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
         needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
         loss, of_x, of_weight = _differentiate(
-            x.flatten(0, 1).detach(), weight.detach(), labels.flatten(), first, self, needed
+            x.flatten(0, 1).detach(),
+            weight.detach().to(x.dtype),
+            labels.flatten(),
+            first,
+            self,
+            chunk_tokens,
+            needed,
         )
         # One node for each gradient: schedules that split backward start the weight's part at the
         # node where both meet, and torch 2.11 takes only nodes of its own there, like additions.
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         for tensor, gradient in ((x, of_x), (weight, of_weight)):
             if gradient is not None:
-                loss = loss + with_gradient(tensor, gradient.view(tensor.shape))
+                loss = loss + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
         # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
         return loss.clone()
 
@@ -83,12 +103,6 @@ class SummedLoss:
         """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
         label's logit, which is -inf where the label is not among the rows; each (tokens,)."""
         return log_sum, own
-
-    def chunks(self, x: Tensor) -> Iterator[slice]:
-        """The chunks of (tokens, D)."""
-        size = self.chunk_tokens or x.shape[1]
-        for start in range(0, len(x), size):
-            yield slice(start, start + size)
 
     def measure(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the arguments of `join`, from logits (tokens, rows) and the labels' rows."""
@@ -110,6 +124,17 @@ class SummedLoss:
         of_label = ((own - log_sum).exp() - 1).to(logits.dtype)
         logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
 
+    def add_product(self, total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
+        """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
+
+        Args:
+            is_first: `total` is not there yet.
+        """
+        size = _block_size(total)
+        for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
+            product = own.t() @ x
+            part.copy_(product) if is_first else self._add(part, product)
+
 
 @torch.no_grad()
 def _differentiate(
@@ -118,16 +143,21 @@ def _differentiate(
     labels: Tensor,  # (tokens,)
     first: int,
     loss: SummedLoss,
+    chunk_tokens: int,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`."""
+    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`; all
+    arguments are of one type."""
     needs_x, needs_weight = needed
     of_x = torch.empty_like(x) if needs_x else None
     of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    for chunk in loss.chunks(x):
+    # the same memory for all chunks: on CPUs new memory costs as much as the product
+    memory = x.new_empty(min(chunk_tokens, len(x)), len(weight))
+    for start in range(0, len(x), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
         is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
-        logits = F.linear(x[chunk], weight)
+        logits = torch.mm(x[chunk], weight.t(), out=memory[: len(places)])
         log_sum, own = loss.measure(logits, places)
         log_sum_of_all, own_of_all = loss.join(log_sum, own)
         losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
@@ -138,7 +168,7 @@ def _differentiate(
         if of_x is not None:
             torch.mm(logits, weight, out=of_x[chunk])
         if of_weight is not None:
-            _add_product(of_weight, logits, x[chunk], is_first=chunk.start == 0)
+            loss.add_product(of_weight, logits, x[chunk], is_first=start == 0)
     return losses.sum(), of_x, of_weight
 
 
@@ -146,21 +176,21 @@ class _WithGradient(torch.autograd.Function):
     """0, whose gradient by a tensor is known."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype) -> Tensor:
         ctx.save_for_backward(gradient)
-        ctx.dtype = tensor.dtype
+        ctx.dtype, ctx.rounded_to = tensor.dtype, rounded_to
         return torch.zeros((), device=tensor.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors  # not changed: pipelines may come twice
-        if gradient.dtype == ctx.dtype:
-            return gradient * grad, None
+        if gradient.dtype == ctx.dtype == ctx.rounded_to:
+            return gradient * grad, None, None
         scaled = torch.empty_like(gradient, dtype=ctx.dtype)
         for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
-            into.copy_(part * grad)
-        return scaled, None
+            into.copy_((part * grad).to(ctx.rounded_to))
+        return scaled, None, None
 
 
 def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
@@ -176,6 +206,11 @@ def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32
 def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (tokens,)
     """Replace `logits` by probabilities."""
     logits.copy_((logits.float() - log_sum.unsqueeze(1)).exp())
+
+
+def add_(total: Tensor, part: Tensor) -> None:
+    """Add `part`, maybe of another type, to `total`; compiled, that needs no copy of it."""
+    total.add_(part)
 
 
 def _log_sums_in_blocks(logits: Tensor) -> Tensor:
@@ -200,18 +235,6 @@ def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, T
     scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
     for block, part in zip(logits.split(size), per_token.split(size), strict=True):
         yield block, part, scratch[: len(block)]
-
-
-def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
-    """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
-
-    Args:
-        is_first: `total` is not there yet.
-    """
-    size = _block_size(total)
-    for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
-        product = own.t() @ x
-        part.copy_(product) if is_first else part.add_(product)
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:

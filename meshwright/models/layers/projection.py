@@ -38,5 +38,4 @@ class TiedProjection(nn.Module):
 
 
 def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-    weight = weight.to(x.dtype)
     return loss.logits(x, weight) if labels is None else loss(x, weight, labels)
