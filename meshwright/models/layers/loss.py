@@ -40,6 +40,9 @@ class SummedLoss:
 
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.chunk_tokens = chunk_tokens
+        self.has_one_backward = False
+        """Of each loss: backward then scales the weight's gradient where it lies. A second backward
+        is an error of autograd's. Schedules of pipelines need two."""
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
 
@@ -95,7 +98,8 @@ class SummedLoss:
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         for tensor, gradient in ((x, of_x), (weight, of_weight)):
             if gradient is not None:
-                loss = loss + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
+                gradient = gradient.view(tensor.shape)
+                loss = loss + with_gradient(tensor, gradient, x.dtype, self.has_one_backward)
         # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
         return loss.clone()
 
@@ -176,21 +180,26 @@ class _WithGradient(torch.autograd.Function):
     """0, whose gradient by a tensor is known."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype, in_place: bool
+    ) -> Tensor:
         ctx.save_for_backward(gradient)
-        ctx.dtype, ctx.rounded_to = tensor.dtype, rounded_to
+        ctx.dtype, ctx.rounded_to, ctx.in_place = tensor.dtype, rounded_to, in_place
         return torch.zeros((), device=tensor.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors  # not changed: pipelines may come twice
-        if gradient.dtype == ctx.dtype == ctx.rounded_to:
-            return gradient * grad, None, None
-        scaled = torch.empty_like(gradient, dtype=ctx.dtype)
-        for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
-            into.copy_((part * grad).to(ctx.rounded_to))
-        return scaled, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        scaled = gradient
+        if not ctx.in_place or gradient.dtype != ctx.dtype:
+            scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        if gradient.dtype == ctx.rounded_to:
+            torch.mul(gradient, grad, out=scaled)
+        else:
+            for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
+                into.copy_((part * grad).to(ctx.rounded_to))
+        return scaled, None, None, None
 
 
 def rows_at(x: Tensor, at: Tensor | None) -> Tensor:

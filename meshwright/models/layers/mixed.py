@@ -5,9 +5,12 @@ where it is used, and again where backward computes a layer again. Its gradient 
 microbatches are added up in the type of the weight. If the types are equal, nothing is copied.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
@@ -33,8 +36,7 @@ class RMSNorm(nn.RMSNorm):
 class Embedding(nn.Embedding):
     """A table of vectors. Ids have no type to follow, so `dtype` is that of the activations.
 
-    The table is cast, not the vectors taken from it: gradients of a token are then added up in the
-    same type as by FSDP2, which casts tables too.
+    A token's gradients are added up in the type of the vectors, as by FSDP2, which casts tables.
     """
 
     dtype: torch.dtype | None = None
@@ -46,8 +48,36 @@ class Embedding(nn.Embedding):
         Args:
             table: the result of `cast_table`, if it is used elsewhere, too.
         """
-        return F.embedding(tokens, self.cast_table() if table is None else table)
+        if table is None and self.dtype not in (None, self.weight.dtype):
+            vectors: Tensor = _CastVectors.apply(self.weight, tokens, self.dtype)
+            return vectors
+        return F.embedding(tokens, self.weight if table is None else table)
 
     def cast_table(self) -> Tensor:
         """Return the table in `dtype`, (V, D)."""
         return self.weight.to(self.dtype or self.weight.dtype)
+
+
+class _CastVectors(torch.autograd.Function):
+    """Vectors in another type than their table's: the same as from a table that was cast, to the
+    bit, forward and backward, without a second table."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape, ctx.dtype = table.shape, table.dtype
+        return F.embedding(tokens, table).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        tokens, grad = tokens.flatten(), grad.flatten(0, 1)
+        # a small table instead: equal tokens share the row of one of their places
+        places = tokens.new_empty(ctx.shape[0])
+        places[tokens] = torch.arange(len(tokens), device=tokens.device)
+        rows = places[tokens]
+        sums = torch.ops.aten.embedding_dense_backward(grad, rows, len(rows), -1, False)
+        of_table = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+        of_table[tokens] = sums[rows].to(ctx.dtype)
+        return of_table, None, None
