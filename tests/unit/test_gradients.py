@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.parallelisms.gradients import local_square_sum, local_square_sums
+from meshwright.parallelisms.gradients import CPU_CHUNK, local_square_sum, local_square_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,6 +19,18 @@ def test_the_sum_of_squares_is_exact_for_large_gradients(dtype) -> None:
     got = local_square_sum(parameters, torch.device("cpu"))
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 2, *range(CPU_CHUNK - 1, CPU_CHUNK + 3), 2 * CPU_CHUNK + 2])
+def test_no_element_is_left_out_where_chunks_meet(numel, dtype) -> None:
+    parameter = nn.Parameter(torch.empty(numel, dtype=dtype))
+    for place in {0, CPU_CHUNK - 1, CPU_CHUNK, numel - 1} & {*range(numel)}:
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad[place] = 301 / 4  # the norm is no bf16 number
+        got = local_square_sum([parameter], torch.device("cpu")).item()
+        want = numel - 1 + parameter.grad[place].item() ** 2
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_the_sum_goes_where_it_is_wanted() -> None:

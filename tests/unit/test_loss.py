@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +17,7 @@ from meshwright.config.loader import load_config
 from meshwright.models.layers import loss
 from meshwright.models.layers.loss import IGNORE, SummedLoss
 from meshwright.parallelisms.meshes import build_meshes
+from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
 from meshwright.preflight import preflight
 from tests.helpers.tiny import TIED, TINY, plain_model
 
@@ -90,7 +93,8 @@ def test_a_weight_of_another_type_is_as_if_it_were_cast_outside(
     want = SummedLoss(7)(x, weight.to(x.dtype), labels)
     assert torch.equal(got, want)
     for one, two in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
-        assert one.dtype == two.dtype and torch.equal(one, two)
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
 
 
 def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits() -> None:
@@ -100,6 +104,25 @@ def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits() -> None:
     ]
     assert sizes == [512, 4096, 2048, 4096]
     assert SummedLoss(7).tokens_per_chunk(torch.empty(8192, 512, device="meta")) == 7
+
+
+def test_chunks_of_a_part_of_the_vocabulary_are_those_of_the_whole(monkeypatch) -> None:
+    """Else ranks with unequal parts would wait for each other's last chunk."""
+    x, weight, labels = inputs()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    found = []
+    monkeypatch.setattr(
+        SummedLoss, "of_rows", lambda *_, chunk_tokens, **__: found.append(chunk_tokens)
+    )
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        part = DTensor.from_local(
+            weight[: -(-VOCAB // 2)], mesh, [Shard(0)], shape=weight.shape, stride=weight.stride()
+        )
+        VocabularyParallelLoss(mesh)(x, part, labels)
+    finally:
+        dist.destroy_process_group()
+    assert found == [SummedLoss().tokens_per_chunk(weight)]
 
 
 @pytest.mark.parametrize(("has_x", "has_weight"), itertools.product((True, False), repeat=2))
@@ -195,4 +218,5 @@ def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkey
     finally:
         dist.destroy_process_group()
     assert model.stages[0].output.loss.chunk_tokens == 5
+    assert model.stages[0].output.loss.has_one_backward
     assert compiled == ["eager"]
