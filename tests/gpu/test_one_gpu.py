@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshwright import hardware
 from meshwright.config.loader import load_config
 from meshwright.models.layers.attention import CausalAttention, repeat_heads
+from meshwright.models.layers.loss import SummedLoss
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.gathered_attention import gathered_attention
 from meshwright.parallelisms.meshes import build_meshes
@@ -189,6 +190,19 @@ def test_fp32_attention_of_grouped_heads_is_right(device) -> None:
         q.cpu().double(), k.cpu().double(), v.cpu().double(), scale=q.shape[-1] ** -0.5
     )
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_one_backward", [False, True])
+def test_a_loss_is_scaled_by_the_number_of_labels_in_fp32(device, has_one_backward) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 13, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight, labels = torch.randn(37, 8, device=device), torch.randint(37, (2, 13), device=device)
+    loss = SummedLoss()
+    loss.has_one_backward = has_one_backward
+    whole, share = (
+        torch.autograd.grad(loss(x, weight, labels) * factor, x)[0] for factor in (1, 1 / 11)
+    )
+    assert torch.equal(share, (whole.float() * (1 / 11)).bfloat16())
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])

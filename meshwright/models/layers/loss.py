@@ -195,7 +195,9 @@ class _WithGradient(torch.autograd.Function):
         if not ctx.in_place or gradient.dtype != ctx.dtype:
             scaled = torch.empty_like(gradient, dtype=ctx.dtype)
         if gradient.dtype == ctx.rounded_to:
-            torch.mul(gradient, grad, out=scaled)
+            # CUDA would round a factor without dimensions to the type of `gradient` first
+            factor = grad if grad.device.type == "cpu" else grad.view([1] * gradient.dim())
+            torch.mul(gradient, factor, out=scaled)
         else:
             for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
                 into.copy_((part * grad).to(ctx.rounded_to))
