@@ -5,6 +5,7 @@ where it is used, and again where backward computes a layer again. Its gradient 
 microbatches are added up in the type of the weight. If the types are equal, nothing is copied.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class Embedding(nn.Embedding):
             table: the result of `cast_table`, if it is used elsewhere, too.
         """
         if table is None and self.dtype not in (None, self.weight.dtype):
-            vectors: Tensor = _CastVectors.apply(self.weight, tokens, self.dtype)
-            return vectors
+            cast_vectors: Callable[..., Tensor] = _CastVectors.apply
+            return cast_vectors(self.weight, tokens, self.dtype)
         return F.embedding(tokens, self.weight if table is None else table)
 
     def cast_table(self) -> Tensor:
