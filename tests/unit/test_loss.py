@@ -90,7 +90,8 @@ def test_a_weight_of_another_type_is_as_if_it_were_cast_outside(
     want = SummedLoss(7)(x, weight.to(x.dtype), labels)
     assert torch.equal(got, want)
     for one, two in zip(gradients(got, x, weight), gradients(want, x, weight), strict=True):
-        assert one.dtype == two.dtype and torch.equal(one, two)
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
 
 
 def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits() -> None:

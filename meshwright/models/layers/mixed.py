@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
             table: the result of `cast_table`, if it is used elsewhere, too.
         """
         if table is None and self.dtype not in (None, self.weight.dtype):
-            vectors: Tensor = _CastVectors.apply(self.weight, tokens, self.dtype)
+            vectors: Tensor = _CastVectors.apply(self.weight, tokens, self.dtype)  # type: ignore[no-untyped-call]
             return vectors
         return F.embedding(tokens, self.weight if table is None else table)
 
