@@ -117,10 +117,14 @@ def run_once(contender: str, work: Workload) -> Run:
 
 def measure(
     contenders: list[str], work: Workload, rounds: int, warm_ups: int
-) -> dict[str, list[Run]]:
-    """Run all in turns; one that fails is left out of later rounds."""
+) -> tuple[dict[str, list[Run]], list[float]]:
+    """Run all in turns, and measure the limit of each round; a contender that fails is left out
+    of later rounds."""
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    limits: list[float] = []
     for index in range(-warm_ups, rounds):
+        if index >= 0:
+            limits.append(limit_of(work))
         for name in list(runs):
             try:
                 run = run_once(name, work)
@@ -131,7 +135,7 @@ def measure(
             print(f"  {index} {name:14} {run}", file=sys.stderr, flush=True)
             if index >= 0:
                 runs[name].append(run)
-    return runs
+    return runs, limits
 
 
 def limit_of(work: Workload) -> float:
@@ -142,22 +146,30 @@ def limit_of(work: Workload) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["products_flops_per_s"])
 
 
-def table(runs: dict[str, list[Run]], work: Workload, limit: float) -> list[dict[str, Any]]:
-    """Return a row for each contender: medians, and the median of ratios within rounds."""
+def table(runs: dict[str, list[Run]], work: Workload, limits: list[float]) -> list[dict[str, Any]]:
+    """Return a row for each contender: medians, also of ratios within rounds."""
+
+    def ratio(ours: list[Run], theirs: list[Run]) -> float:
+        pairs = zip(ours, theirs, strict=False)
+        return round(median(a.tokens_per_s / b.tokens_per_s for a, b in pairs), 3)
+
     rows = []
+    first = next((own for own in runs.values() if own), [])
     for name, own in runs.items():
         if not own:
             continue
-        bare = runs.get("bare") or own
-        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(own, bare, strict=False)]
-        rate = median(run.tokens_per_s for run in own)
+        of_limit = [
+            run.tokens_per_s / work.ranks * work.flops_per_token / limit
+            for run, limit in zip(own, limits, strict=False)
+        ]
         rows.append(
             {
                 "contender": name,
-                "tokens_per_s": round(rate, 1),
+                "tokens_per_s": round(median(run.tokens_per_s for run in own), 1),
                 "spread": [round(f(run.tokens_per_s for run in own), 1) for f in (min, max)],
-                "ratio_to_bare": round(median(ratios), 3),
-                "mfu_pct": round(100 * rate / work.ranks * work.flops_per_token / limit, 1),
+                "ratio_to_bare": ratio(own, runs.get("bare") or own),
+                "first_over_it": ratio(first, own),
+                "mfu_pct": round(100 * median(of_limit), 1),
                 "peak_gib": round(max(run.peak_gib for run in own), 2),
                 "cpu_s": round(median(run.cpu_s for run in own), 3),
                 "first_step_s": round(median(run.first_step_s for run in own), 1),
@@ -222,13 +234,17 @@ def main() -> None:
     for mode in args.modes:
         fields = {key: getattr(args, key) for key in Workload().__dict__ if key != "compile"}
         work = Workload(**fields, compile=mode == "compiled")
-        limit = limit_of(work)
         warm_ups = args.warm_ups if work.compile else 0
-        rows = table(measure(contenders, work, args.rounds, warm_ups), work, limit)
+        runs, limits = measure(contenders, work, args.rounds, warm_ups)
+        rows = table(runs, work, limits)
+        rounds = {
+            name: [round(run.tokens_per_s, 1) for run in own] for name, own in runs.items()
+        } | {"products_flops_per_s": limits}
         results.append(
-            {"mode": mode, "workload": work.__dict__, "products_flops_per_s": limit, "rows": rows}
+            {"mode": mode, "workload": work.__dict__, "rows": rows, "of_each_round": rounds}
         )
-        print(f"\n{mode}, {work.dtype}; matrix products alone: {limit / 1e9:.0f} GFLOP/s a rank")
+        found = ", ".join(f"{limit / 1e9:.0f}" for limit in limits)
+        print(f"\n{mode}, {work.dtype}; matrix products alone, GFLOP/s a rank, by round: {found}")
         names = list(rows[0]) if rows else []
         print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
         for row in rows:

@@ -88,12 +88,12 @@ def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """Squares of the 2-norms of parts of `grads`, whatever their types: (P,) fp32; and how many
     parts each has."""
     if grads[0].device.type == "cpu":
-        norms = [norm for grad in grads for norm in _norms_of_chunks(grad.flatten())]
-        counts = [-(-grad.numel() // CPU_CHUNK) for grad in grads]
-        return torch.cat(norms).square(), counts
+        chunks = [norm for grad in grads for norm in _norms_of_chunks(grad.flatten())]
+        return torch.cat(chunks).square(), [-(-grad.numel() // CPU_CHUNK) for grad in grads]
     # Called by torch.nn.utils.get_total_norm, which cannot be told a type: it would round the
     # norm of bf16 gradients to bf16. If it goes, torch.linalg.vector_norm of each would do.
-    return torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square(), [1] * len(grads)
+    norms = torch._foreach_norm([*grads], 2, torch.float32)
+    return torch.stack(norms).square(), [1] * len(grads)
 
 
 def _norms_of_chunks(flat: Tensor) -> Iterator[Tensor]:

@@ -200,7 +200,8 @@ class _WithGradient(torch.autograd.Function):
             torch.mul(gradient, factor, out=scaled)
         else:
             for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
-                into.copy_((part * grad).to(ctx.rounded_to))
+                product = part * grad  # copying rounds, too
+                into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
         return scaled, None, None, None
 
 
