@@ -68,7 +68,6 @@ def parallelize(
         applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
-        model.output.loss.has_one_backward = meshes.pp.size() == 1
     if compilation.enable:
         is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):

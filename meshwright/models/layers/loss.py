@@ -40,9 +40,6 @@ class SummedLoss:
 
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.chunk_tokens = chunk_tokens
-        self.has_one_backward = False
-        """Of each loss: backward then scales the weight's gradient where it lies. A second backward
-        is an error of autograd's. Schedules of pipelines need two."""
         self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
         self._add: Callable[[Tensor, Tensor], object] = add_
 
@@ -98,8 +95,7 @@ class SummedLoss:
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         for tensor, gradient in ((x, of_x), (weight, of_weight)):
             if gradient is not None:
-                gradient = gradient.view(tensor.shape)
-                loss = loss + with_gradient(tensor, gradient, x.dtype, self.has_one_backward)
+                loss = loss + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
         # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
         return loss.clone()
 
@@ -177,23 +173,21 @@ def _differentiate(
 
 
 class _WithGradient(torch.autograd.Function):
-    """0, whose gradient by a tensor is known."""
+    """0, whose gradient by a tensor is known. It is scaled where it lies, if the tensor is of its
+    type: autograd takes a second backward for an error."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype, in_place: bool
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype) -> Tensor:
         ctx.save_for_backward(gradient)
-        ctx.dtype, ctx.rounded_to, ctx.in_place = tensor.dtype, rounded_to, in_place
+        ctx.dtype, ctx.rounded_to = tensor.dtype, rounded_to
         return torch.zeros((), device=tensor.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        scaled = gradient
-        if not ctx.in_place or gradient.dtype != ctx.dtype:
-            scaled = torch.empty_like(gradient, dtype=ctx.dtype)
+        is_own_type = gradient.dtype == ctx.dtype
+        scaled = gradient if is_own_type else torch.empty_like(gradient, dtype=ctx.dtype)
         if gradient.dtype == ctx.rounded_to:
             # CUDA would round a factor without dimensions to the type of `gradient` first
             factor = grad if grad.device.type == "cpu" else grad.view([1] * gradient.dim())
@@ -202,7 +196,7 @@ class _WithGradient(torch.autograd.Function):
             for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
                 product = part * grad  # copying rounds, too
                 into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
-        return scaled, None, None, None
+        return scaled, None, None
 
 
 def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
