@@ -203,9 +203,9 @@ def test_a_loss_is_scaled_by_the_number_of_labels_in_fp32(device) -> None:
     assert torch.equal(share, (whole.float() * (1 / 11)).bfloat16())
 
 
-@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
 def test_a_resume_goes_on_to_the_bit(tmp_path: Path, mode: str) -> None:
     words = ["--training.deterministic=true", f"--checkpoint.async_mode={mode}"]
     whole = run(tmp_path, 1, *words)
-    assert run(tmp_path, 1, *words, "--checkpoint.load_step=10") == whole
+    assert run(tmp_path, 1, *words, "--checkpoint.load_step=15") == whole
     assert len(whole) == 20
