@@ -22,7 +22,7 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.models import decoder, initialize
 from meshwright.models.layers import loss
-from meshwright.models.layers.loss import IGNORE
+from meshwright.models.layers.loss import IGNORE, SummedLoss
 from meshwright.optim.optimizers import build_optimizer
 from meshwright.parallelisms import data_parallel, tensor_parallel
 from meshwright.parallelisms.pipeline_parallel import Pipeline
@@ -280,12 +280,12 @@ def states_of_own_rows() -> Iterator[None]:
 @contextmanager
 def last_chunk_alone() -> Iterator[None]:
     """The gradient of the output's weight begins anew with every chunk of tokens."""
-    real = loss._add_product
+    real = SummedLoss.add_product
 
     def forget(*inputs, is_first):
         real(*inputs, is_first=True)
 
-    with patch.object(loss, "_add_product", forget):
+    with patch.object(SummedLoss, "add_product", forget):
         yield
 
 
