@@ -19,6 +19,9 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(
 """glibc's: sizes in bytes from which it gives memory back."""
 OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
 """Another allocator, or settings of glibc's own: the user has chosen."""
+WAITING = {"GOMP_SPINCOUNT": "10000"}
+"""How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
+OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -73,6 +76,9 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
         # torchrun would give each rank a single thread, however many cores there are
         cores = len(os.sched_getaffinity(0))
         new["OMP_NUM_THREADS"] = str(max(cores // ranks.per_machine, 1))
+    if not any(name in inherited for name in OTHER_WAITING):
+        # thirty times less than GNU's OpenMP does: whatever else wants the core gets it
+        new |= WAITING
     if not ranks.gpus and not any(inherited.get(name) for name in OTHER_MALLOC):
         # glibc gives large blocks back to the kernel when they are freed, and every step gets them
         # anew, page by page

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from meshwright.cli.train import MALLOC, environment
+from meshwright.cli.train import MALLOC, WAITING, environment
 from meshwright.launch.machine import Ranks
 from meshwright.launch.process import HOST_SETTINGS
 
@@ -21,22 +21,26 @@ def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
 
 def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
     threads = max(len(os.sched_getaffinity(0)) // 2, 1)
-    assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | MALLOC
+    assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | WAITING | MALLOC
     assert all(int(size) > 1 << 30 for size in MALLOC.values())
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *MALLOC])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *WAITING, *MALLOC])
 def test_a_setting_of_the_user_stays(name: str) -> None:
     found = chosen(CPU, **{name: "3"})
     assert name not in found
-    assert len(found) == 2
+    assert len(found) == 3
+
+
+def test_who_chose_how_threads_wait_keeps_it() -> None:
+    assert {*chosen(CPU, OMP_WAIT_POLICY="active")} == {"OMP_NUM_THREADS", *MALLOC}
 
 
 @pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_who_chose_an_allocator_keeps_it(name: str) -> None:
     assert chosen(CPU, **{name: ""}) == chosen(CPU)
-    assert [*chosen(CPU, **{name: "x"})] == ["OMP_NUM_THREADS"]
+    assert [*chosen(CPU, **{name: "x"})] == ["OMP_NUM_THREADS", *WAITING]
 
 
 def test_with_gpus_it_is_the_memory_of_those() -> None:
-    assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"}
+    assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", *WAITING}
