@@ -23,16 +23,16 @@ from meshwright.train import run
 
 FIRST, LAST = 4, 6
 KINDS = (  # the first that matches an operator's name
-    ("attention", r"scaled_dot_product|flash|fmha|flex_attention"),
+    ("attention", r"scaled_dot_product|flash|fmha|flex_attention|cpu_attention"),
     ("matrix products", r"\b(mm|addmm|bmm|linear|mkldnn|_mm)\b|gemm|nvjet|cutlass"),
+    ("compiled kernels", r"Torch-Compiled|Compiled(Fx|Function)|cpp_fused|triton_"),
     ("loss", r"log_softmax|nll_loss|cross_entropy"),
-    ("optimizer and clipping", r"fused_adam|foreach|multi_tensor"),
+    ("optimizer and clipping", r"fused_adam|foreach|multi_tensor|vector_norm|[Oo]ptimizer"),
     ("communication", r"c10d|gloo|nccl|fsdp::(?!split|chunk)|all_reduce"),
     (
         "casts, copies, FSDP2's buffers",
         r"copy_|::to\b|_to_copy|split_with|chunk_cat|fsdp|memcpy|cat\b",
     ),
-    ("compiled kernels", r"Torch-Compiled|CompiledFunction|cpp_fused|triton_"),
     ("norm, RoPE, activation, residual", r"mul|add|rms|silu|rsqrt|mean|pow|stack|neg|sub|div|sum"),
     ("embedding", r"embedding|index"),
 )
