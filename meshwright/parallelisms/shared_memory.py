@@ -5,6 +5,8 @@ others read it, and they wait for each other once. FSDP2 copies parameters into 
 gathers, and out of it, in any case; so a gather copies nothing of its own.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import os
@@ -39,13 +41,12 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
     group = mesh.get_group(mesh.ndim - 1)
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return False
-    # the most that a gradient in fp32 takes on all ranks
+    # the most that a gradient in fp32 takes on all ranks; the first has the largest shards
     largest = sum(_padded_size(parameter, group.size()) for parameter in model.parameters())
     slot_bytes = -(-4 * group.size() * largest // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = _map(group, (SPARE_SLOTS + ahead) * slot_bytes)
-    if memory is None:
+    slots = open_slots(group, SPARE_SLOTS + ahead, slot_bytes)
+    if slots is None:
         return False
-    slots = Slots(memory.reshape(-1, slot_bytes), group)
     gather, scatter = AllGather(slots), ReduceScatter(slots)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -61,21 +62,24 @@ def _padded_size(parameter: nn.Parameter, num_ranks: int) -> int:
     return num_ranks * (parameter.to_local().numel() + math.prod(parameter.shape[1:]))
 
 
-def _map(group: dist.ProcessGroup, num_bytes: int) -> NDArray[np.uint8] | None:
+def open_slots(group: dist.ProcessGroup, count: int, slot_bytes: int) -> Slots | None:
     """Return memory that all ranks of `group` share; None if they cannot. Collective.
 
     It is a file without a name, so nothing remains of it when the last rank ends, in whatever way.
     A page of it takes memory once it is written.
+
+    Args:
+        slot_bytes: on the first rank of `group`; whatever the others give.
     """
-    offer = _make_file(num_bytes) if group.rank() == 0 else None
+    offer = _make_file(count, slot_bytes) if group.rank() == 0 else None
     offers = [offer]
     dist.broadcast_object_list(offers, group=group, group_src=0)
-    memory = _open(offers[0], num_bytes)
+    memory = _open(offers[0]) if offers[0] is not None else None
     is_shared = torch.tensor(memory is not None, dtype=torch.int64)
     dist.all_reduce(is_shared, dist.ReduceOp.MIN, group=group)
     if offer is not None:
         os.close(offer.number)
-    return np.frombuffer(memory, np.uint8) if memory is not None and is_shared else None
+    return Slots(memory, group) if memory is not None and is_shared else None
 
 
 class File(NamedTuple):
@@ -84,31 +88,33 @@ class File(NamedTuple):
     Attributes:
         number: its descriptor there.
         token: bytes at its start, random, by which others know it.
+        shape: of the slots: how many there are, and bytes of each.
     """
 
     process: int
     number: int
     token: bytes
+    shape: tuple[int, int]
 
 
-def _make_file(num_bytes: int) -> File | None:
+def _make_file(count: int, slot_bytes: int) -> File | None:
     try:
         number = os.memfd_create("meshwright")
+        os.truncate(number, count * slot_bytes)
     except (AttributeError, OSError):  # not Linux, or forbidden
         return None
-    file = File(os.getpid(), number, secrets.token_bytes(16))
-    os.truncate(number, num_bytes)
+    file = File(os.getpid(), number, secrets.token_bytes(16), (count, slot_bytes))
     os.pwrite(number, file.token, 0)
     return file
 
 
-def _open(file: File | None, num_bytes: int) -> mmap.mmap | None:
-    if file is None:
-        return None
+def _open(file: File) -> NDArray[np.uint8] | None:
     try:  # on another machine the path leads to nothing, or to another file
         with open(f"/proc/{file.process}/fd/{file.number}", "r+b") as opened:
-            is_it = opened.read(len(file.token)) == file.token
-            return mmap.mmap(opened.fileno(), num_bytes) if is_it else None
+            if opened.read(len(file.token)) != file.token:
+                return None
+            memory = mmap.mmap(opened.fileno(), math.prod(file.shape))
+            return np.frombuffer(memory, np.uint8).reshape(file.shape)
     except (OSError, ValueError):
         return None
 
@@ -123,8 +129,9 @@ class Slots:
 
     def take(self, num_bytes: int) -> Tensor:
         """Return bytes of the first slot that no rank uses."""
-        if None not in self._users:
-            raise RuntimeError(f"FSDP2 has more than {len(self._users)} tensors of collectives")
+        count, slot_bytes = self._memory.shape
+        if num_bytes > slot_bytes or None not in self._users:
+            raise RuntimeError(f"{num_bytes} bytes do not fit in {count} slots of {slot_bytes}")
         index = self._users.index(None)
         array = self._memory[index, :num_bytes]
         self._users[index] = weakref.ref(array)  # all tensors in it share one storage, and it

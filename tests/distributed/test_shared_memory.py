@@ -14,7 +14,7 @@ from meshwright.batch import Batch
 from meshwright.config.job_config import BadSteps
 from meshwright.health import BadStepDetector
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.parallelisms.shared_memory import Slots
+from meshwright.parallelisms.shared_memory import Slots, open_slots
 from meshwright.step import StepOptions, train_step
 from tests.distributed.test_step import GLOBAL_BATCH, adamw, global_batch
 from tests.helpers.tiny import parallel_model, whole
@@ -113,6 +113,22 @@ def _slots_taken() -> list[int]:
 
 def test_a_slot_is_taken_again_once_no_rank_uses_it(on_ranks) -> None:
     assert on_ranks(RANKS, _slots_taken) == [[0, 1, 2, 0, 2, 0, 1]] * RANKS
+
+
+def _written_by_all() -> list[int]:
+    """Return a byte of each rank, in the second slot; ranks differ in the size that they want."""
+    slots = open_slots(dist.group.WORLD, 3, mmap.PAGESIZE * (RANKS - dist.get_rank()))
+    assert slots is not None
+    kept, tensor = slots.take(1), slots.take(RANKS)
+    tensor[dist.get_rank()] = 7 + dist.get_rank()
+    slots.meet(tensor)
+    with pytest.raises(RuntimeError, match="8193 bytes do not fit in 3 slots of 8192"):
+        slots.take(2 * mmap.PAGESIZE + len(kept))
+    return tensor.tolist()
+
+
+def test_the_first_rank_decides_where_slots_are(on_ranks) -> None:
+    assert on_ranks(RANKS, _written_by_all) == [[7, 8]] * RANKS
 
 
 def _different_sizes() -> str:
