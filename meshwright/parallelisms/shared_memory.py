@@ -145,14 +145,15 @@ class Slots:
         """
         size = tensor.numel() * tensor.itemsize
         gone = [user is not None and user() is None for user in self._users]
-        votes = torch.tensor([*gone, size, -size], dtype=torch.int64)
-        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
-        *are_gone, least, most = votes.tolist()
-        if least != -most:
-            raise RuntimeError(f"ranks differ in a tensor of FSDP2: {least} and {-most} bytes")
-        self._users = [
-            None if is_gone else user for is_gone, user in zip(are_gone, self._users, strict=True)
-        ]
+        own = torch.tensor([size, *gone])
+        every = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(every, own, group=self.group)  # quicker than gloo's all-reduce
+        sizes, *are_gone = torch.stack(every, 1).tolist()
+        if {*sizes} != {size}:
+            raise RuntimeError(f"ranks differ in a tensor of FSDP2: {sizes} bytes")
+        for index, votes in enumerate(are_gone):
+            if all(votes):
+                self._users[index] = None
 
 
 class AllGather:
