@@ -59,6 +59,12 @@ def test_devices_are_found_by_name_or_by_gib() -> None:
         find_device("h1000")
 
 
+def test_ranks_on_cpus_share_this_machine() -> None:
+    alone, shared = find_device("cpu"), find_device("cpu", 4)
+    assert shared.memory_gib == pytest.approx(alone.memory_gib / 4, abs=0.01)
+    assert find_device("h100", 4) == find_device("h100")
+
+
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
     modelled = overheads(device, 0, 0, num_groups=1)
