@@ -1,5 +1,6 @@
 """The search of `meshwright plan --search`, with made-up figures in the place of simulations."""
 
+import itertools
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -328,6 +329,17 @@ EVERY_2ND = (
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=2",
 )
+
+
+def stages(*sizes: int) -> str:
+    """A pipeline's stages of so many layers each, as an option."""
+    numbers = itertools.count()
+    parts = [[f"layers.{next(numbers)}" for _ in range(size)] for size in sizes]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return f"--parallelism.module_fqns_per_model_part={json.dumps(parts)}"
+
+
 INTERLEAVED = (
     "--parallelism.pipeline_parallel_degree=2",
     "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
@@ -344,6 +356,7 @@ INTERLEAVED = (
         # its first stage has fewer layers than the rank's other, because it has the embedding
         (24, [*INTERLEAVED, "--model.args.vocab_size=4096"]),
         (38, [*INTERLEAVED, *EVERY_2ND]),  # stages of 9, 10, 10 and 9: its other begins at 19
+        (30, [*INTERLEAVED, *EVERY_2ND, stages(9, 2, 10, 9)]),  # it begins at 11
     ],
 )
 def test_layers_are_added_along_the_line_through_two_depths(layers, words, monkeypatch) -> None:
