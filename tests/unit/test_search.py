@@ -356,7 +356,7 @@ INTERLEAVED = (
         # its first stage has fewer layers than the rank's other, because it has the embedding
         (24, [*INTERLEAVED, "--model.args.vocab_size=4096"]),
         (38, [*INTERLEAVED, *EVERY_2ND]),  # stages of 9, 10, 10 and 9: its other begins at 19
-        (30, [*INTERLEAVED, *EVERY_2ND, stages(9, 2, 10, 9)]),  # it begins at 11
+        (30, [*INTERLEAVED, *EVERY_2ND, stages(9, 2, 11, 8)]),  # it begins at 11
     ],
 )
 def test_layers_are_added_along_the_line_through_two_depths(layers, words, monkeypatch) -> None:
