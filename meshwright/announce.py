@@ -21,6 +21,7 @@ from meshwright import hardware, history
 from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
+from meshwright.due import saves
 from meshwright.launch.process import HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
@@ -120,19 +121,23 @@ def _inline(value: Any) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def announce_end(plan: Plan, reporter: Reporter, seconds: float) -> None:
-    """Log a finished job's results, and the commands that use them."""
+def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:
+    """Log a finished job's results, and the commands that use them.
+
+    Args:
+        step: the last; the data may have ended before `training.steps`.
+    """
     logger.info("finished: %s tokens in %s", f"{reporter.tokens_seen:,}", duration(seconds))
     if reporter.best_validation is not None:
-        step, loss = reporter.best_validation
-        logger.info("best validation loss: %.4f, at step %s", loss, f"{step:,}")
+        best, loss = reporter.best_validation
+        logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
     config = plan.config
     folder = shlex.quote(config.job.dump_folder)
     commands = [f"meshwright report {folder}"]
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
-    if config.checkpoint.enable:
-        last = commit.step_folder(plan.checkpoint_folder, config.training.steps)
+    if saves(config.checkpoint):
+        last = commit.step_folder(plan.checkpoint_folder, step)
         checkpoint = shlex.quote(str(last))
         module = config.experimental.custom_import
         own = f" --custom-import {shlex.quote(module)}" if module else ""

@@ -114,6 +114,8 @@ class BadStepReporter:
 
     def _reason(self, bad: BadStep, ranks: Sequence[int]) -> str:
         loss, grad_norm = bad.values
+        if bad.num_labels == 0:
+            return "none of its labels counts in the loss, so there is no mean"
         if not math.isfinite(loss):
             where = f"on rank {', '.join(map(str, ranks))}" if ranks else "as a sum over ranks"
             return f"non-finite loss {where}"

@@ -1,6 +1,7 @@
 """Errors that a user can act on, and the exit codes they end a job with."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -115,7 +116,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 def divisors_of(number: int) -> str:
     """Return the divisors of a positive number as a choice: "1, 2, 4 or 8"."""
-    *first, last = (str(n) for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    *first, last = map(str, sorted({*small, *(number // n for n in small)}))
     return f"{', '.join(first)} or {last}" if first else last
 
 

@@ -27,13 +27,17 @@ class BadStep:
     """A value above its limit is a spike; inf: none would be."""
     is_finite_here: bool
     """Whether the loss on this rank's own samples was."""
+    num_labels: int
+    """Labels of the global batch that count; 0: there is no mean of them."""
 
     @classmethod
     def of_row(cls, row: list[float]) -> "BadStep":
         """Undo `BadStepDetector._row`."""
-        step, *numbers, is_finite_here = row
+        step, *numbers, is_finite_here, num_labels = row
         values, means, deviations, limits = ((numbers[i], numbers[i + 1]) for i in range(0, 8, 2))
-        return cls(int(step), values, means, deviations, limits, bool(is_finite_here))
+        return cls(
+            int(step), values, means, deviations, limits, bool(is_finite_here), int(num_labels)
+        )
 
 
 class BadStepDetector:
@@ -72,7 +76,7 @@ class BadStepDetector:
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
         # one row a bad step, one for the step that is too many, and one that is written at every
         # step and counts only if it was bad: doubles, which hold every step's number
-        self._rows = torch.zeros(self._allowed + 2, 10, dtype=torch.float64, device=device)
+        self._rows = torch.zeros(self._allowed + 2, 11, dtype=torch.float64, device=device)
         # while spikes are not looked for, statistics would grow old
         known = (statistics or {}) if config.spike_std else {}
         self._num_good = torch.full((), known.get("num_good", 0), device=device)
@@ -92,7 +96,14 @@ class BadStepDetector:
         """() bool: more steps were bad than are allowed, and no update is made any more."""
         return self._num_bad > self._allowed
 
-    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, is_finite_here: Tensor) -> Tensor:
+    def judge(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        is_finite_here: Tensor,
+        num_labels: Tensor,
+    ) -> Tensor:
         """Note a step's figures. Waits for nothing.
 
         Args:
@@ -100,6 +111,7 @@ class BadStepDetector:
             loss: () fp32, the same on every rank.
             grad_norm: () fp32, the same on every rank.
             is_finite_here: () bool: whether the loss on this rank's own samples is finite.
+            num_labels: () int64, the same on every rank.
 
         Returns:
             () bool: whether its update is to be held back.
@@ -113,21 +125,25 @@ class BadStepDetector:
             limit = limit.masked_fill(self._num_good < self._window, math.inf)
         is_good = (torch.isfinite(values) & (values <= limit)).all()
         is_bad = torch.logical_not(is_good)
-        self._rows.index_copy_(
-            0,
-            self._num_bad.view(1),
-            self._row(step, values, deviation, limit, is_finite_here).view(1, -1),
-        )
+        row = self._row(step, values, deviation, limit, is_finite_here, num_labels)
+        self._rows.index_copy_(0, self._num_bad.view(1), row.view(1, -1))
         self._num_bad += is_bad & (self._num_bad <= self._allowed)
         if self._spike_std:
             self._take_in(values, is_good)
         return is_bad | self.is_stopped
 
     def _row(
-        self, step: int, values: Tensor, deviation: Tensor, limit: Tensor, is_finite_here: Tensor
+        self,
+        step: int,
+        values: Tensor,
+        deviation: Tensor,
+        limit: Tensor,
+        is_finite_here: Tensor,
+        num_labels: Tensor,
     ) -> Tensor:
         number = torch.full((1,), step, dtype=self._rows.dtype, device=values.device)
-        return torch.cat([number, values, self._mean, deviation, limit, is_finite_here.view(1)])
+        rest = is_finite_here.view(1), num_labels.view(1)
+        return torch.cat([number, values, self._mean, deviation, limit, *rest])
 
     def _take_in(self, values: Tensor, is_good: Tensor) -> None:
         """Move mean and variance towards `values`, if they are good."""

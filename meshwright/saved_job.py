@@ -10,10 +10,12 @@ import torch
 import meshwright
 from meshwright.checkpoint.exclude import DATALOADER, left_out
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config.changes import to_json
+from meshwright.config.changes import changes, config_defaults, to_json
+from meshwright.config.job_config import Source
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor, bad_records
 from meshwright.errors import ConfigError
+from meshwright.log import logger
 from meshwright.preflight import Plan, resume_diff
 
 
@@ -55,10 +57,37 @@ def manifest_of(
     }
 
 
-def best_of(saved: Manifest) -> tuple[int, float] | None:
-    """Return the best validation that a checkpoint knows of."""
+VALIDATED_ON = {
+    *(f"validation.{key}" for key in (*Source.model_fields, "datasets", "num_samples")),
+    *("training.seq_len", "training.mask_documents"),
+}
+"""Keys whose change makes losses of validations incomparable; beside the tokenizer."""
+
+
+def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
+    """Return the best validation that a checkpoint knows of.
+
+    None if there is none, or it was of other data: no loss of this job compares with it.
+    """
     best = saved["best_validation"]
-    return None if best is None else (int(best[0]), best[1])
+    if best is None:
+        return None
+    step, loss, defaults = int(best[0]), best[1], config_defaults()
+    differ = {
+        ".".join(key.split(".")[:2])
+        for key, _, _ in changes(saved["config"], to_json(plan.config), defaults)
+    } & VALIDATED_ON
+    tokenizer = "model.tokenizer_path"
+    if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
+        differ.add(tokenizer)
+    if differ:
+        logger.info(
+            "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
+            "with other %s",
+            *(loss, step, ", ".join(sorted(differ))),
+        )
+        return None
+    return step, loss
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:

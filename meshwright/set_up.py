@@ -146,7 +146,7 @@ def set_up(
             extra_sinks,
             plan.resume_step,
             found["tokens_seen"] if found else 0,
-            best_of(found) if found else None,
+            best_of(found, plan) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         write_texts=(

@@ -110,7 +110,7 @@ def train_step(
     if options.max_norm != float("inf"):
         clip_gradients(model.parameters(), options.max_norm, grad_norm)
 
-    is_held_back = detector.judge(step, loss, grad_norm, is_finite_here)
+    is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
     if early is None:
         update(optimizer, is_held_back)
         optimizer.zero_grad()

@@ -262,7 +262,7 @@ def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     else:
         if step < steps:
             logger.info("the data ends here: training.max_epochs = %d", config.training.max_epochs)
-        announce_end(job.plan, job.reporter, time.perf_counter() - job.since)
+        announce_end(job.plan, job.reporter, step, time.perf_counter() - job.since)
         note_end(job.plan, step, "finished")
     barrier()  # the first rank to leave with an error has torchrun end the others
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ import fcntl
 import json
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,14 +72,17 @@ class Retention:
 def mark_best(folder: Path) -> int | None:
     """Write the checkpoint with the lowest validation loss to `BEST_FILE`; return its step.
 
-    None: the newest checkpoint knows of none, or it is not there.
+    If the newest checkpoint knows of none, as after a resume with other validation data, it is
+    still the one that the file names. None: there is none, or it is not there.
     """
     steps = saved_steps(folder)
     try:
         best = inspect(step_folder(folder, steps[-1]))["best_validation"] if steps else None
     except ConfigError:  # the newest is damaged, or of a later version
         return None
-    if best is None or best[0] not in steps:
+    if best is None:
+        return _marked(folder, steps)
+    if best[0] not in steps:
         return None
     step, loss = int(best[0]), best[1]
     marked = {"step": step, "validation_loss": loss, "checkpoint": step_folder(folder, step).name}
@@ -87,6 +90,15 @@ def mark_best(folder: Path) -> int | None:
     unfinished.write_text(json.dumps(marked) + "\n", "utf-8")
     unfinished.replace(folder / BEST_FILE)
     return step
+
+
+def _marked(folder: Path, steps: Sequence[int]) -> int | None:
+    """The step that `BEST_FILE` names, if it is one of `steps`."""
+    try:
+        step = json.loads((folder / BEST_FILE).read_text("utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):  # it is not there, or was tampered with
+        return None
+    return step if step in steps else None
 
 
 def apply_retention(

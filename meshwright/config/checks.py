@@ -185,14 +185,20 @@ def recomputes_attention(config: JobConfig) -> bool:
 
 
 class HasParts(Protocol):
-    """The numbers of parts that tensor parallelism divides, by key of `model.args`."""
+    """A model's dimensions that tensor parallelism cuts."""
 
     @property
-    def parts(self) -> Mapping[str, int]: ...
+    def parts(self) -> Mapping[str, int]:
+        """Numbers that it must divide, by key of `model.args`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the output, which it need not divide."""
 
 
 def check_divisible(config: JobConfig, model: HasParts) -> None:
-    """Check that every dimension split over ranks is divisible by their number.
+    """Check that every dimension split over ranks is divisible by their number, and that every
+    rank has rows of the vocabulary.
 
     Raises:
         ConfigError: naming the first that does not, and the degrees that would do.
@@ -218,6 +224,15 @@ def check_divisible(config: JobConfig, model: HasParts) -> None:
             f"does not divide {name} = {size}",
             f"use {divisors_of(common)}",
         )
+    rows = -(-model.vocab_size // degree)  # as torch cuts: the last ranks may have fewer, or none
+    check(
+        rows * (degree - 1) < model.vocab_size,
+        "parallelism.tensor_parallel_degree",
+        degree,
+        f"{rows} rows of the vocabulary, model.args.vocab_size = {model.vocab_size}, for each rank "
+        "leave none for the last",
+        f"set model.args.vocab_size = {rows * degree}, or lower the degree",
+    )
 
 
 def check_writable(folder: str) -> None:

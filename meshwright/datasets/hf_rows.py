@@ -1,5 +1,6 @@
 """Rows that Hugging Face `datasets` reads, as documents; and its errors."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,12 +45,12 @@ class StreamedRows:
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         rows = self._rows.shard(num_shards, shard)
         if state is not None:
-            rows.load_state_dict(state)
+            rows.load_state_dict(copy.deepcopy(state))
         # as `datasets` deals them out: in order, the first shards one more
         size, more = divmod(len(self._files), num_shards)
         begin = shard * size + min(shard, more)
         files = self._files[begin : begin + size + (shard < more)]
-        return _RowReader(rows, self._entry, self._to_document, files, is_whole=state is None)
+        return _RowReader(rows, self._entry, self._to_document, files, begun=state)
 
 
 class _RowReader:
@@ -60,22 +61,33 @@ class _RowReader:
         to_document: ToDocument,
         files: Sequence[str],
         *,
-        is_whole: bool,
+        begun: Any,
     ) -> None:
+        """
+        Args:
+            begun: the state that `rows` has loaded; None: it is at its beginning.
+        """
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self._iterator, self._count, self._files = iter(rows), 0, files
+        self._begun = begun
         # files are searched for the first bad record: others cannot be told from it
-        self._is_first_bad = is_whole and not entry.source.dataset_format
+        self._is_first_bad = begun is None and not entry.source.dataset_format
         self._num_checked: int | None = None
 
     @property
     def state(self) -> Any:
-        state = self._rows.state_dict()
+        state = self._state()
         number = _file_number(state)
         if self._num_checked is None:  # of a resume, files before this one are read no more
             self._num_checked = max(number - 1, 0)
         self._check_files(number + 2)  # rows are read ahead
         return state
+
+    def _state(self) -> Any:
+        # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
+        if self._count == 0 and self._begun is not None:
+            return self._begun
+        return self._rows.state_dict()
 
     def __iter__(self) -> Iterator[Document]:
         return self
@@ -103,7 +115,7 @@ class _RowReader:
 
     def _near_files(self) -> Sequence[str]:
         """The file that is being read and its neighbours: rows are read ahead."""
-        number = _file_number(self._rows.state_dict())
+        number = _file_number(self._state())
         return self._files[max(number - 1, 0) : number + 2]
 
 

@@ -42,6 +42,8 @@ class TokenFile:
     """Of the documents; None: each has one EOS,"""
     has_eos_first: bool = False
     """which is its first token, instead of its last."""
+    is_bare: bool = False
+    """It has no header to say of which type its tokens are."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,4 +169,4 @@ def open_array(path: Path, bare: str) -> TokenFile:
             return found
     if path.stat().st_size % np.dtype(bare).itemsize:
         raise FormatError(f"its size is no multiple of {np.dtype(bare).itemsize} bytes")
-    return TokenFile(path, 0, bare)
+    return TokenFile(path, 0, bare, is_bare=True)

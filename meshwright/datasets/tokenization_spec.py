@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.chat import ChatTemplate, find_template
@@ -37,14 +39,24 @@ class TokenizationSpec:
     @property
     def _spec(self) -> DatasetSpec:
         name = self.entry.source.dataset
-        found = find_dataset(name)
-        if self.custom_import:
-            own: dict[str, DatasetSpec] = getattr(
-                import_user_module(self.custom_import), "DATASETS", {}
-            )
-            found = own.get(name, found)
+        found = self._own_datasets.get(name, find_dataset(name))
         assert found is not None  # preflight has looked
         return found
+
+    @property
+    def _own_datasets(self) -> Mapping[str, DatasetSpec]:
+        """Of the user's module."""
+        module = import_user_module(self.custom_import) if self.custom_import else None
+        found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
+        return found
+
+    @property
+    def _own_code(self) -> list[str]:
+        """Hash of the user's module, if the dataset is from there."""
+        if self.entry.source.dataset not in self._own_datasets:
+            return []
+        file = Path(import_user_module(self.custom_import).__file__ or "")
+        return [hashlib.sha256(file.read_bytes()).hexdigest()] if file.is_file() else []
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
         """The documents."""
@@ -74,7 +86,7 @@ class TokenizationSpec:
         return sampled(self._spec.files(self.entry))
 
     def identity(self) -> str:
-        """Hash of the documents, the tokenizer and the chat template."""
+        """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
         tokenizer = build_tokenizer(self.tokenizer_path)
         try:
             template = find_template(self.tokenizer_path, self.chat_template_path)
@@ -87,5 +99,6 @@ class TokenizationSpec:
             tokenizer.bos_id,
             tokenizer.eos_id,
             template,
+            *self._own_code,
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -39,6 +39,10 @@ SCALING = {
     "original_seq_len": "original_max_position_embeddings",
 }
 """Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
+ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
+"""Keys of those tables; others would be another rotation."""
+PARTIAL = "partial_rotary_factor"
+"""Such a key, or one of config.json itself, that says nothing if it is 1."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class HuggingFaceForm:
                 raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")
         if config.get("quantization_config"):
             raise ValueError("quantization_config: the weights are quantized")
+        if config.get(PARTIAL) not in (None, 1):
+            raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
         for kind in config.get("layer_types") or ():
             if kind != "full_attention":
                 raise ValueError(f"layer_types has {kind!r}; this model has full_attention alone")
@@ -141,12 +147,15 @@ class HuggingFaceForm:
 
     def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
         kind = rope.get("rope_type", rope.get("type", "default"))
+        stretched = self.stretched_rope_type
+        if kind not in ("default", stretched) or kind is None:
+            kinds = f"default and {stretched}" if stretched else "default alone"
+            raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
+        for key, value in rope.items():
+            if key not in ROPE_KEYS and value is not None and (key, value) != (PARTIAL, 1):
+                raise ValueError(f"{rope_key}.{key} is {value!r}, which this model has not")
         if kind == "default":
             return None
-        stretched = self.stretched_rope_type
-        kinds = f"default and {stretched}" if stretched else "default alone"
-        if kind != stretched:
-            raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
         values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
         for ours, value in values.items():
             if type(value) not in (int, float):

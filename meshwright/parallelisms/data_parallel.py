@@ -77,9 +77,8 @@ def apply_fsdp(
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
-    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(
-        model, mesh, ahead=parallelism.fsdp_prefetch_layers
-    )
+    ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
+    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(model, mesh, ahead)
     return _describe(mesh, training) + "; through shared memory" * is_shared
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 SPARE_SLOTS = 8
-"""More than FSDP2 has tensors of collectives at a time, besides layers that are gathered early."""
+"""More than FSDP2 has tensors of collectives at a time, besides those that are gathered early."""
 
 
 def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
@@ -33,7 +33,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
 
     Args:
         mesh: of FSDP; its last axis cuts the parameters.
-        ahead: layers that are gathered before they are needed.
+        ahead: groups that are gathered before they are needed.
 
     Returns:
         Whether they do: several ranks of gloo do that can map memory of one another.

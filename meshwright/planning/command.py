@@ -43,7 +43,7 @@ def plan(
     Raises:
         ConfigError: if the job cannot run.
     """
-    device = find_device(device_word)
+    device = find_device(device_word, world_size)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
     check(rank < world_size, "--rank", rank, f"there are {world_size} ranks", "count from 0")
     rates = _rates(device, rates_file, world_size)
@@ -113,7 +113,7 @@ def search(
     Raises:
         ConfigError: if nothing fits, or nothing is known of the device's rates.
     """
-    device = find_device(device_word)
+    device = find_device(device_word, world_size)
     rates = _rates(device, rates_file, world_size)
     fix = f"name one of {', '.join(DEVICES)}, or a file with --rates"
     check(bool(rates), "--device", device_word, "has no known rates to rank by", fix)

@@ -55,8 +55,11 @@ DEVICES = {
 NAMES = (*DEVICES, "cpu")
 
 
-def find_device(word: str) -> Device:
+def find_device(word: str, ranks: int = 1) -> Device:
     """Return the device that --device names: one of the table, "cpu", or GiB of some GPU.
+
+    Args:
+        ranks: of the job. On CPUs all of them run on this machine, and share its memory evenly.
 
     Raises:
         ConfigError: if it is neither.
@@ -65,7 +68,7 @@ def find_device(word: str) -> Device:
         return DEVICES[word]
     if word == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return Device("cpu", round(total, 1), is_gpu=False, per_node=1 << 30)
+        return Device("cpu", round(total / ranks, 2), is_gpu=False, per_node=1 << 30)
     try:
         gib = float(word)
     except ValueError:

@@ -80,7 +80,7 @@ def predict(
 ) -> Figures:
     """Predict a rank's figures from two depths; each layer adds the same."""
     depth, step = depth_of_rank(plan, rank), period(plan.config)
-    few = _few(plan)
+    few = _few(plan, rank)
     more = few + step
     if depth <= more:
         return measure(plan, world_size, rank, device, rates)
@@ -114,20 +114,22 @@ def error_of_line(
         return 0.0
     first, second = found.line
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    third = at_depth(plan, found.rank, device, _few(plan) + 2 * period(config))
+    third = at_depth(plan, found.rank, device, _few(plan, found.rank) + 2 * period(config))
     simulated = measure(third, world_size, found.rank, device, rates)
     expected = first.extend(second, 2.0)
     seconds = expected.seconds / simulated.seconds - 1 if rates is not None else 0.0
     return max(abs(expected.peak_bytes / simulated.peak_bytes - 1), abs(seconds))
 
 
-def _few(plan: Plan) -> int:
-    """Return the layers of the shallower model.
+def _few(plan: Plan, rank: int) -> int:
+    """Return the layers of the shallower model: whole periods fewer than the stage of `rank` has.
 
     From 4 on there is a layer with the usual neighbours: the next is gathered ahead of it, while
     the gradients of the one before are reduced. In a pipeline layers are gathered once and stay.
     """
-    return (4 if plan.dims.pp == 1 else 2) * period(plan.config)
+    step = period(plan.config)
+    few = (4 if plan.dims.pp == 1 else 2) * step
+    return few + (depth_of_rank(plan, rank) - few) % step
 
 
 def period(config: JobConfig) -> int:
@@ -158,11 +160,17 @@ def at_depth(plan: Plan, rank: int, device: Device, layers: int) -> Plan:
     """Return the same job with `layers` layers in the stage of `rank` that has fewest, and as many
     fewer in its others: figures are straight along that line. Stages of other ranks keep 1 or more.
 
+    Every stage loses whole periods, so that each still begins where it began in a period.
+
+    Args:
+        layers: of `_few`, or whole periods more.
+
     Raises:
         ConfigError: if the config names layers that this model lacks.
     """
     config, dims, removed = plan.config, plan.dims, depth_of_rank(plan, rank) - layers
-    counts = [max(1, count - removed) for count in _layers_of_stages(plan)]
+    step = period(config)
+    counts = [max((n - 1) % step + 1, n - removed) for n in _layers_of_stages(plan)]
     args = config.model.args | {"n_layers": sum(counts)}
     update: dict[str, Any] = {"model": config.model.model_copy(update={"args": args})}
     if len(counts) > 1:

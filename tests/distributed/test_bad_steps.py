@@ -14,6 +14,7 @@ from meshwright.config.job_config import BadSteps
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import TrainingError
 from meshwright.health import BadStepDetector
+from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import StepOptions, train_step
@@ -72,10 +73,13 @@ class Run:
         config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
         self.detector = BadStepDetector(CPU, config)
 
-    def take_step(self, step: int) -> None:
+    def take_step(self, step: int, has_labels: bool = True) -> None:
         dp = self.meshes.dp
+        tokens, labels = global_batch(step)
+        if not has_labels:
+            labels = torch.full_like(labels, IGNORE)
         parts = [
-            part.split(self.size)[dp.get_local_rank() :: dp.size()] for part in global_batch(step)
+            part.split(self.size)[dp.get_local_rank() :: dp.size()] for part in (tokens, labels)
         ]
         self.optimizer.param_groups[0]["lr"] = lr_at(step)
         train_step(
@@ -122,7 +126,10 @@ def _skips(
     for name, parameter in run.model.named_parameters():
         torch.testing.assert_close(whole(parameter), plain[name].detach(), rtol=0, atol=1e-4)
     bad_steps = run.detector.bad_steps(0, run.detector.num_bad())
-    return [(bad.step, bad.is_finite_here) for bad in bad_steps], run.detector.statistics()
+    statistics = run.detector.statistics()
+    run.take_step(STEPS + 1, has_labels=False)
+    assert [bad.num_labels > 0 for bad in run.detector.bad_steps(0, 3)] == [True, True, False]
+    return [(bad.step, bad.is_finite_here) for bad in bad_steps], statistics
 
 
 def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
@@ -170,9 +177,11 @@ def _log(folder: str) -> None:
         place = {"folder": Path(folder), "sources": sources, "step": step, "cursor": cursor}
         return BadStepReporter(config, CPU, is_early=False, saved=saved, **place)
 
-    def step(log: BadStepReporter, number: int, loss: float, counts: tuple[int, int]) -> None:
-        is_finite = torch.tensor(rank == 0 or loss == loss)
-        log.detector.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite)
+    def step(
+        log: BadStepReporter, number: int, loss: float, counts: tuple[int, int], labels: int = 8
+    ) -> None:
+        is_finite, num_labels = torch.tensor(rank == 0 or loss == loss), torch.tensor(labels)
+        log.detector.judge(number, torch.tensor(loss), torch.tensor(1.0), is_finite, num_labels)
         log.count(number, Cursor(sum(counts), counts))
 
     log = start(40, (300, 20))
@@ -201,12 +210,16 @@ def _log(folder: str) -> None:
     log.close()
     log = start(45, (328, 32))
     step(log, 46, 4.1, (333, 35))
-    step(log, 47, float("inf"), (338, 38))
+    step(log, 47, float("nan"), (338, 38), labels=0)
     step(log, 48, 77.0, (346, 38))
     step(log, 49, 4.1, (351, 41))
     with logged() as messages, pytest.raises(TrainingError) as error:
         log.raise_or_report()
-    assert len(messages) == (rank == 0)
+    said = [
+        "step 47 was skipped (3 of at most 3): none of its labels counts in the loss, so there is "
+        "no mean; its samples: 333 to 337 of books, 35 to 37 of code"
+    ]
+    assert messages == (said if rank == 0 else [])
     assert str(error.value) == (
         "loss 77 (more than 6 standard deviations of 0.141 above its running mean 4.1625) at step "
         "48; the weights are as they were after step 47, and no checkpoint was saved since; its "

@@ -16,7 +16,7 @@ from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.shared_memory import Slots, open_slots
 from meshwright.step import StepOptions, train_step
 from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, global_batch
-from tests.helpers.tiny import parallel_model, whole
+from tests.helpers.tiny import TINY, parallel_model, whole
 
 RANKS = 2
 DIMS = ParallelDims(dp_replicate=1, dp_shard=RANKS)
@@ -54,6 +54,8 @@ def _compare() -> dict[str, object]:
     calls, tensors = _train()
     calls_of_gloo, tensors_of_gloo = _train(fsdp_cpu_backend="gloo")
     _, tensors_ahead = _train(prefetch_layers=3, reshard_after_forward="always")
+    modules = TINY.table.linear_layers()  # each a group of its own
+    groups_ahead, _ = _train(prefetch_layers=3, fp32_modules=modules.keys())
     forbidden = patch.object(mmap, "mmap", side_effect=OSError)
     with forbidden if dist.get_rank() == 1 else nullcontext():
         calls_without_memory, _ = _train()
@@ -63,6 +65,7 @@ def _compare() -> dict[str, object]:
         "one rank has no memory": calls_without_memory == calls_of_gloo,
         "equal": all(map(torch.equal, tensors, tensors_of_gloo)),
         "equal, gathered ahead": all(map(torch.equal, tensors_ahead, tensors_of_gloo)),
+        "many groups, gathered ahead": groups_ahead,
     }
 
 
@@ -73,6 +76,7 @@ def test_two_ranks_share_memory_and_give_the_bits_of_gloo(on_ranks) -> None:
         "one rank has no memory": True,
         "equal": True,
         "equal, gathered ahead": True,
+        "many groups, gathered ahead": 0,
     }
     assert on_ranks(RANKS, _compare) == [want] * RANKS
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright import announce, history
-from meshwright.announce import compact_toml, note_failure
+from meshwright.announce import announce_end, compact_toml, note_failure
+from meshwright.config.loader import load_config
+from meshwright.preflight import preflight
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -28,6 +30,25 @@ def test_an_error_that_ends_a_job_is_noted_once_with_its_step(rank, tmp_path, mo
     noted = map(json.loads, file.read_text().splitlines() if file.exists() else [])
     ends = [(event["step"], event["reason"]) for event in noted]
     assert ends == ([(7, "failed: bad"), (4, "failed: KeyError")] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_the_commands_at_the_end_name_the_checkpoint_of_the_last_step(
+    is_saved, tmp_path, caplog
+) -> None:
+    """Which is not that of `training.steps` where the data has ended before."""
+    caplog.set_level("INFO", "meshwright")
+    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--checkpoint.enable"]
+    words += ["--training.steps=50", f"--checkpoint.load_only={not is_saved}".lower()]
+    reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
+    announce_end(preflight(load_config(words)[0], 1), reporter, 30, 1.0)
+    said = [record.getMessage() for record in caplog.records]
+    last = f"{tmp_path}/checkpoint/step-30"
+    commands = [
+        f'  meshwright generate {last} --prompt "..."',
+        f"  meshwright export {last} MODEL_FOLDER",
+    ]
+    assert said[-2:] == commands if is_saved else not any("step-" in line for line in said)
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:

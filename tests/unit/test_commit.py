@@ -221,6 +221,10 @@ def test_the_best_by_validation_is_kept_and_marked(tmp_path: Path) -> None:
     assert commit.saved_steps(tmp_path) == [20, 40]
     save(tmp_path, 50, best_validation=[45, 3.0])  # which was not saved
     assert mark_best(tmp_path) is None
+    save(tmp_path, 60)  # resumed with other validation data: none of them is the best so far
+    assert mark_best(tmp_path) == 20
+    (tmp_path / "best.json").write_text("[]")
+    assert mark_best(tmp_path) is None
 
 
 def test_a_checkpoint_that_is_read_is_deleted_when_it_no_longer_is(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from meshwright.checkpoint import commit
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, divisors_of
 from meshwright.preflight import preflight
 from meshwright.specs import MODELS
 from tests.helpers.checkpoints import BARE
@@ -581,3 +581,10 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
     preflight(config, 1)
     error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
     assert "training.datasets.1 = absent: checkpoint" in error
+
+
+def test_divisors_of_a_slip_of_the_finger_are_found_at_once() -> None:
+    for number in range(1, 200):
+        found = divisors_of(number).replace(" or ", ", ").split(", ")
+        assert found == [str(n) for n in range(1, number + 1) if number % n == 0]
+    assert divisors_of(2**31 - 1) == "1 or 2147483647"

@@ -16,6 +16,7 @@ from meshwright.config.job_config import BadSteps
 from meshwright.health import BadStepDetector
 
 CPU = torch.device("cpu")
+LABELS = torch.tensor(8)
 
 
 def spikes(policy: str = "skip", std: float = 3.0, window: int = 4, budget: int = 10) -> BadSteps:
@@ -28,7 +29,7 @@ def judge(detector: BadStepDetector, losses, grad_norms=None, first: int = 1) ->
     for step, loss in enumerate(losses, first):
         norm = 1.0 if grad_norms is None else grad_norms[step - first]
         figures = torch.tensor(loss), torch.tensor(norm)
-        held.append(bool(detector.judge(step, *figures, torch.isfinite(figures[0]))))
+        held.append(bool(detector.judge(step, *figures, torch.isfinite(figures[0]), LABELS)))
     return held
 
 
@@ -175,7 +176,8 @@ def test_nothing_of_it_leaves_the_device() -> None:
         with StaysOnDevice():
             for step in (1, 2):
                 loss, norm = torch.ones((), device=device), torch.ones((), device=device)
-                held = detector.judge(step, loss, norm, torch.isfinite(loss))
+                labels = torch.ones((), dtype=torch.int64, device=device)
+                held = detector.judge(step, loss, norm, torch.isfinite(loss), labels)
                 assert held.dtype == detector.is_stopped.dtype == torch.bool
         with pytest.raises(DataDependentOutputException):
             detector.num_bad()

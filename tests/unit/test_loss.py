@@ -171,6 +171,20 @@ def test_compiled_it_gives_the_same() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_what_torch_compiles_no_more_is_computed_all_the_same() -> None:
+    """A process may meet more shapes and types than it compiles for one function."""
+    torch._dynamo.reset()
+    compiled = SummedLoss(7)
+    compiled.compile("eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x, weight, labels = inputs()
+            x, weight = x.detach().to(dtype), weight.detach().to(dtype)
+            eager = SummedLoss(7)(x, weight, labels)
+            torch.testing.assert_close(compiled(x, weight, labels), eager, rtol=1e-5, atol=0)
+    torch._dynamo.reset()
+
+
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that was made."""
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from meshwright import main
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.models.layers import loss
+from meshwright.planning import command
 from meshwright.planning.as_gpu import as_gpu
 from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
 from meshwright.planning.job import plan_job
@@ -57,6 +59,25 @@ def test_devices_are_found_by_name_or_by_gib() -> None:
     assert not find_device("cpu").is_gpu
     with pytest.raises(ConfigError, match="no such device"):
         find_device("h1000")
+
+
+def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
+    alone, shared = find_device("cpu"), find_device("cpu", 4)
+    assert shared.memory_gib == pytest.approx(alone.memory_gib / 4, abs=0.01)
+    assert find_device("h100", 4) == find_device("h100")
+    seen = []
+
+    def refuse(*asked: object) -> None:
+        seen.append(asked)
+        raise ConfigError("", "no such device")
+
+    monkeypatch.setattr(command, "find_device", refuse)
+    options = {"rank": 0, "all_stages": False, "html": None, "tries_remedies": False, "workers": 1}
+    with pytest.raises(ConfigError):
+        command.plan(JobConfig(), 4, "cpu", None, as_json=False, **options)
+    with pytest.raises(ConfigError):
+        command.search(JobConfig(), 4, "cpu", None, 1, as_json=False)
+    assert seen == 2 * [("cpu", 4)]
 
 
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:

@@ -1,5 +1,6 @@
 """The search of `meshwright plan --search`, with made-up figures in the place of simulations."""
 
+import itertools
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -324,29 +325,52 @@ def test_of_both_ends_the_larger_peak_and_the_longer_time_count() -> None:
     assert (most.peak_bytes, most.seconds) == (9, 2.0)
 
 
+EVERY_2ND = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=2",
+)
+
+
+def stages(*sizes: int) -> str:
+    """A pipeline's stages of so many layers each, as an option."""
+    numbers = itertools.count()
+    parts = [[f"layers.{next(numbers)}" for _ in range(size)] for size in sizes]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return f"--parallelism.module_fqns_per_model_part={json.dumps(parts)}"
+
+
+INTERLEAVED = (
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+)
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("layers", "words"),
     [
-        [],
-        ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-        ["--parallelism.pipeline_parallel_degree=2"],
+        (24, []),
+        (24, EVERY_2ND),
+        (25, EVERY_2ND),
+        (24, ["--parallelism.pipeline_parallel_degree=2"]),
         # its first stage has fewer layers than the rank's other, because it has the embedding
-        [
-            "--parallelism.pipeline_parallel_degree=2",
-            "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-            "--model.args.vocab_size=4096",
-        ],
+        (24, [*INTERLEAVED, "--model.args.vocab_size=4096"]),
+        (38, [*INTERLEAVED, *EVERY_2ND]),  # stages of 9, 10, 10 and 9: its other begins at 19
+        (30, [*INTERLEAVED, *EVERY_2ND, stages(9, 2, 11, 8)]),  # it begins at 11
     ],
 )
-def test_layers_are_added_along_the_line_through_two_depths(words, monkeypatch) -> None:
+def test_layers_are_added_along_the_line_through_two_depths(layers, words, monkeypatch) -> None:
     def linear(plan: Plan, _: int, rank: int, *__: object) -> Figures:
         assert rank == 0
         names = [name for part in plan.stage_modules[:: plan.dims.pp] for name in part]
-        depth = sum("layers." in name for name in names)
-        return Figures({"a": 100 + 7 * depth, "b": 3 * depth}, 1.0, 1 + 2 * depth, rank)
+        numbers = [int(name.split(".")[1]) for name in names if "layers." in name]
+        recomputed = sum(number % predicting.period(plan.config) == 0 for number in numbers)
+        depth = len(numbers)
+        peaks = {"a": 100 + 7 * depth, "b": 3 * depth + recomputed}
+        return Figures(peaks, 1.0, 1 + 2 * depth, rank)
 
     monkeypatch.setattr(predicting, "measure", linear)
-    config, _ = load_config([DEBUG, "--model.args.n_layers=24", *words])
+    config, _ = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
     plan = plan_job(config, 2, is_gpu=True)
     found, whole = predict(plan, 2, 0, H100, RATES), linear(plan, 2, 0)
     assert found.line is not None

@@ -8,7 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.config.checks import check_divisible
+from meshwright.config.job_config import JobConfig
+from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
+from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.tensor_parallel import apply_tp
@@ -34,3 +38,19 @@ def test_a_parameter_without_a_layout_is_named() -> None:
         model.layers["1"].attention.q_norm = nn.RMSNorm(8)
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.q_norm\.weight has no layout"):
         apply_tp(model, meshes.tp)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_a_rank_without_rows_of_the_vocabulary_is_refused(degree: int) -> None:
+    """As torch cuts them: of 9 rows, four ranks would get 3, 3, 3 and none."""
+    config = JobConfig(parallelism={"tensor_parallel_degree": degree})
+    for rows in range(1, 70):
+        args = LlamaArgs(16, 1, n_heads=8, n_kv_heads=8, hidden_dim=8, vocab_size=rows)
+        if len(torch.empty(rows).chunk(degree)) == degree:
+            check_divisible(config, args.table)
+            continue
+        rule = rf"model\.args\.vocab_size = {rows}, for each rank leave none"
+        with pytest.raises(ConfigError, match=rule) as error:
+            check_divisible(config, args.table)
+        advice = str(error.value).partition("set model.args.vocab_size = ")[2]
+        assert len(torch.empty(int(advice.partition(",")[0])).chunk(degree)) == degree

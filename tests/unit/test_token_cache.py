@@ -57,6 +57,31 @@ def test_every_document_is_there_in_order(texts, tmp_path, small_blocks) -> None
     assert cache.num_bytes == sum(map(len, texts))
 
 
+OWN = """
+from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+TEXTS = {texts}
+
+
+def texts(entry, streamed):
+    return IndexedDocuments(len(TEXTS), TEXTS.__getitem__)
+
+
+DATASETS = {{"own": DatasetSpec(texts, lambda entry: [])}}
+"""
+
+
+def test_a_dataset_of_the_users_is_read_anew_when_its_code_has_changed(tmp_path) -> None:
+    module = tmp_path / "own.py"
+    entry = Entry("training", "own", Source(dataset="own"))
+    recipe = TokenizationSpec(entry, BYTES, custom_import=str(module))
+    for text in ("before", "after", "before"):
+        module.write_text(OWN.format(texts=[text]))
+        cache = open_cache(recipe, tmp_path / "cache", num_workers=1)
+        assert documents_of(cache) == [[256, *text.encode(), 257]]
+
+
 def test_any_number_of_processes_makes_the_same_cache(tmp_path) -> None:
     caches = [
         open_cache(TextsRecipe(MANY), tmp_path / str(number), num_workers=number)

@@ -86,6 +86,14 @@ def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
     assert not list(cache.folder.glob("*.tokens"))  # nothing is copied
 
 
+@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
+def test_wider_tokens_without_a_header_are_refused(dtype: str, tmp_path: Path) -> None:
+    """Read as uint16, every id would be followed by a 0 that is no token of the text."""
+    flat(5 * DOCUMENTS, dtype).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"a\.bin: every second token is 0: .* than uint16"):
+        open_tokens(tmp_path, "tokens", tmp_path / "a.bin")
+
+
 def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
     """The same tokens and boundaries give the same order, whatever file they are in."""
     rng = np.random.default_rng(0)

@@ -44,10 +44,14 @@ class SummedLoss:
         self._add: Callable[[Tensor, Tensor], object] = add_
 
     def compile(self, backend: Any) -> None:
-        """Compile the passes over logits and gradients between matrix products."""
-        self._log_sums = torch.compile(log_sums, fullgraph=True, backend=backend)
-        self._exponentiate = torch.compile(exponentiate_, fullgraph=True, backend=backend)
-        self._add = torch.compile(add_, fullgraph=True, backend=backend)
+        """Compile the passes over logits and gradients between matrix products.
+
+        A process that meets more shapes than torch compiles for one function runs the others
+        eagerly, and torch warns of it: with `fullgraph` it would raise an error.
+        """
+        self._log_sums = torch.compile(log_sums, backend=backend)
+        self._exponentiate = torch.compile(exponentiate_, backend=backend)
+        self._add = torch.compile(add_, backend=backend)
 
     def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
         """(B, S, D), (V, D) -> (B, S, V): for generation, and to compare with other code.
