@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.changes import to_json
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor, bad_records
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, config_error
 from meshwright.preflight import Plan, resume_diff
 
 
@@ -93,7 +93,5 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:
     """The end of a job whose ranks have passed over too many records, though none by itself has."""
-    key = "training.max_bad_records"
-    return ConfigError(
-        key, f"{key} = {allowed}: {count} records have been passed over so far\n  fix: raise it"
-    )
+    rule = f"{count} records have been passed over so far"
+    return config_error("training.max_bad_records", allowed, rule, "raise it")

@@ -76,5 +76,4 @@ class CheckpointWeights:
     def _unreadable(self, error: BaseException) -> ConfigError:
         causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
         reason = causes[0][0] if causes else error
-        key, path = self._place.key, str(self._place.path)
-        return ConfigError(key, f"{key} = {path!r}: cannot be read: {reason}")
+        return self._place.error(f"cannot be read: {reason}")

@@ -95,11 +95,11 @@ def _show(place: Place, with_tensors: bool) -> None:
         try:
             tensors = read_saved_tensors(found.path)
         except (OSError, ValueError) as error:
-            found.check(False, f"the index of its tensors cannot be read: {error}")
+            raise found.error(f"the index of its tensors cannot be read: {error}") from None
         try:
             facts = list(_facts(entry, manifest, tensors))
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # whoever made it lied
-            found.check(False, f"{MANIFEST} makes no sense: {error}")
+            raise found.error(f"{MANIFEST} makes no sense: {error}") from None
         print(align(facts))
     if with_tensors:
         rows = [

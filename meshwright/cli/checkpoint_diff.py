@@ -86,8 +86,7 @@ def _saved(place: Place) -> dict[str, SavedTensor]:
     try:
         return read_saved_tensors(place.path)
     except (OSError, ValueError) as error:
-        place.check(False, f"the index of its tensors cannot be read: {error}")
-        raise AssertionError from None
+        raise place.error(f"the index of its tensors cannot be read: {error}") from None
 
 
 def _open(place: Place) -> CheckpointWeights:

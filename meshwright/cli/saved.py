@@ -5,7 +5,7 @@ import shlex
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.errors import ConfigError, check
+from meshwright.errors import ConfigError, check, config_error
 from meshwright.models.family import Family
 from meshwright.specs import MODELS
 
@@ -38,7 +38,7 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         tokenizer = build_tokenizer(path)
     except ConfigError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
+        raise config_error("--tokenizer", path, reason, fix) from None
     trained_with = manifest["data_identity"].get("model.tokenizer_path")
     check(
         tokenizer.fingerprint == trained_with,

@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.cli import check_job, tokenize_data
 from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_ranks
 from meshwright.launch.process import HOST_SETTINGS, exit_when_asked
 
@@ -87,12 +87,9 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_gpus(ranks: Ranks) -> None:
-    if 0 < ranks.gpus < ranks.per_machine:
-        raise ConfigError(
-            "",
-            f"NGPU = {ranks.per_machine}: there are {ranks.gpus} GPUs\n"
-            "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
-        )
+    fix = "lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    is_enough = ranks.gpus == 0 or ranks.per_machine <= ranks.gpus
+    check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
 
 
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.provenance import underline
 from meshwright.config.suggest import nearest, suggest_key, suggest_section
-from meshwright.errors import ConfigError, UnknownKeyError
+from meshwright.errors import ConfigError, UnknownKeyError, config_error
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 SAME_VALUES = {
@@ -55,7 +55,7 @@ def explain_mistake(mistake: ErrorDetails) -> ConfigError:
     if kind == "missing":
         return ConfigError(key, f"{key}: {rule}")
     fix = _right_spelling(kind, value, mistake.get("ctx", {}))
-    return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+    return config_error(key, value, rule, fix)
 
 
 def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> str:

@@ -23,7 +23,7 @@ from meshwright.datasets.source_files import (
     subset_of,
 )
 from meshwright.datasets.token_files import TokenFiles, token_paths
-from meshwright.errors import check, where_it_ends
+from meshwright.errors import check, config_error, where_it_ends
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
     if spec.path == "required":
         spec.files(entry)
     elif path and not Path(path).exists():
-        check(False, key, path, "no such file or folder", where_it_ends(path))
+        raise config_error(key, path, "no such file or folder", where_it_ends(path))
     if spec.has_tokens and source.dataset_mode == "streamed":
         raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
     if source.dataset_subset and not is_hub:

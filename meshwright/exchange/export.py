@@ -99,7 +99,8 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        place.check(False, f"cannot be written: {error.strerror or error}", "name another folder")
+        reason = error.strerror or error
+        raise place.error(f"cannot be written: {reason}", "name another folder") from None
     say(f"exported to {out}")
 
 
@@ -178,8 +179,7 @@ def _verify_tokenizer(
     try:
         theirs, special, by = _read_tokenizer(place.path)
     except Exception as error:  # whatever a library makes of a file
-        place.check(False, f"its tokenizer cannot be read: {error}", LEAVE_OUT)
-        raise AssertionError from None
+        raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
     count = 0
     for text in job.texts:
         want, got = encode(text), theirs(text)

@@ -52,9 +52,9 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
         try:
             found |= read_header(folder / name)
         except OSError as error:
-            place.check(False, f"{name} cannot be read: {error.strerror}")
+            raise place.error(f"{name} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            place.check(False, f"{name} {error}", again)
+            raise place.error(f"{name} {error}", again) from None
     for name, file in weight_map.items():
         place.check(
             name in found and found[name].file.name == file,
@@ -82,7 +82,7 @@ def _check_single(place: Place) -> None:
         "download the safetensors files, or convert it: load it in transformers where you trust "
         "it, then save_pretrained",
     )
-    place.check(False, f"holds neither {SINGLE} nor {INDEX}")
+    raise place.error(f"holds neither {SINGLE} nor {INDEX}")
 
 
 def find_family(place: Place, families: Sequence[Family]) -> Family:
@@ -108,9 +108,7 @@ def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]
     try:
         return form.read_config(config)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
-        ) from None
+        raise place.error(f"{CONFIG}: {error}") from None
 
 
 def _read_config(place: Place) -> dict[str, Any]:
@@ -218,6 +216,4 @@ def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> D
     try:
         return kind(**values)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
-        ) from None
+        raise place.error(f"{CONFIG}: {error}") from None

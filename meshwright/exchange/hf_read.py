@@ -7,7 +7,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
 from meshwright.exchange.hf_folder import check_tensors, find_tensors
 from meshwright.models.args import DecoderArgs
 from meshwright.models.hugging_face import HuggingFaceForm
@@ -29,7 +28,7 @@ class HuggingFaceWeights:
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
-            raise ConfigError(place.key, f"{place.key} = {str(place.path)!r}: {error}") from None
+            raise place.error(str(error)) from None
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
 from meshwright.exchange.hf_folder import check_args
 from meshwright.exchange.pth_file import read_header
 from meshwright.exchange.safetensors_file import ITEM_BYTES, StoredTensor
@@ -53,9 +52,7 @@ def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> Pieces
     try:
         there = form.read_params(params)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {PARAMS}: {error}"
-        ) from None
+        raise place.error(f"{PARAMS}: {error}") from None
     differ = {
         name: (dimension.key, dimension.value)
         for name, dimension in there.items()
@@ -82,11 +79,10 @@ def _read_header(place: Place, file: Path) -> dict[str, StoredTensor]:
     try:
         return read_header(file)
     except OSError as error:
-        reason, fix = f"cannot be read: {error.strerror}", ""
+        raise place.error(f"{file.name} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        reason, fix = str(error), "download it again, or save its dict of tensors with torch.save"
-    place.check(False, f"{file.name} {reason}", fix)
-    raise AssertionError
+        fix = "download it again, or save its dict of tensors with torch.save"
+        raise place.error(f"{file.name} {error}", fix) from None
 
 
 def _find_cut(

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from meshwright.errors import check
+from meshwright.errors import check, config_error
 from meshwright.planning.devices import Device
 from meshwright.planning.work import Collective, Operator
 
@@ -234,8 +234,7 @@ def read_rates(path: Path, device: Device, world_size: int) -> Measured:
     try:
         rates = TypeAdapter(Measured).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        check(False, key, str(path), f"no file of rates ({_reason(error)})", fix)
-        raise AssertionError from None
+        raise config_error(key, str(path), f"no file of rates ({_reason(error)})", fix) from None
     check(rates.is_gpu == device.is_gpu, key, str(path), f"was {rates.source}", fix)
     check(
         rates.is_gpu or rates.ranks == world_size,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check
+from meshwright.errors import check, config_error
 from meshwright.planning.board import Board, Candidate, fits_in, may_fit
 from meshwright.planning.choices import Choice, difference, legal
 from meshwright.planning.devices import GIB, Device
@@ -187,8 +187,7 @@ def _first_that_fits(
             figures = _most([future.result() for future in futures])
         if fits_in(figures, one.plan, device):
             return figures.peak_bytes, ranked[index:]
-    check(False, "--device", device.name, "no candidate fits with all of its layers")
-    raise AssertionError
+    raise config_error("--device", device.name, "no candidate fits with all of its layers")
 
 
 def to_text(config: JobConfig, found: Found, source: str) -> str:

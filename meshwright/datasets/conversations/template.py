@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from meshwright.config.job_config import BYTES
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, find_file
 from meshwright.datasets.tokenizers.special_tokens import read_json_object
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, check, config_error
 
 TEMPLATE_KEY = "model.chat_template_path"
 FILE_NAME = "chat_template.jinja"
@@ -44,7 +44,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
     try:
         found = read_json_object(tokenizer_file.with_name(CONFIG_NAME)).get("chat_template")
     except ValueError as error:
-        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {tokenizer_path!r}: {error}") from error
+        raise config_error(PATH_KEY, tokenizer_path, str(error)) from error
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
@@ -69,9 +69,8 @@ def _read_template(file: Path) -> str:
         template = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise ConfigError(TEMPLATE_KEY, f"{TEMPLATE_KEY} = {str(file)!r}: {reason}") from error
-    if not template.strip():
-        raise ConfigError(TEMPLATE_KEY, f"{TEMPLATE_KEY} = {str(file)!r}: is empty")
+        raise config_error(TEMPLATE_KEY, str(file), reason) from error
+    check(bool(template.strip()), TEMPLATE_KEY, str(file), "is empty")
     return template
 
 

@@ -13,7 +13,7 @@ from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_tiktoken
 from meshwright.datasets.tokenizers.well_formed import well_formed
-from meshwright.errors import ConfigError, where_it_ends
+from meshwright.errors import ConfigError, check, config_error, where_it_ends
 
 PATH_KEY = "model.tokenizer_path"
 OF_PRESETS = {
@@ -88,18 +88,13 @@ def build_tokenizer(path: str) -> Tokenizer:
         return ByteTokenizer()
     file = find_file(path)
     content = file.read_bytes()
-    if not content.strip():
-        raise ConfigError(
-            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: is empty\n  fix: download it again"
-        )
+    check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     kind = kind_of(file, content)
     try:
         return kind(file)
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
-        raise ConfigError(
-            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: not a {kind.__name__}: {reason}"
-        ) from error
+        raise config_error(PATH_KEY, str(file), f"not a {kind.__name__}: {reason}") from error
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -122,16 +117,12 @@ def find_file(path: str) -> Path:
     file = Path(path)
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]
-        if not inside:
-            fix = "name the file itself"
-            raise ConfigError(
-                PATH_KEY,
-                f"{PATH_KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}\n  fix: {fix}",
-            )
+        rule = f"holds no {' or '.join(FILE_NAMES[:2])}"
+        check(bool(inside), PATH_KEY, path, rule, "name the file itself")
         return inside[0]
     if not file.is_file():
         fix = _download(file) or where_it_ends(file)
-        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {path!r}: no such file or folder\n  fix: {fix}")
+        raise config_error(PATH_KEY, path, "no such file or folder", fix)
     return file
 
 
