@@ -8,7 +8,7 @@ and purposes sum to the total at every event.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -193,7 +193,7 @@ class Ledger(torch_names.TorchDispatchMode):
         if self._is_shadow or namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
         scope = self._scope
-        scope.look(sys._getframe(1))
+        scope.look(inspect.currentframe())
         if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
             self.settle()
         self._place = Moment(scope.phase, scope.module, scope.microbatch)
