@@ -21,6 +21,7 @@ from meshwright import hardware, history
 from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
+from meshwright.file_system import whole_file
 from meshwright.launch.process import HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
@@ -81,13 +82,11 @@ def announce(plan: Plan, device: torch.device) -> None:
     )
     if dist.get_rank() == 0:
         path = Path(config.job.dump_folder) / "config.toml"
-        unfinished = path.with_suffix(".tmp")
         try:
-            unfinished.write_text(to_toml(config), "utf-8")
-            unfinished.replace(path)
+            with whole_file(path) as file:
+                file.write(to_toml(config).encode())
         except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
-            unfinished.unlink(missing_ok=True)
 
 
 def mesh_of(plan: Plan) -> str:

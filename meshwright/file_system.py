@@ -1,11 +1,13 @@
-"""Flushes and locks files, also where a file system cannot do so. Free of torch."""
+"""Writes, flushes and locks files, also where a file system cannot flush or lock. No torch."""
 
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from meshwright.log import logger
 
@@ -46,6 +48,23 @@ def sync_folder(folder: Path) -> None:
         sync_file(descriptor, folder)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file that takes the name `path` once it is whole and on the disk.
+
+    After an error inside, it is gone, and `path` as before.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            sync_file(file.fileno(), unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:

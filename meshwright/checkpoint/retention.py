@@ -13,7 +13,7 @@ from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved
 from meshwright.checkpoint.locks import RISK
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.errors import ConfigError
-from meshwright.file_system import lock
+from meshwright.file_system import lock, whole_file
 from meshwright.log import logger
 
 BEST_FILE = "best.json"
@@ -83,9 +83,8 @@ def mark_best(folder: Path) -> int | None:
         return None
     step, loss = int(best[0]), best[1]
     marked = {"step": step, "validation_loss": loss, "checkpoint": step_folder(folder, step).name}
-    unfinished = folder / f"{BEST_FILE}.tmp"
-    unfinished.write_text(json.dumps(marked) + "\n", "utf-8")
-    unfinished.replace(folder / BEST_FILE)
+    with whole_file(folder / BEST_FILE) as file:
+        file.write(f"{json.dumps(marked)}\n".encode())
     return step
 
 
