@@ -1,6 +1,5 @@
 """A job's messages at its start and end, and its records beside the results."""
 
-import dataclasses
 import json
 import os
 import platform
@@ -49,7 +48,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     logger.info(
         "%d ranks (%s) on %s; torch %s",
         dist.get_world_size(),
-        mesh_of(plan),
+        str(plan.dims) or "no mesh",
         hardware.device_name(device),
         torch.__version__,
     )
@@ -87,12 +86,6 @@ def announce(plan: Plan, device: torch.device) -> None:
                 file.write(to_toml(config).encode())
         except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
-
-
-def mesh_of(plan: Plan) -> str:
-    """Return the axes of the mesh that have more than one rank, e.g. "dp_shard 4 x tp 2"."""
-    degrees = dataclasses.asdict(plan.dims).items()
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh"
 
 
 def compact_toml(text: str) -> list[str]:
@@ -148,7 +141,7 @@ def note_start(plan: Plan, device: torch.device) -> None:
         return
     facts: dict[str, Any] = {
         "ranks": dist.get_world_size(),
-        "mesh": mesh_of(plan),
+        "mesh": str(plan.dims) or "no mesh",
         "host": socket.gethostname(),
         "system": platform.platform(),
         "device": hardware.device_name(device),

@@ -130,8 +130,7 @@ def _ends(plan: Plan) -> list[int]:
 
     Each is simulated in a process of its own, as torch keeps groups of gone meshes in caches.
     """
-    ranks = plan.dims.pp * plan.dims.dp * plan.dims.cp * plan.dims.tp
-    return sorted({0, (plan.dims.pp - 1) * (ranks // plan.dims.pp)})
+    return sorted({0, plan.dims.num_ranks // plan.dims.pp * (plan.dims.pp - 1)})
 
 
 def _most(found: list[Figures]) -> Figures:
