@@ -126,19 +126,13 @@ class Profiler:
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         path = self._traces_folder / f"step_{self._step}" / f"rank_{self._rank}.json"
-        _write(path, lambda: profiler.export_chrome_trace(str(path)), "trace")
         text = summarize_operators(profiler.key_averages())
-        _write(path.with_suffix(".txt"), lambda: path.with_suffix(".txt").write_text(text), "")
+        _write("trace", path, profiler.export_chrome_trace, text)
 
     def _write_snapshot(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}.pickle"
-
-        def write() -> None:
-            torch.cuda.memory._dump_snapshot(str(path))
-
-        _write(path, write, "memory snapshot")
         text = summarize_memory(torch.cuda.memory._snapshot())
-        _write(path.with_suffix(".txt"), lambda: path.with_suffix(".txt").write_text(text), "")
+        _write("memory snapshot", path, torch.cuda.memory._dump_snapshot, text)
 
 
 def summarize_operators(events: Sequence[Any]) -> str:
@@ -208,12 +202,13 @@ def _record(is_on: bool) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _write(path: Path, write: Callable[[], object], what: str) -> None:
+def _write(what: str, path: Path, write: Callable[[str], object], summary: str) -> None:
+    """Write a file and, beside it, its summary; warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write()
+        path.with_suffix(".txt").write_text(summary)
+        write(str(path))
     except OSError as error:
-        logger.warning("%s %s cannot be written: %s", what or "summary", path, error)
+        logger.warning("%s %s cannot be written: %s", what, path, error)
     else:
-        if what:
-            logger.info("wrote %s %s", what, path)
+        logger.info("wrote %s %s", what, path)

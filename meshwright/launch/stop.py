@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,8 @@ class StopCoordinator:
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopCoordinator":
-        self._before = {number: signal.signal(number, _nothing) for number in stop_signals()}
+        # Python writes a signal's number only if it has a handler for it
+        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
@@ -220,10 +220,6 @@ class StopCoordinator:
         """End as SIGTERM would have, unless the whole job is being stopped."""
         if not self._agreed and not self._launcher_says():
             os._exit(128 + signal.SIGTERM)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Python writes a signal's number only if it has a handler for it."""
 
 
 def _as_plain(error: Exception) -> Exception:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,7 +53,7 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         _set_up_console(args)
         logger.info("starting %s ranks on this machine", args.nproc_per_node)
-        watch = Watch(hearts, lambda rank: _stderr_of(args, rank), lambda: _logs(args), _warn)
+        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
             with watch:
                 run(args)
@@ -89,10 +90,6 @@ def _ask_to_stop(request: Path, number: int) -> None:
     unfinished.rename(request)  # never seen empty
     # a handler may have interrupted a print
     os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
-
-
-def _warn(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def _report(
