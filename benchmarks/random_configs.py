@@ -22,6 +22,7 @@ from pathlib import Path
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight, resolve_model
@@ -71,8 +72,7 @@ def _case(
     """`config` on `mesh`, and what it is compared with."""
     _, args = resolve_model(config)
     small = shrink(config, args)
-    steps = small.training.model_copy(update={"steps": LAST_RESUMED_STEP})
-    small = small.model_copy(update={"training": steps})
+    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}})
     options, training = own_options(config), config.training
     options["training"]["mixed_precision_reduce"] = training.mixed_precision_reduce
     kind: Kind = "fp32"

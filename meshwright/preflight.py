@@ -30,6 +30,7 @@ from meshwright.config.contradictions import check_contradictions
 from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
+from meshwright.config.update import changed
 from meshwright.datasets.checks import (
     check_budgets,
     check_mixture,
@@ -137,9 +138,7 @@ def preflight(
     tokenizer = check_alone(config)
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"name": spec.name})}
-    )
+    config = changed(config, {"model": {"name": spec.name}})
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import check, did_you_mean, divisors_of
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
@@ -73,11 +74,12 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
         f"ranks x local_batch_size {training.local_batch_size}",
         f"the nearest is {nearest}",
     )
-    return config.model_copy(
-        update={
-            "parallelism": parallelism.model_copy(update={"data_parallel_shard_degree": shard}),
-            "training": training.model_copy(update={"global_batch_size": global_batch_size}),
-        }
+    return changed(
+        config,
+        {
+            "parallelism": {"data_parallel_shard_degree": shard},
+            "training": {"global_batch_size": global_batch_size},
+        },
     )
 
 

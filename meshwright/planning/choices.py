@@ -10,11 +10,11 @@ from typing import Any
 import tomli_w
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import Update, changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
-from meshwright.planning.remedies import Update, changed
 from meshwright.preflight import Plan
 
 MODES = ("none", "selective", "full")

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.memory import BYTES
 from meshwright.parallelisms.pipeline_split import stages_of_rank
@@ -15,7 +16,6 @@ from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import period
 from meshwright.planning.rates import Rates
-from meshwright.planning.remedies import changed
 from meshwright.planning.scope import AGAIN, BACKWARD, FORWARD
 from meshwright.planning.simulate import Simulation, simulate
 from meshwright.planning.timing import entry_seconds

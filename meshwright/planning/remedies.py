@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import Update, changed
 from meshwright.planning.devices import GIB, Device, overheads, verdict
 from meshwright.planning.predict import Figures, in_processes, predict_config
 from meshwright.planning.report import RankPlan
@@ -47,17 +48,6 @@ def lines(found: list[Remedy]) -> list[str]:
     return ["", "with one change, from two shallow depths:"] + [
         f"  {one.peak_bytes / GIB:8.2f} GiB, {one.verdict:12} {one.change}" for one in found
     ]
-
-
-Update = dict[str, dict[str, Any]]
-
-
-def changed(config: JobConfig, update: Update) -> JobConfig:
-    """Return `config` with other values, by section and key."""
-    sections = {
-        name: getattr(config, name).model_copy(update=keys) for name, keys in update.items()
-    }
-    return config.model_copy(update=sections)
 
 
 def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:

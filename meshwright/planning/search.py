@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import check, config_error
 from meshwright.planning.board import Board, Candidate, fits_in, may_fit
 from meshwright.planning.choices import Choice, difference, legal
@@ -19,7 +20,6 @@ from meshwright.planning.floors import Floor, Shape, floor_of, shape_of, traces
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
 from meshwright.planning.rates import Rates
-from meshwright.planning.remedies import changed
 from meshwright.preflight import Plan
 
 MOST_SIMULATED = 32

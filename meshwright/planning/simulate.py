@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
+from meshwright.config.update import changed
 from meshwright.health import BadStepDetector
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.local_model import allocate
@@ -114,10 +115,9 @@ def run_step(
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Return `plan` with `count` microbatches in a step."""
-    training = plan.config.training
-    batch = training.global_batch_size // plan.num_microbatches * count
-    training = training.model_copy(update={"global_batch_size": batch})
-    return replace(plan, config=plan.config.model_copy(update={"training": training}))
+    batch = plan.config.training.global_batch_size // plan.num_microbatches * count
+    config = changed(plan.config, {"training": {"global_batch_size": batch}})
+    return replace(plan, config=config)
 
 
 def num_simulated(plan: Plan) -> int:

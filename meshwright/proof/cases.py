@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.pipeline_split import SCHEDULES
@@ -279,12 +280,7 @@ def build_case(
         updates["float8"] = {"enable": kind != "fp32"}
         name = name.replace("bf16", "float8")
     updates["training"] = updates.get("training", {}) | local | precision
-    config = small.model_copy(
-        update={
-            section: getattr(small, section).model_copy(update=values)
-            for section, values in updates.items()
-        }
-    )
+    config = changed(small, updates)
     shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
     return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()), kind)
 

@@ -14,8 +14,10 @@ from meshwright.config.job_config import (
     Metrics,
     Parallelism,
     Profiling,
+    Source,
     Validation,
 )
+from meshwright.config.update import changed
 from meshwright.datasets import find_dataset
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.models.args import DecoderArgs
@@ -117,12 +119,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "frozen": frozen,
     }
     training = {
-        "dataset": "python_stdlib",
-        "dataset_path": "",
-        "dataset_subset": "",
-        "dataset_split": "train",
-        "dataset_column": "text",
-        "dataset_format": "",
+        **Source().model_dump(),
         "dataset_mode": "streamed" if has_stream else "cached",
         "stream_shards": min(config.training.stream_shards, MOST_SHARDS),
         "datasets": [],
@@ -138,18 +135,21 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it: it must not change the model
     }
-    optimizer = {"early_step_in_backward": False, "groups": groups}
-    warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
+    config = changed(
+        config,
+        {
+            "model": model,
+            "training": training,
+            "optimizer": {"early_step_in_backward": False, "groups": groups},
+            "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
+            "float8": {"filter_fqns": left_out, "emulate": True},
+        },
+    )
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update=model),
-            "training": config.training.model_copy(update=training),
-            "optimizer": config.optimizer.model_copy(update=optimizer),
-            "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
-            "float8": config.float8.model_copy(update={"filter_fqns": left_out, "emulate": True}),
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),
