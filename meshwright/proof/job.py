@@ -41,7 +41,7 @@ class Job:
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
-        self._detector = BadStepDetector.on(device)
+        self._detector = BadStepDetector(device)
 
     def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
         """One optimizer step: its loss, and its gradient norm. Collective.

@@ -70,7 +70,7 @@ class PackedJob:
             step=step,
             options=StepOptions(),
             meshes=self.meshes,
-            detector=BadStepDetector.on(torch.device("cpu")),
+            detector=BadStepDetector(torch.device("cpu")),
         )
         return result.loss.item()
 

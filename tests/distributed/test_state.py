@@ -64,7 +64,7 @@ class Job:
             step=step,
             options=StepOptions(),
             meshes=self.meshes,
-            detector=BadStepDetector.on(torch.device("cpu")),
+            detector=BadStepDetector(torch.device("cpu")),
         )
 
     def forward(self, step: int) -> torch.Tensor:
