@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from meshwright.datasets import find_dataset
-from meshwright.datasets.conversations.chat import ChatTemplate, find_template
+from meshwright.datasets.conversations.chat import ChatTemplate
+from meshwright.datasets.conversations.template import find_template
 from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.source_files import fingerprint, revision, sampled
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
@@ -76,16 +77,22 @@ class TokenizationSpec:
     def identity(self) -> str:
         """Hash of the documents, the tokenizer and the chat template."""
         tokenizer = build_tokenizer(self.tokenizer_path)
-        try:
-            template = find_template(self.tokenizer_path, self.chat_template_path)
-        except ConfigError:  # it matters only if there are conversations, and is raised then
-            template = ""
-        parts = [
-            FORMAT,
-            fingerprint(self.entry, self._spec.files(self.entry)),
-            tokenizer.fingerprint,
-            tokenizer.bos_id,
-            tokenizer.eos_id,
-            template,
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        files = fingerprint(self.entry, self._spec.files(self.entry))
+        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
+        return short_hash([FORMAT, files, *parts])
+
+
+def tokenizer_parts(
+    tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
+) -> list[object]:
+    """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
+    try:
+        template = find_template(tokenizer_path, chat_template_path)
+    except ConfigError:  # it matters only if there are conversations, and is raised then
+        template = ""
+    return [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
+
+
+def short_hash(parts: list[object]) -> str:
+    """Return 16 hexadecimal digits that tell lists of JSON values apart."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
