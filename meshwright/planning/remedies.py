@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import tomli_w
+
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import Update, changed
 from meshwright.planning.devices import GIB, Device, overheads, verdict
@@ -58,7 +60,7 @@ def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
     def add(section: str, **keys: Any) -> None:
         old = getattr(config, section)
         if any(getattr(old, key) != value for key, value in keys.items()):
-            words = (f"{section}.{key} = {_shown(value)}" for key, value in keys.items())
+            words = (f"{section}.{tomli_w.dumps({key: keys[key]}).strip()}" for key in keys)
             found.append((", ".join(words), {section: keys}))
 
     for mode in ("selective", "full"):
@@ -79,9 +81,3 @@ def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
         if ranks % degree == 0:
             add("parallelism", **{key: degree}, **shard)
     return found
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
