@@ -25,13 +25,14 @@ from meshwright.config.loader import load_config
 from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight, resolve_model
+from meshwright.preflight import preflight
 from meshwright.proof.cases import HSDP, KEYS, Case, Kind, build_case, own_options
 from meshwright.proof.compare import BF16, BOUNDS, Bounds, Reference, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, measure
 from meshwright.proof.prove import record_references
 from meshwright.proof.ranks import RankError, RankPool
 from meshwright.proof.shrink import GLOBAL_BATCH, shrink
+from meshwright.resolve_model import resolve_model
 
 Maybe = Callable[..., list[str]]
 PATIENCE_S = 300

@@ -17,7 +17,7 @@ from meshwright.config.update import changed
 from meshwright.models.args import DecoderArgs
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight, resolve_model
+from meshwright.preflight import preflight
 from meshwright.proof.cases import (
     HSDP,
     KEYS,
@@ -32,6 +32,7 @@ from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
 from meshwright.proof.prove import Row, _largest_of_layers, prove, record_references
 from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
+from meshwright.resolve_model import resolve_model
 from meshwright.specs import MODELS
 from tests.helpers.faults import FAULTS, MOMENT
 

@@ -20,6 +20,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "datasets optim checkpoint metrics profiling validation sampling generation health",
     "specs step bad_steps exchange due",
     "extension",
+    "resolve_model",
     "preflight",
     "agreement build reporting saved_job announce final_export",
     "trainer",
