@@ -18,7 +18,7 @@ FLOORS = (  # a part may import parts of lower floors only; a new part must be g
     "config models batch file_system history",
     "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation sampling generation health",
-    "specs step bad_steps exchange due",
+    "specs step bad_steps exchange due early_end",
     "extension",
     "resolve_model",
     "preflight",
