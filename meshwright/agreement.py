@@ -102,7 +102,7 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of every source file of the package."""
+    """Return a hash of every source file of the package."""
     folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())

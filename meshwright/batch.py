@@ -20,15 +20,15 @@ class Batch:
     attention does not stop between documents. Not cut where context parallelism cuts the others."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The same on `device`."""
+        """Return the same on `device`."""
         return self._each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory, from where copies to a device need not wait."""
+        """Return the same in page-locked memory, from where copies to a device need not wait."""
         return self._each(Tensor.pin_memory)
 
     def send(self, device: torch.device) -> "Batch":
-        """The same on `device`; the host does not wait for it."""
+        """Return the same on `device`; the host does not wait for it."""
         batch = self.pin_memory() if device.type == "cuda" else self
         return batch.to(device, non_blocking=True)
 

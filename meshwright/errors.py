@@ -112,7 +112,7 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """A hint for the name `wrong`: the nearest of `valid`, or all of them."""
+    """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"

@@ -98,7 +98,7 @@ def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system of `path` begins."""
+    """Return where the file system of `path` begins."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.is_mount())
 

@@ -141,12 +141,13 @@ class BadStepDetector:
         return int(self._num_bad.item())
 
     def bad_steps(self, first: int, last: int) -> list[BadStep]:
-        """The bad steps of this process from number `first` to before `last`. Waits for the
+        """Return the bad steps of this process from number `first` to before `last`. Waits for the
         device."""
         return [BadStep.of_row(row) for row in self._rows[first:last].tolist()]
 
     def is_too_many(self, number: int) -> bool:
-        """Whether the `number`-th bad step of this process, from 0, is one more than is allowed."""
+        """Return whether the `number`-th bad step of this process, from 0, is one more than is
+        allowed."""
         return number >= self._allowed
 
     def statistics(self) -> dict[str, Any]:

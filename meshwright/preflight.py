@@ -246,7 +246,7 @@ def check_data(config: JobConfig) -> Tokenizer:
 
 
 def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
-    """Names of the parameters that `model.frozen` means; some are left to be trained."""
+    """Return the names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
         frozen |= find_names(key, pattern, names)
@@ -299,7 +299,7 @@ def _plan_memory(
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
-    """How the job differs from the one that saved the checkpoint to resume from.
+    """Return how the job differs from the one that saved the checkpoint to resume from.
 
     Args:
         manifest: of that checkpoint, if it has been read.

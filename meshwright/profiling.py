@@ -86,7 +86,7 @@ class Profiler:
             _record(True)
 
     def step(self) -> None:
-        """Note the end of a step; write what is due."""
+        """Note the end of a step; write traces and snapshots that are due."""
         self._step += 1
         if self._records_memory and self._step % self._config.profile_freq == 0:
             self._write_snapshot(f"step_{self._step}")
@@ -107,7 +107,7 @@ class Profiler:
             _record(False)
 
     def _build_traces(self, wait: int, repeat: int) -> torch.profiler.profile:
-        """A Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
+        """Return a Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
         activities = {torch.profiler.ProfilerActivity.CPU}
         if self._has_gpu:
             activities.add(torch.profiler.ProfilerActivity.CUDA)
@@ -184,7 +184,7 @@ def summarize_memory(snapshot: Mapping[str, Any]) -> str:
 
 
 def _place(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost line of Python, outside libraries if there is one."""
+    """Return the innermost line of Python, outside libraries if there is one."""
     lines = [frame for frame in frames if frame["filename"].endswith(".py")]
     own = [frame for frame in lines if LIBRARY not in frame["filename"]]
     if not lines:

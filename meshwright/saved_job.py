@@ -28,7 +28,7 @@ def manifest_of(
     bad_steps: dict[str, Any],
     best_validation: tuple[int, float] | None,
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
@@ -62,7 +62,8 @@ def best_of(saved: Manifest) -> tuple[int, float] | None:
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
-    """Where a resume continues to read; it means something only in the data it was noted for.
+    """Return where a resume continues to read; it means something only in the data it was noted
+    for.
 
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.
@@ -92,6 +93,6 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:
-    """The end of a job whose ranks have passed over too many records, though none by itself has."""
+    """Return the error of ranks that have passed over too many records together."""
     rule = f"{count} records have been passed over so far"
     return config_error("training.max_bad_records", allowed, rule, "raise it")

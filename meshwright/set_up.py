@@ -222,7 +222,7 @@ def _set_values(
 
 
 def _is_printed(plan: Plan) -> bool:
-    """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
+    """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
     return CHECKED in os.environ and plan.resume_step == commit.choose_step(
         plan.checkpoint_folder, load_step

@@ -166,7 +166,7 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
 
 
 def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[str, float]:
-    """The figures of the step that are not rates; waits for the device."""
+    """Return the figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
     figures = {
         "loss/train": result.loss.item(),

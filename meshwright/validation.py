@@ -51,7 +51,7 @@ def evaluate(
     meshes: Meshes,
     token_bytes: Tensor | None = None,
 ) -> Evaluation:
-    """The loss of `model` on `steps`; nothing that training will find is changed.
+    """Return the loss of `model` on `steps`; nothing that training will find is changed.
 
     Waits for the device once, at the end. Collective: every rank of the job must call it, with as
     many steps.

@@ -255,7 +255,7 @@ class CheckpointManager:
         logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
 
     def _next_folder(self, step: int) -> Path:
-        """Where to write a checkpoint; a name that no other save has."""
+        """Return where to write a checkpoint; a name that no other save has."""
         self._saves += 1
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
@@ -334,7 +334,7 @@ class CheckpointManager:
 def _open(checkpoint: Path) -> SafeCheckpointReader:
     try:
         return SafeCheckpointReader(checkpoint)
-    except Exception as error:  # a pickle that is damaged raises what it likes
+    except Exception as error:  # a damaged pickle raises any exception
         raise ConfigError(
             "checkpoint.load_step",
             f"checkpoint {checkpoint} cannot be read: {error}"
@@ -343,7 +343,8 @@ def _open(checkpoint: Path) -> SafeCheckpointReader:
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
-    """A function, with its arguments, that moves a new thread from the first device to this one."""
+    """Return a function, with its arguments, that moves a new thread from the first device to this
+    one."""
     if not torch.accelerator.is_available():
         return ()
     return torch.accelerator.set_device_index, (torch.accelerator.current_device_index(),)

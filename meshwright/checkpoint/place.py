@@ -25,7 +25,7 @@ class Place:
         return config_error(self.key, str(self.path), rule, fix)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in the file `name` of the folder."""
+        """Return the JSON object in the file `name` of the folder."""
         try:
             content = json.loads((self.path / name).read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:

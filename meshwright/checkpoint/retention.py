@@ -121,7 +121,7 @@ def apply_retention(
 
 
 def is_kept_for_good(step: int, keep_every_n_steps: int) -> bool:
-    """Whether retention never deletes the checkpoint of `step`."""
+    """Return whether retention never deletes the checkpoint of `step`."""
     return keep_every_n_steps > 0 and step % keep_every_n_steps == 0
 
 

@@ -29,7 +29,7 @@ class CheckpointWeights:
         self._place, self._saved_name = place, saved_name
         try:
             self._reader = SafeCheckpointReader(place.path)
-        except Exception as error:  # a pickle that is damaged raises what it likes
+        except Exception as error:  # a damaged pickle raises any exception
             raise self._unreadable(error) from None
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
@@ -57,7 +57,7 @@ class CheckpointWeights:
             raise self._unreadable(error) from None
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter `name`, in the type it was saved in.
+        """Return the whole parameter `name`, in the type it was saved in.
 
         Raises:
             ConfigError: as `load`'s.

@@ -127,7 +127,7 @@ def _facts(
 
 
 def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
-    """Where in the data it stands: samples taken of each source, and epochs where known."""
+    """Yield where in the data it stands: samples taken of each source, and epochs where known."""
     data, content = manifest["data"], manifest["data_content"]
     yield "samples", f"{data.get('sample', 0):,}"
     for name, count in zip(content, data.get("counts", ()), strict=False):
@@ -167,7 +167,7 @@ def run_verify(given: Namespace) -> None:
 
 
 def _damage(checkpoint: Path) -> list[str]:
-    """Every fault in it."""
+    """Return every fault of a checkpoint."""
     try:
         with being_read(checkpoint):
             manifest = commit.inspect(checkpoint)

@@ -149,7 +149,7 @@ def _stops(place: Place) -> frozenset[int]:
 
 @torch.no_grad()
 def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
-    """The model with its weights, on the first GPU, else on the CPU."""
+    """Return the model with its weights, on the first GPU, else on the CPU."""
     device = hardware.pick_device(0)
     if dtype_name == "auto":  # the device's fastest type
         dtype_name = "bfloat16" if device.type == "cuda" else "float32"

@@ -11,7 +11,7 @@ from meshwright.specs import MODELS
 
 
 def saved_spec(place: Place, manifest: Manifest) -> Family:
-    """The family of the model that a checkpoint is of.
+    """Return the family of the model that a checkpoint is of.
 
     The job's own module is not imported unless the user names it: a checkpoint from elsewhere must
     not choose code to run.
@@ -24,10 +24,10 @@ def saved_spec(place: Place, manifest: Manifest) -> Family:
 
 
 def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple[Tokenizer, str]:
-    """The tokenizer that the checkpoint was trained with, and its path.
+    """Open the tokenizer that the checkpoint was trained with; return its path, too.
 
     Args:
-        given: where to look for it; None: where the job had it.
+        given: its path; None: the path that the job had.
 
     Raises:
         ConfigError: if it is not there, or another.

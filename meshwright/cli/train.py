@@ -111,7 +111,7 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
 
 
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:
-    """The ranks of this machine whose log the console shows."""
+    """Return the ranks of this machine whose log the console shows."""
     shown: str = given.log_rank or os.environ.get("LOG_RANK") or "0"
     for rank in shown.replace(",", " ").split():
         if not (rank.isdecimal() and int(rank) < ranks.per_machine):

@@ -143,8 +143,8 @@ def check_device(
     )
     if parallelism.context_parallel_attention == "ring" and parallelism.context_parallel_degree > 1:
         _check_ring(config, device_type, has_ring_kernel, fp32_modules)
-    # torch takes attention for random; on CPU it saves a random state for it, and that in the place
-    # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
+    # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
+    # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
     is_compiled = config.compile.enable and config.compile.backend != "eager"
     is_cut = config.parallelism.tensor_parallel_degree > 1
@@ -179,7 +179,7 @@ def _check_ring(
 
 
 def recomputes_attention(config: JobConfig) -> bool:
-    """Whether backward computes the attention of any block again, on a CPU."""
+    """Return whether backward computes the attention of any block again, on a CPU."""
     ac = config.activation_checkpoint
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         return "aten._scaled_dot_product_flash_attention_for_cpu" not in ac.saved_ops
@@ -246,7 +246,8 @@ class HasModules(Protocol):
 
 
 def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
-    """Names of the modules that `training.fp32_modules` matches, without those inside another.
+    """Return the names of the modules that `training.fp32_modules` matches, without those inside
+    another.
 
     Raises:
         ConfigError: if a pattern matches none, or one that cannot differ from its surroundings.

@@ -63,7 +63,7 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _needs_value(key: Key) -> bool:
-    """Whether `key` is known, and is not a flag."""
+    """Return whether `key` is known, and is not a flag."""
     # pydantic takes 0.1 s, more than `--help` needs for all else
     from meshwright.config.fields import find_field
 

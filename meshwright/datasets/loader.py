@@ -168,7 +168,8 @@ def num_bad_records(cursor: Cursor) -> int:
 def padded_samples(
     stream: SampleStream, shape: BatchShape, num_samples: int
 ) -> Iterator[list[Sample]]:
-    """This rank's samples of each step; after the last of all, samples without a label follow.
+    """Yield this rank's samples of each step; after the last of all, samples without a label
+    follow.
 
     Raises:
         ConfigError: if the data ends before.

@@ -43,7 +43,7 @@ class DatasetSpec:
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
-    """Each file a document."""
+    """Open the standard library: each file is a document."""
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
@@ -57,7 +57,7 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
 
 
 def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
-    """Files that Hugging Face `datasets` can read; of text files, each is one document."""
+    """Open files that Hugging Face `datasets` can read; each text file is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
@@ -74,12 +74,12 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:
-    """Files of tokens that others have made."""
+    """Open files of tokens that others have made."""
     return TokenFiles(entry, token_paths(kind, local_token_paths(kind, entry)))
 
 
 def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
-    """A dataset of the Hugging Face hub, or a local copy of it."""
+    """Open a dataset of the Hugging Face hub, or a local copy of it."""
     split = entry.source.dataset_split
     if path := entry.source.dataset_path:
         name = entry.source.dataset_subset or None

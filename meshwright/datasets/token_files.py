@@ -101,7 +101,7 @@ def token_paths(kind: str, found: Sequence[str]) -> list[str]:
 
 
 def open_megatron(path: Path) -> TokenFile:
-    """A `.bin` by the `.idx` beside it.
+    """Open a `.bin` by the `.idx` beside it.
 
     Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. The index: 9 bytes of magic,
     version 1 (uint64), code of the type (uint8), number of sequences and of document boundaries
@@ -138,7 +138,7 @@ def open_megatron(path: Path) -> TokenFile:
 
 
 def open_array(path: Path, bare: str) -> TokenFile:
-    """A shard of one array, by its header; `bare` is the type of one without.
+    """Open a shard of one array by its header; `bare` is the type of one without.
 
     Source: numpy's format 1 to 3; llm.c, `dev/data/data_common.py` (documents begin with EOS).
     """

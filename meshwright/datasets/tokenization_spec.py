@@ -19,8 +19,8 @@ from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (those of Meta's templates fall back to it): the same
-conversation has to be the same tokens tomorrow."""
+"""For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
+the date that Meta's templates fall back to."""
 FORMAT = 1
 """Of the files; another number is another cache."""
 
@@ -48,11 +48,11 @@ class TokenizationSpec:
         return found
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
-        """The documents."""
+        """Return the documents."""
         return self._spec.open(self.entry, streamed)
 
     def encoder(self) -> Encoder:
-        """The encoder of its documents."""
+        """Return the encoder of its documents."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
         def open_template() -> ChatTemplate:
@@ -66,7 +66,7 @@ class TokenizationSpec:
         return fingerprint(self.entry, self._spec.files(self.entry), is_portable=True)
 
     def revision(self) -> str:
-        """The commit of a dataset of the hub; "" for others."""
+        """Return the commit of a dataset of the hub; "" for others."""
         is_hub = self._spec.path == "optional" and not self.entry.source.dataset_path
         return revision(self._spec.files(self.entry)) if is_hub else ""
 

@@ -69,7 +69,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.Tokenizer:
-    """A byte-level BPE. With a pattern, no token reaches over the end of a match."""
+    """Return a byte-level BPE. With a pattern, no token reaches over the end of a match."""
     names = _byte_names()
     named = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     in_order = sorted(named, key=named.__getitem__)
@@ -85,7 +85,8 @@ def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.
 
 
 def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, in the order in which pieces are preferred."""
+    """Return every pair of pieces that makes a piece, in the order in which pieces are
+    preferred."""
     merges = []
     for piece in pieces:
         splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -95,7 +96,7 @@ def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]
 
 
 def _byte_names() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
+    """Return the character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

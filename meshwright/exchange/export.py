@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of the exported folder against those of the checkpoint, on the same tokens."""
+    """Logits of the exported folder against the checkpoint's logits, on the same tokens."""
 
     by: str
     """The code that computed the former."""
@@ -225,8 +225,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compare_logits(job: Job, place: Place) -> Comparison:
-    """The model in the checkpoint, rounded as the folder's, against the folder's in transformers;
-    where that is not installed, in our own model."""
+    """Compare logits of the checkpoint, rounded as the folder's weights, with the folder's.
+
+    transformers computes the latter; if it is not installed, our own model does.
+    """
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
 
     def fill(parameters: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ FILES = (
     *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", GENERATION_CONFIG),
 )
-"""What a folder of Hugging Face's has beside weights and config.json."""
+"""Files of a Hugging Face folder besides its weights and config.json."""
 
 
 def export_job(

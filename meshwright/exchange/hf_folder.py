@@ -23,12 +23,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether `path` looks like a model folder of Hugging Face."""
+    """Return whether `path` looks like a model folder of Hugging Face."""
     return (path / CONFIG).is_file()
 
 
 def find_tensors(place: Place) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors files, by the name it has there.
+    """Return every tensor of the folder's safetensors files, by the name it has there.
 
     Raises:
         ConfigError: if there are none, or a file is missing or not whole.
@@ -99,7 +99,7 @@ def find_family(place: Place, families: Sequence[Family]) -> Family:
 
 
 def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
-    """The folder's config.json as our dimensions.
+    """Return the folder's config.json as our dimensions.
 
     Raises:
         ConfigError: if it is of a model that ours cannot be.
@@ -207,7 +207,7 @@ def check_tensors(
 
 
 def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:
-    """The dimensions that config.json gives.
+    """Return the dimensions that config.json gives.
 
     Raises:
         ConfigError: if they cannot be our model's dimensions.

@@ -46,7 +46,8 @@ class HuggingFaceWeights:
                 local.copy_(self.read(name, tuple(local.shape), offset))
 
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """The box of `shape` at `offset` in the parameter `name`, in the type it is stored in."""
+        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
+        in."""
         foreign = self._foreign[name]
         head_dim = foreign.head_dim or 1
         # rows of a head lie in another order, so heads are read whole
@@ -76,5 +77,5 @@ def pairs(halves: Tensor, head_dim: int) -> Tensor:
 
 
 def halves(pairs: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `pairs`."""
+    """Return the inverse of `pairs`."""
     return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -106,14 +106,16 @@ def check_initial(
 
 
 def meta_form(place: Place, family: Family) -> MetaForm:
-    """The form of Meta's folders of the model's family; raises `ConfigError` if there is none."""
+    """Return the form of Meta's folders of the model's family; raises `ConfigError` if there is
+    none."""
     if family.meta is None:
         raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
     return family.meta
 
 
 def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
-    """The form of torchtitan's checkpoints of the family; raises `ConfigError` if it is unknown."""
+    """Return the form of torchtitan's checkpoints of the family; raises `ConfigError` if it is
+    unknown."""
     if family.torchtitan is None:
         fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
         raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)

@@ -31,7 +31,7 @@ class Pieces:
 
 
 def is_meta_folder(path: Path) -> bool:
-    """Whether `path` looks like a model folder of Meta's."""
+    """Return whether `path` looks like a model folder of Meta's."""
     return (path / PARAMS).is_file() and bool(_weight_files(path))
 
 
@@ -88,8 +88,8 @@ def _read_header(place: Place, file: Path) -> dict[str, StoredTensor]:
 def _find_cut(
     place: Place, name: str, shape: tuple[int, ...], stored: Sequence[Mapping[str, StoredTensor]]
 ) -> int | None:
-    """The dimension along which the files hold pieces of a tensor: the embedding is cut along
-    its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
+    """Return the dimension along which the files hold pieces of a tensor: the embedding is cut
+    along its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
     for pieces in stored:
         tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
         place.check(

@@ -61,7 +61,8 @@ class MetaWeights:
                 )
 
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """The box of `shape` at `offset` in the tensor `name`, in the type it is stored in."""
+        """Return the box of `shape` at `offset` in the tensor `name`, in the type it is stored
+        in."""
         cut = self._cut[name]
         if cut is None:
             return _box(self._files[0][name], shape, offset)

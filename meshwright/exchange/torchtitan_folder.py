@@ -18,12 +18,12 @@ SHOWN = 10
 
 
 def is_torchtitan_folder(path: Path) -> bool:
-    """Whether `path` looks like a step's folder of torchtitan's."""
+    """Return whether `path` looks like a step's folder of torchtitan's."""
     return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
 def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
-    """The name there of each parameter of the model with `args`.
+    """Return the name there of each parameter of the model with `args`.
 
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.

@@ -107,7 +107,7 @@ class StopCoordinator:
             logger.error("reading failed", exc_info=error)
 
     def is_over(self, step: int) -> bool:
-        """Whether `step` is the last: some rank was asked to stop, or can take no other."""
+        """Return whether `step` is the last: some rank was asked to stop, or can take no other."""
         return self.should_stop() or step >= self._last_step
 
     def failures(self, step: int) -> dict[int, Exception]:
@@ -120,7 +120,7 @@ class StopCoordinator:
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
     def should_stop(self) -> bool:
-        """Whether any rank had been asked to stop as of the previous call.
+        """Return whether any rank had been asked to stop as of the previous call.
 
         Ranks vote asynchronously during the step, so only the first call waits.
         """
@@ -223,7 +223,7 @@ class StopCoordinator:
 
 
 def _as_plain(error: Exception) -> Exception:
-    """The error without its cause, and of a kind that can be sent."""
+    """Return the error without its cause, and of a kind that can be sent."""
     if isinstance(error, ConfigError):
         return ConfigError(error.key, str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -111,7 +111,7 @@ class TextLines(JsonLines):
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that a kill cut short."""
+    """Return the step of a line; infinite for one that a kill cut short."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):

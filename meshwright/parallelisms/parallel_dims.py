@@ -27,5 +27,5 @@ class ParallelDims:
         return self.dp * self.pp * self.cp * self.tp
 
     def __str__(self) -> str:
-        """The axes that have more than one rank, as "dp_shard 4 x tp 2"."""
+        """Return the axes that have more than one rank, as "dp_shard 4 x tp 2"."""
         return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items() if size > 1)

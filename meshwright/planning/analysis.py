@@ -148,7 +148,7 @@ def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[in
 
 
 def middle(simulated: int) -> int:
-    """Return the microbatch that stands for those that are left out."""
+    """Return the microbatch that stands for the ones left out."""
     return max(1, simulated - 1)
 
 

@@ -71,7 +71,7 @@ class Choice:
         return MODES.index(self.mode), int(not self.keeps_gathered)
 
     def is_slower(self, other: Choice) -> bool:
-        """Whether `other`, on the same mesh, does the same with less work."""
+        """Return whether `other`, on the same mesh, does the same with less work."""
         mine, theirs = self.speed, other.speed
         return mine != theirs and mine[0] >= theirs[0] and mine[1] >= theirs[1]
 

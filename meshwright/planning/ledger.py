@@ -35,7 +35,7 @@ PURPOSES = (
     "temporary",
     "unattributed",
 )
-"""Of tensors. Parameters include buffers; gradients those of gathered parameters."""
+"""Of tensors. Parameters include buffers; gradients include those of gathered parameters."""
 
 
 @dataclass
@@ -222,7 +222,7 @@ class Ledger(torch_names.TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor inside of a DTensor, or of one that a collective still writes."""
+    """Return the tensor inside of a DTensor, or of one that a collective still writes."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     elem = getattr(tensor, "elem", None)

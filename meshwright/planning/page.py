@@ -32,7 +32,7 @@ def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
 
 
 def _curve(rank: RankPlan, device: Device) -> str:
-    """The bytes over the step, stacked by purpose."""
+    """Return the bytes over the step, stacked by purpose."""
     top = max((sum(point.values()) for point in rank.curve), default=1) * 1.05
     step = WIDTH / max(1, len(rank.curve) - 1)
     below = [0.0] * len(rank.curve)
@@ -73,7 +73,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _mesh(plan: Plan, ranks: list[RankPlan]) -> str:
-    """The axes, outermost first, and the stages with their modules."""
+    """Return the axes, outermost first, and the stages with their modules."""
     cells = [
         f"<span class=cell>{axis}<br><b>{size}</b></span>"
         for axis, size in asdict(plan.dims).items()

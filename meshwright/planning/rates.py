@@ -190,8 +190,8 @@ NEAREST = 3
 
 
 def between(points: Sequence[Point], num_bytes: float, flops: float) -> float:
-    """Return the seconds of an operator from those of the `NEAREST` of `points` in the logarithms
-    of bytes and FLOPs: scaled to its size, and weighted by the inverse 4th power of the distance
+    """Return the seconds of an operator from the `NEAREST` of `points`, by the logarithms of bytes
+    and FLOPs: scaled to its size, and weighted by the inverse 4th power of the distance
     (Shepard 1968, doi:10.1145/800186.810616)."""
     near: list[tuple[float, float]] = []  # distance, seconds
     for size, count, seconds in points:

@@ -53,7 +53,7 @@ def lines(found: list[Remedy]) -> list[str]:
 
 
 def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
-    """Every switch that saves memory, as a person would write it."""
+    """Return every switch that saves memory, as a person would write it."""
     parallelism, training = config.parallelism, config.training
     found: list[tuple[str, Update]] = []
 

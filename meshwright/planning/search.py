@@ -25,7 +25,7 @@ from meshwright.preflight import Plan
 MOST_SIMULATED = 32
 """Candidates of a search; the rest are estimated to be slower than these."""
 CHECKED = 3
-"""Of the best, those that a third depth checks."""
+"""How many of the best a third depth checks."""
 FARTHEST_OFF = 0.005
 
 
@@ -42,9 +42,9 @@ class Found:
     num_open: int
     """Not simulated, though they could be the best: others were estimated faster."""
     ranked: list[Candidate]
-    """Of the simulated ones, those that fit; best first."""
+    """Simulated candidates that fit; best first."""
     corrected: int
-    """Of the best, those that a third depth found wrong, and that were simulated whole."""
+    """How many of the best a third depth found wrong; they were simulated whole."""
     winner_bytes: int
     """Peak of the first, with all of its layers simulated."""
     seconds: float
@@ -126,7 +126,8 @@ def find_floors(
 
 
 def _ends(plan: Plan) -> list[int]:
-    """The first rank, and of a pipeline the first of the last stage: they have embedding or output.
+    """Return the first rank, and of a pipeline the first of the last stage: they have embedding or
+    output.
 
     Each is simulated in a process of its own, as torch keeps groups of gone meshes in caches.
     """
@@ -134,13 +135,13 @@ def _ends(plan: Plan) -> list[int]:
 
 
 def _most(found: list[Figures]) -> Figures:
-    """Of several ranks, the figures of the one with the highest peak; the time of the slowest."""
+    """Return the figures of the rank with the highest peak, with the time of the slowest rank."""
     most = max(found, key=lambda figures: figures.rounded_bytes)
     return replace(most, seconds=max(figures.seconds for figures in found))
 
 
 def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
-    """All layers."""
+    """Simulate all layers."""
     return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
 
 

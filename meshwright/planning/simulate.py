@@ -131,13 +131,13 @@ def num_simulated(plan: Plan) -> int:
     if ranks == 1:
         return min(plan.num_microbatches, 3)
     steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
-    # those that are left out come in whole rounds over the ranks, as Interleaved1F1B takes them
+    # microbatches are left out in whole rounds over the ranks, as Interleaved1F1B takes them
     left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
     return plan.num_microbatches - left_out
 
 
 class Rank:
-    """The trainer of this rank, and batches for it.
+    """The trainer of this rank, and its batches.
 
     Args:
         fake: None: tensors are real; their values are arbitrary.
@@ -185,7 +185,8 @@ class Rank:
             self.optimizer.zero_grad()
 
     def buffers_of(self, left_out: int) -> list[Tensor]:
-        """The memory that a pipeline keeps for each of `left_out` microbatches not simulated.
+        """Return the memory that a pipeline keeps for each of `left_out` microbatches not
+        simulated.
 
         torch makes buffers for the activations and gradients that a stage receives, for every
         microbatch at the start; and a step makes one batch of all.

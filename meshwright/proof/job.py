@@ -67,7 +67,7 @@ class Job:
         return self._trainer.tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's and the optimizer's `tensors`."""
+        """Return the model's and the optimizer's `tensors`."""
         state = self.tensors.state_dict()
         return {name: tensor for name, tensor in state.items() if not name.startswith(RNG)}
 

@@ -46,7 +46,7 @@ EXPLANATION = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row as text, in the order of `COLUMNS`."""
+    """Return the row as text, in the order of `COLUMNS`."""
     verdict = row.verdict
     return (
         row.case.name,

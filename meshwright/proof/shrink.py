@@ -50,7 +50,7 @@ def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
 
 
 def small_parts(parts: Sequence[Sequence[str]], num_layers: int) -> list[list[str]]:
-    """The stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
+    """Return the stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
     is_small = num_layers <= MOST_LAYERS
     most = num_layers if is_small else max(1, MOST_LAYERS // len(parts))
     small, count = [], 0
@@ -75,12 +75,12 @@ def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
 
 
 def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The patterns that match a name of the small model."""
+    """Return the patterns that match a name of the small model."""
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
-    """The job on one process that every mesh is compared with.
+    """Return the job on one process that every mesh is compared with.
 
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
     clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones

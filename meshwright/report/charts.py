@@ -167,7 +167,7 @@ def _y(axis: _Axis, value: float) -> float:
 
 
 def _stacked(curves: Sequence[Curve]) -> list[Curve]:
-    """Each curve on top of those before it."""
+    """Return each curve on top of those before it."""
     below: dict[int, float] = {}
     stacked = []
     for curve in curves:

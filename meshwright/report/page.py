@@ -183,7 +183,7 @@ def _charts(run: Run) -> str:
 
 
 def _rest(run: Run) -> list[tuple[int, float]]:
-    """Seconds of a step in none of its parts."""
+    """Return the seconds of a step in none of its parts."""
     return [
         (int(row["step"]), max(row["time/step_s"] - sum(row.get(part, 0.0) for part in PARTS), 0.0))
         for row in run.records

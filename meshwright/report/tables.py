@@ -29,7 +29,7 @@ def validation_table(run: Run) -> str:
 
 
 def texts(run: Run) -> str:
-    """The model's texts of the first and of the last validation, as they are."""
+    """Return the model's texts of the first and of the last validation, as they are."""
     steps = [int(row["step"]) for row in run.texts]
     shown = sorted({steps[0], steps[-1]}) if steps else []
     parts = [
@@ -42,7 +42,7 @@ def texts(run: Run) -> str:
 
 
 def best_validation(run: Run) -> tuple[int, float] | None:
-    """The step with the lowest mean of all validation losses, and that mean."""
+    """Return the step with the lowest mean of all validation losses, and that mean."""
     if run.best is not None:
         return int(run.best["step"]), float(run.best["validation_loss"])
     losses = [(validation_loss(row), int(row["step"])) for row in run.records]

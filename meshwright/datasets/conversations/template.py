@@ -25,7 +25,7 @@ FIX = f"fix: name a Jinja template in {TEMPLATE_KEY}"
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:
-    """The template in the file `template_path`, else the one beside the tokenizer.
+    """Return the template in the file `template_path`, else the one beside the tokenizer.
 
     Beside it, chat_template.jinja goes before the "chat_template" of tokenizer_config.json, of
     which, if it names several, the "default" is meant.
@@ -75,7 +75,7 @@ def _read_template(file: Path) -> str:
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
-    """The template, in a sandbox with the functions that transformers offers to chat templates.
+    """Compile a template, in a sandbox with the functions that transformers offers to them.
 
     `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
     that the template writes between {% generation %} and {% endgeneration %}.

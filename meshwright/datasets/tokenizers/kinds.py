@@ -53,10 +53,12 @@ class Tokenizer(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without BOS and EOS; the spelling of a special token is text."""
+        """Return the ids of `text` alone, without BOS and EOS; the spelling of a special token is
+        text."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`; those from `vocab_size` on, which a larger model may choose, have none."""
+        """Return the text of `ids`; those from `vocab_size` on, which a larger model may choose,
+        have none."""
 
 
 class ByteTokenizer:
@@ -79,7 +81,7 @@ class ByteTokenizer:
 
 
 def build_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in the file `path`, or in the folder `path` under its usual name; or bytes.
+    """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
     Raises:
         ConfigError: if there is none, or it cannot be read.
@@ -103,7 +105,7 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def find_file(path: str) -> Path:
-    """The tokenizer's file, if `path` is one or a folder that holds one.
+    """Return the tokenizer's file, if `path` is one or a folder that holds one.
 
     Raises:
         ConfigError: if there is none.
@@ -127,7 +129,7 @@ def find_file(path: str) -> Path:
 
 
 def _download(file: Path) -> str:
-    """The command that fetches the tokenizer of a preset; "" for any other."""
+    """Return the command that fetches the tokenizer of a preset; "" for any other."""
     folder = file.parent
     repository = OF_PRESETS.get(folder.name, "")
     if not repository or folder.parent.name != "tokenizers":

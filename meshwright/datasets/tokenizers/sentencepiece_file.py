@@ -61,7 +61,8 @@ class SentencePieceTokenizer:
         return [(model.id_to_piece(i), model.get_score(i)) for i in range(self.vocab_size)]
 
     def is_usual(self, token_id: int) -> bool:
-        """Whether the piece is found in text as it stands: it is not special, nor of a byte."""
+        """Return whether the piece is found in text as it stands: it is not special, nor of a
+        byte."""
         model = self._model
         return not (
             model.is_control(token_id)
