@@ -68,7 +68,7 @@ def _read_template(file: Path) -> str:
     try:
         template = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
+        reason = str(error.strerror) if isinstance(error, OSError) else "is no UTF-8 text"
         raise config_error(TEMPLATE_KEY, str(file), reason) from error
     check(bool(template.strip()), TEMPLATE_KEY, str(file), "is empty")
     return template
