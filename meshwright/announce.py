@@ -21,15 +21,12 @@ from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.file_system import whole_file
-from meshwright.launch.process import HOST_SETTINGS
+from meshwright.launch.process import CHECKED, HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
 from meshwright.optim.groups import describe
 from meshwright.preflight import Plan
-
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Set in the environment where `meshwright check` has spoken to the same console."""
 
 
 def announce(plan: Plan, device: torch.device) -> None:

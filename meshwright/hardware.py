@@ -41,10 +41,6 @@ class Peak:
     """The vendor's document, or "measured"."""
 
 
-GPUS_EXPECTED = "MESHWRIGHT_GPUS"
-"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
-
-
 def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
     """Return this rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else
     the CPU.

@@ -11,7 +11,7 @@ from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
 from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_ranks
-from meshwright.launch.process import HOST_SETTINGS, exit_when_asked
+from meshwright.launch.process import CHECKED, GPUS_EXPECTED, HOST_SETTINGS, exit_when_asked
 
 DEFAULT_PRESET = "debug_model"
 SCRIPT = Path(ranks_package).with_name("train.py")
@@ -58,8 +58,8 @@ def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
     chosen = host_settings(ranks, inherited)
     return chosen | {
-        "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
-        "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
+        CHECKED: "1",  # the check's notes are not repeated
+        GPUS_EXPECTED: str(ranks.gpus),  # ranks compare it with the number that torch can use
         HOST_SETTINGS: " ".join(f"{name}={value}" for name, value in chosen.items()),
     }
 
