@@ -48,11 +48,11 @@ class TokenFile:
         """To the end of the file."""
         return (self.path.stat().st_size - self.offset) // np.dtype(self.dtype).itemsize
 
-    def chunks(self, tokens: int = CHUNK) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Its tokens, in pieces of that many."""
+    def chunks(self) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Yield its tokens, `CHUNK` at a time."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            while content := file.read(tokens * np.dtype(self.dtype).itemsize):
+            while content := file.read(CHUNK * np.dtype(self.dtype).itemsize):
                 yield np.frombuffer(content, self.dtype)
 
 

@@ -164,11 +164,15 @@ SAMPLES = (
 """Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
 
 
-def samples(tokenizer: Tokenizer, num_ids: int = 20_000) -> Iterator[str]:
-    """Give `SAMPLES`, and texts of all the pieces of the vocabulary, in their order and in another;
-    of a large one, of as many as `num_ids` spread over it. None holds a special token."""
+MOST_IDS = 20_000
+"""Of a larger vocabulary, as many ids spread over it are sampled."""
+
+
+def samples(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
+    text holds a special token."""
     specials = _specials(tokenizer)
-    step = max(1, tokenizer.vocab_size // num_ids)
+    step = max(1, tokenizer.vocab_size // MOST_IDS)
     ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in specials]
     scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
     texts = [*SAMPLES]

@@ -62,11 +62,11 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most `most` points with the same outline."""
-    if len(points) <= most:
+def thin(points: Points) -> Points:
+    """Return at most `MOST_POINTS` points with the same outline."""
+    if len(points) <= MOST_POINTS:
         return points
-    width = math.ceil(len(points) / (most // 2))
+    width = math.ceil(len(points) / (MOST_POINTS // 2))
     kept = []
     for start in range(0, len(points), width):
         part = points[start : start + width]
