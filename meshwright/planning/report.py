@@ -50,7 +50,8 @@ def summarize(
     """Return the figures of a simulated rank."""
     record, count = simulation.record, plan.num_microbatches
     peak = analysis.find_peak(record)
-    groups = {row.axis for row in analysis.traffic(simulation, count, device.per_node)}
+    traffic = analysis.traffic(simulation, count, device.per_node)
+    groups = {row.axis for row in traffic}
     modelled = overheads(device, peak.num_bytes, analysis.rounded_peak(record), len(groups))
     timings = []
     for rate in rates:
@@ -63,7 +64,7 @@ def summarize(
         analysis.most_by_purpose(record),
         modelled,
         verdict(device, peak.num_bytes, modelled),
-        analysis.traffic(simulation, count, device.per_node),
+        traffic,
         analysis.flops(simulation, count),
         timings,
         simulation.simulated,
