@@ -122,7 +122,9 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
 
 
 def _plan(preset: str) -> Plan:
-    config, _ = load_config(["--job.config_file", str(PRESETS / f"{preset}.toml")])
+    words = ["--job.config_file", str(PRESETS / f"{preset}.toml")]
+    # through shared memory, FSDP2's are no operators
+    config, _ = load_config([*words, "--parallelism.fsdp_cpu_backend", "gloo"])
     return preflight(config, RANKS)
 
 

@@ -3,9 +3,12 @@
 Both train the same Llama (dim 512, 8 layers, sequence 512, fp32, eager) on the same batches with
 the same fused AdamW in one process. The bare loop is what anyone would write: plain model, loss,
 backward, clip, step; no FSDP2, no data loading, no logging. The two alternate step by step, and
-each pair gives a ratio; the last line is their median, above 1 if the trainer is the faster.
+each pair gives a ratio; the last line is their median, above 1 if the trainer is the faster. The
+trainer's time includes its reports, to the end of their writing.
 
     python benchmarks/overhead.py --steps 32 --batch 8
+    python benchmarks/overhead.py --steps 32 --batch 1 --reports all   (norms of layers, too)
+    python benchmarks/overhead.py --steps 32 --batch 1 --reports none  (without TensorBoard)
 """
 
 import argparse
@@ -31,9 +34,14 @@ from meshwright.train import run
 SEQ_LEN = 512  # tokens
 WARM_UP = 4  # pairs that are not counted
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizers/python_2k.model"
+REPORTS: dict[str, dict[str, object]] = {
+    "default": {},
+    "all": {"metrics.grad_norm_by_group": True, "bad_steps.spike_std": 6.0},
+    "none": {"metrics.enable_tensorboard": False},
+}
 
 
-def make_plan(folder: Path, steps: int, batch: int) -> Plan:
+def make_plan(folder: Path, steps: int, batch: int, reports: str) -> Plan:
     """A job as a user would run it: logging every step."""
     dimensions = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1536}
     keys = {f"model.args.{name}": value for name, value in dimensions.items()} | {
@@ -44,14 +52,15 @@ def make_plan(folder: Path, steps: int, batch: int) -> Plan:
         "training.steps": steps,
         "training.mixed_precision_param": "float32",
         "metrics.log_freq": 1,
+        **REPORTS[reports],
     }
     config, _ = load_config([f"--{key}={value}" for key, value in keys.items()])
     return preflight(config, world_size=1)
 
 
 class BareLoop:
-    """A plain training loop, one step a call: a metrics sink, so that it runs between the
-    trainer's steps, and outside the time that the trainer counts."""
+    """A plain training loop, one step per call: the last metrics sink, so that it runs after a step
+    of the trainer and its reports."""
 
     def __init__(self, plan: Plan, batch: int, steps: int) -> None:
         (source,) = open_training_data(plan.config)
@@ -67,12 +76,13 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, fused=True)
         self.device = device
         self.pairs: list[tuple[float, float]] = []
-        """Seconds of the trainer's step and of the bare one after it."""
+        """Seconds of the trainer's step with its reports, and of the bare step after it."""
+        self.since = time.perf_counter()
 
     def write(self, record: Record) -> None:
         """Take the step that the trainer has just taken."""
-        tokens = next(self.batches)
         start = time.perf_counter()
+        tokens = next(self.batches)
         logits = self.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -81,7 +91,9 @@ class BareLoop:
         self.optimizer.zero_grad()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.pairs.append((record["time/step_s"], time.perf_counter() - start))
+        now = time.perf_counter()
+        self.pairs.append((start - self.since, now - start))
+        self.since = now
 
     def close(self) -> None:
         """Nothing to flush."""
@@ -91,12 +103,13 @@ def main() -> None:
     """Train with both, then print what they took and, last, the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--reports", choices=list(REPORTS), default="default")
     args = parser.parse_args()
     log_to_console()
     logger.setLevel("WARNING")
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(Path(folder), args.steps, args.batch)
+        plan = make_plan(Path(folder), args.steps, args.batch, args.reports)
         bare = BareLoop(plan, args.batch, args.steps)
         run(plan, extra_sinks=[bare])
     pairs = bare.pairs[WARM_UP:]

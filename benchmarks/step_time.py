@@ -1,11 +1,11 @@
 """Predicted step times beside real ones, for jobs that no calibration has run.
 
-    meshwright plan --calibrate RATES [--world-size N]
-    python -m benchmarks.step_time RATES [--rounds 2]
+    python -m benchmarks.step_time [--ranks 1] [--rounds 3]
 
-Runs each job with `meshwright train` on as many ranks as RATES was measured with, so many times, in
-turns, and prints its fastest and its median step. Compare the median: a calibration keeps the
-middle one of its steps, too.
+In each round `meshwright plan --calibrate` measures this machine, the jobs are predicted from
+that, and `meshwright train` runs each of them. A machine's speed may change within minutes, so only
+ratios of one round count; the last column is their median. A calibration keeps the middle one of
+its steps, so the jobs' median step is compared.
 """
 
 import argparse
@@ -71,26 +71,32 @@ def real_steps(job: str, ranks: int) -> list[float]:
     return [json.loads(line)["time/step_s"] for line in records][LEFT_OUT:]
 
 
+def predicted_step(job: str, ranks: int, rates: Path) -> float:
+    """Return the seconds of a job's step by a calibration."""
+    device = ["--device", "cpu", "--world-size", str(ranks), "--rates", str(rates)]
+    plan = ["plan", "train_configs/debug_model.toml", *device, "--json", *words(job, ranks)]
+    return float(json.loads(meshwright(*plan))["step_seconds"])
+
+
 def main() -> None:
     """Print a row for each job."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rates", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    file = given.rates.absolute()
-    ranks = json.loads(file.read_text())["ranks"]
-    device = ["--device", "cpu", "--world-size", str(ranks), "--rates", str(file)]
-    steps: dict[str, list[float]] = {name: [] for name in JOBS}
-    for _ in range(given.rounds):
-        for name, job in JOBS.items():
-            steps[name] += real_steps(job, ranks)
-    print("| job | predicted s | fastest | ratio | median | ratio |\n|---|---|---|---|---|---|")
-    for name, job in JOBS.items():
-        plan = ["plan", "train_configs/debug_model.toml", *device, "--json", *words(job, ranks)]
-        predicted = json.loads(meshwright(*plan))["step_seconds"]
-        fastest, median = min(steps[name]), statistics.median(steps[name])
-        ratios = f"{fastest:.3f} | {predicted / fastest:.2f} | {median:.3f}"
-        print(f"| {name} | {predicted:.3f} | {ratios} | {predicted / median:.2f} |", flush=True)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in JOBS}
+    with tempfile.TemporaryDirectory() as folder:
+        rates = Path(folder) / "rates.json"
+        for _ in range(given.rounds):
+            meshwright("plan", "--calibrate", str(rates), f"--world-size={given.ranks}")
+            for name, job in JOBS.items():
+                predicted = predicted_step(job, given.ranks, rates)
+                found[name].append((predicted, statistics.median(real_steps(job, given.ranks))))
+    print("| job | predicted and real s, by round | ratio, median of rounds |\n|---|---|---|")
+    for name, rounds in found.items():
+        seconds = ", ".join(f"{predicted:.3f} {real:.3f}" for predicted, real in rounds)
+        ratio = statistics.median(predicted / real for predicted, real in rounds)
+        print(f"| {name} | {seconds} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

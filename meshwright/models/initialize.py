@@ -6,6 +6,7 @@ rank computes just the elements that it holds, and any two ranks agree on any el
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from statistics import NormalDist
 
@@ -22,10 +23,11 @@ from meshwright.models.decoder import Decoder
 TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
 FRACTION_BITS = 24  # a float32 holds them exactly
+GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds it to its state
 BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Elements at a time. On CPUs temporaries stay in the cache, and torch does not spread them over
-threads, which on busy cores wait for each other ten times longer than they compute; on GPUs few
-kernels are launched."""
+"""Elements at a time. On CPUs temporaries stay in the cache, and a thread fills a block: if torch
+spread operators over threads, these would on busy cores wait for each other ten times longer than
+they compute. On GPUs few kernels are launched."""
 
 
 @torch.no_grad()
@@ -67,28 +69,36 @@ def fill_normal(
     """
     if not box.numel():
         return
+    box, device = box.detach(), box.device
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
-    strides = [math.prod(global_shape[dim + 1 :]) for dim in range(box.dim())]
-    row = torch.zeros((), dtype=torch.int64, device=box.device)  # indices of the box's first row
+    steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
+    row = torch.full((), _signed(key + GAMMA), device=device)  # states of the whole's first row
     for dim in range(1, box.dim()):
-        along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=box.device)
-        row = row.unsqueeze(-1) + along * strides[dim]
-    block = BLOCKS.get(box.device.type, BLOCKS["cpu"])
-    rows_per_block = max(1, block // row.numel())
-    for start in range(0, box.shape[0], rows_per_block):
+        along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=device)
+        row = row.unsqueeze(-1) + along * steps[dim]
+    rows_per_block = max(1, BLOCKS.get(device.type, BLOCKS["cpu"]) // row.numel())
+
+    def fill(start: int) -> None:
         some = box[start : start + rows_per_block]
-        first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=box.device)
-        index = first.view(-1, *(1 for _ in row.shape)) * strides[0] + row
-        some.copy_(_normal(_splitmix64_(index, key)).mul_(std))
+        first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=device)
+        states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
+        some.copy_(_normal(_mix_(states)).mul_(std))
+
+    starts = range(0, box.shape[0], rows_per_block)
+    if device.type == "cpu" and len(starts) > 1:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill, starts))
+    else:
+        for start in starts:
+            fill(start)
 
 
-def _splitmix64_(index: Tensor, key: int) -> Tensor:
-    """Replace `index` by those outputs of the SplitMix64 generator seeded with `key`, int64 bits.
+def _mix_(x: Tensor) -> Tensor:
+    """Replace states of the SplitMix64 generator by their outputs, int64 bits.
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 16:
-    its state after i steps is key + i * gamma, so any output can be had on its own.
+    its state after i steps is key + i * GAMMA modulo 2^64, so any output can be had on its own.
     """
-    x = index.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(key))  # wraps modulo 2^64
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
     return x.bitwise_xor_(_shift_right(x, 31))
@@ -109,19 +119,21 @@ def _normal(bits: Tensor) -> Tensor:
     Inverse of the cumulative distribution, linear between 2^14 + 1 knots. Only steps that IEEE 754
     rounds in one way (no log, no erfinv), so that every device and vector width gives equal bits.
     """
-    knots = _quantiles(bits.device)
+    knots, rises = _quantiles(bits.device)
     interval = _shift_right(bits, 64 - TABLE_BITS).flatten()
-    fraction = (bits & ((1 << FRACTION_BITS) - 1)).float().mul_(2.0**-FRACTION_BITS)
+    fraction = bits.flatten().bitwise_and_((1 << FRACTION_BITS) - 1).float()
     # not knots[interval], which torch spreads over threads however few there are
-    low, high = knots.index_select(0, interval), knots.index_select(0, interval.add_(1))
-    return high.sub_(low).mul_(fraction.flatten()).add_(low).view(bits.shape)
+    values = rises.index_select(0, interval).mul_(fraction)
+    return values.add_(knots.index_select(0, interval)).view(bits.shape)
 
 
 @cache
-def _quantiles(device: torch.device) -> Tensor:
-    """Quantiles of the normal distribution within +-3 deviations: (2^14 + 1,) fp32."""
+def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return quantiles of the normal distribution within +-3 deviations, and how far it is from
+    each to the next over 2^24: fp32, (2^14,) each."""
     normal, n = NormalDist(), 1 << TABLE_BITS
     lowest = normal.cdf(-TRUNCATION)
     left = [normal.inv_cdf(lowest + (1 - 2 * lowest) * i / n) for i in range(n // 2)]
-    knots = [*left, 0.0, *(-x for x in reversed(left))]
-    return torch.tensor(knots, dtype=torch.float32, device=device)
+    knots = torch.tensor([*left, 0.0, *(-x for x in reversed(left))], dtype=torch.float32)
+    rises = knots.diff().mul_(2.0**-FRACTION_BITS)  # a power of two: nothing is rounded
+    return knots[:-1].to(device), rises.to(device)

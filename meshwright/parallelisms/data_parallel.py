@@ -20,6 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.layers.projection import TiedProjection
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.precision import compute_in_fp32
+from meshwright.parallelisms.shared_memory import share_memory
 
 
 def apply_fsdp(
@@ -76,7 +77,10 @@ def apply_fsdp(
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
-    return _describe(mesh, training)
+    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(
+        model, mesh, ahead=parallelism.fsdp_prefetch_layers
+    )
+    return _describe(mesh, training) + "; through shared memory" * is_shared
 
 
 class _Shard(Protocol):

@@ -127,7 +127,8 @@ class Measured(Rates):
     operators: Annotated[dict[str, Points], Field(min_length=1)]
     """By name and dtype, as "mm bfloat16"."""
     collectives: dict[str, Curve]
-    """By kind; empty for one rank."""
+    """By kind; empty for one rank. "fsdp all_gather" and so on are those of FSDP2, if it has its
+    own."""
 
     @property
     def overlaps(self) -> bool:
@@ -178,7 +179,8 @@ class Measured(Rates):
     def collective_seconds(self, collective: Collective, per_node: int) -> float:
         """Return the time of a measured collective of its kind and size; of others an
         all-gather's. Other nodes are not measured."""
-        curve = self.collectives.get(collective.kind) or self.collectives.get("all_gather", [])
+        kinds = [f"fsdp {collective.kind}"] * collective.is_fsdp + [collective.kind, "all_gather"]
+        curve = next((self.collectives[kind] for kind in kinds if kind in self.collectives), [])
         if collective.span >= per_node:
             least = curve[0][1] if curve else 0.0
             return least + (collective.sent_bytes / self.network if self.network else 0.0)

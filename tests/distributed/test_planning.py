@@ -96,6 +96,7 @@ def test_a_calibration_measures_every_operator_and_collective_of_a_plan(figures,
     assert set(planned["operators"]) <= set(rates.operators)
     assert {row["kind"] for row in planned["traffic"]} <= set(rates.collectives)
     assert all(seconds > 0 for points in rates.operators.values() for *_, seconds in points)
+    assert {"fsdp all_gather", "fsdp reduce_scatter"} <= set(rates.collectives)
     assert rates.ranks == 2
     curves = rates.collectives.values()
     assert rates.link == max(sent / seconds for points in curves for sent, seconds in points) > 0

@@ -688,7 +688,7 @@ def test_a_step_reads_no_value_from_the_device(on_ranks, is_early) -> None:
 
 
 class CountCollectives(TorchDispatchMode):
-    """How often each of c10d's operations was called."""
+    """How often each of c10d's operations was called. FSDP2's are operations by gloo alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -702,7 +702,7 @@ class CountCollectives(TorchDispatchMode):
 
 def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_model(dims)
+    model, meshes = parallel_model(dims, fsdp_cpu_backend="gloo")
     tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
@@ -736,6 +736,7 @@ def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int
         args,
         prefetch_layers=ahead,
         reshard_after_forward="always",
+        fsdp_cpu_backend="gloo",
     )
     forward: list[int] = []
     backward: list[int] = []

@@ -58,6 +58,9 @@ def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> N
     assert along([], 5) == 0
     near = Collective("all_reduce", "dp", 2, 1, 0, 2e6, "", "", 1, is_fsdp=True)
     assert RATES.collective_seconds(near, per_node=8) == pytest.approx(2e-2)
+    own = replace(RATES, collectives=RATES.collectives | {"fsdp all_reduce": [(1e6, 1e-3)]})
+    assert own.collective_seconds(near, per_node=8) == pytest.approx(2e-3)
+    assert own.collective_seconds(replace(near, is_fsdp=False), 8) == pytest.approx(2e-2)
 
 
 @pytest.mark.parametrize(("is_gpu", "seconds"), [(False, 2e-2 + 2 * (1e-3 + 1e-6)), (True, 2e-2)])
