@@ -117,7 +117,7 @@ def watch_step(preset: str) -> tuple[dict[Key, int], dict[Key, int]]:
         watch.counts.clear()
         watch.bytes.clear()
         with watch:
-            trainer.step(step, [Batch(batch, batch)], BadStepDetector.on(device))
+            trainer.step(step, [Batch(batch, batch)], BadStepDetector(device))
     return dict(watch.counts), dict(watch.bytes)
 
 

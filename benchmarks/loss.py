@@ -59,7 +59,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
                 step=step,
                 max_norm=1.0,
                 meshes=meshes,
-                detector=BadStepDetector.on(cpu),
+                detector=BadStepDetector(cpu),
             )
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()

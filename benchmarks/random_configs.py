@@ -22,15 +22,17 @@ from pathlib import Path
 from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight, resolve_model
+from meshwright.preflight import preflight
 from meshwright.proof.cases import HSDP, KEYS, Case, Kind, build_case, own_options
 from meshwright.proof.compare import BF16, BOUNDS, Bounds, Reference, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, measure
 from meshwright.proof.prove import record_references
 from meshwright.proof.ranks import RankError, RankPool
 from meshwright.proof.shrink import GLOBAL_BATCH, shrink
+from meshwright.resolve_model import resolve_model
 
 Maybe = Callable[..., list[str]]
 PATIENCE_S = 300
@@ -71,8 +73,7 @@ def _case(
     """`config` on `mesh`, and what it is compared with."""
     _, args = resolve_model(config)
     small = shrink(config, args)
-    steps = small.training.model_copy(update={"steps": LAST_RESUMED_STEP})
-    small = small.model_copy(update={"training": steps})
+    small = changed(small, {"training": {"steps": LAST_RESUMED_STEP}})
     options, training = own_options(config), config.training
     options["training"]["mixed_precision_reduce"] = training.mixed_precision_reduce
     kind: Kind = "fp32"

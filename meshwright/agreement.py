@@ -14,10 +14,8 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.config.conditions import wants_cpu_attention
-from meshwright.config.job_config import JobConfig
-from meshwright.datasets.conversations.chat import find_template
 from meshwright.datasets.opening import OpenSource, StreamedSource
-from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.datasets.tokenization_spec import short_hash, tokenizer_parts
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.models.layers import cpu_attention
 from meshwright.preflight import Plan
@@ -36,12 +34,14 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
     Raises:
         ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
     """
+    model = plan.config.model
+    of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
     check_same(
         {
             CONFIG: json.dumps(to_json(plan.config)),
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
             f"torch {torch.__version__}",
-            "model.tokenizer_path": _tokenizer_hash(plan.config, plan.tokenizer),
+            "model.tokenizer_path": short_hash(of_tokenizer),
             **{f"{source.entry.key}.dataset": _content(source) for source in sources},
             **_attention(plan, device_type),
         }
@@ -102,21 +102,11 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of every source file of the package."""
+    """Return a hash of every source file of the package."""
     folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
-
-
-def _tokenizer_hash(config: JobConfig, tokenizer: Tokenizer) -> str:
-    """Hash of everything that the tokens of a document depend on."""
-    try:
-        template = find_template(config.model.tokenizer_path, config.model.chat_template_path)
-    except ConfigError:  # there is none
-        template = ""
-    parts = [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _attention(plan: Plan, device_type: str) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """A job's messages at its start and end, and its records beside the results."""
 
-import dataclasses
 import json
 import os
 import platform
@@ -22,15 +21,13 @@ from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.due import saves
-from meshwright.launch.process import HOST_SETTINGS
+from meshwright.file_system import whole_file
+from meshwright.launch.process import CHECKED, HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
 from meshwright.optim.groups import describe
 from meshwright.preflight import Plan
-
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Set in the environment where `meshwright check` has spoken to the same console."""
 
 
 def announce(plan: Plan, device: torch.device) -> None:
@@ -49,7 +46,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     logger.info(
         "%d ranks (%s) on %s; torch %s",
         dist.get_world_size(),
-        mesh_of(plan),
+        str(plan.dims) or "no mesh",
         hardware.device_name(device),
         torch.__version__,
     )
@@ -82,19 +79,11 @@ def announce(plan: Plan, device: torch.device) -> None:
     )
     if dist.get_rank() == 0:
         path = Path(config.job.dump_folder) / "config.toml"
-        unfinished = path.with_suffix(".tmp")
         try:
-            unfinished.write_text(to_toml(config), "utf-8")
-            unfinished.replace(path)
+            with whole_file(path) as file:
+                file.write(to_toml(config).encode())
         except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
-            unfinished.unlink(missing_ok=True)
-
-
-def mesh_of(plan: Plan) -> str:
-    """Return the axes of the mesh that have more than one rank, e.g. "dp_shard 4 x tp 2"."""
-    degrees = dataclasses.asdict(plan.dims).items()
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees if degree > 1) or "no mesh"
 
 
 def compact_toml(text: str) -> list[str]:
@@ -154,7 +143,7 @@ def note_start(plan: Plan, device: torch.device) -> None:
         return
     facts: dict[str, Any] = {
         "ranks": dist.get_world_size(),
-        "mesh": mesh_of(plan),
+        "mesh": str(plan.dims) or "no mesh",
         "host": socket.gethostname(),
         "system": platform.platform(),
         "device": hardware.device_name(device),

@@ -61,7 +61,7 @@ class BadStepReporter:
         return {"optim/skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, on any mesh: JSON. Call after `look`."""
+        """Return the state for a checkpoint, on any mesh: JSON. Call after `look`."""
         return {"skipped": list(self._skipped), "statistics": self.detector.statistics()}
 
     def count(self, step: int, cursor: Cursor) -> None:
@@ -130,7 +130,7 @@ class BadStepReporter:
         )
 
     def _samples(self, step: int) -> dict[str, tuple[int, int]]:
-        """The first and the last index of the step's samples, by source."""
+        """Return the first and the last index of the step's samples, by source."""
         before, behind = self._counts[step - 1], self._counts[step]
         return {
             name: (first, after - 1)
@@ -155,8 +155,10 @@ class BadStepReporter:
 
 
 def _with_ranks(bad_steps: Sequence[BadStep]) -> list[tuple[BadStep, list[int]]]:
-    """Each with the ranks on whose samples its loss was not finite. Collective, and that only if
-    any loss was not."""
+    """Return each step with the ranks on whose samples its loss was not finite.
+
+    Collective if any loss was not finite.
+    """
     mine = [bad.is_finite_here for bad in bad_steps]
     is_finite: list[list[bool]] = [mine]
     if not all(math.isfinite(bad.values[0]) for bad in bad_steps):

@@ -1,5 +1,6 @@
 """One microbatch of tokens and labels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +20,18 @@ class Batch:
     attention does not stop between documents. Not cut where context parallelism cuts the others."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The same on `device`."""
-        tokens, labels = (
-            part.to(device, non_blocking=non_blocking) for part in (self.tokens, self.labels)
-        )
-        if self.documents is None:
-            return Batch(tokens, labels)
-        return Batch(tokens, labels, self.documents.to(device, non_blocking=non_blocking))
+        """Return the same on `device`."""
+        return self._each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory, from where copies to a device need not wait."""
-        documents = None if self.documents is None else self.documents.pin_memory()
-        return Batch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
+        """Return the same in page-locked memory, from where copies to a device need not wait."""
+        return self._each(Tensor.pin_memory)
 
     def send(self, device: torch.device) -> "Batch":
-        """The same on `device`; the host does not wait for it."""
+        """Return the same on `device`; the host does not wait for it."""
         batch = self.pin_memory() if device.type == "cuda" else self
         return batch.to(device, non_blocking=True)
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+        documents = None if self.documents is None else move(self.documents)
+        return Batch(move(self.tokens), move(self.labels), documents)

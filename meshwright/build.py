@@ -41,7 +41,7 @@ from meshwright.validation import evaluate
 def build_model(
     plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
 ) -> LocalModel:
-    """This rank's part of the model, parallelised; its values are arbitrary yet. Collective."""
+    """Build this rank's part of the model, parallelised; its values are arbitrary. Collective."""
     config, training = plan.config, plan.config.training
     applied: list[str] = []
 
@@ -120,7 +120,7 @@ def build_loader(
     device: torch.device,
     cursor: Cursor,
 ) -> Loader:
-    """This rank's batches, from `cursor` on."""
+    """Return this rank's batches, from `cursor` on."""
     training, shape = plan.config.training, _batch_shape(plan, meshes)
     stream = SampleStream(
         sources,
@@ -261,7 +261,7 @@ def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
 
 
 def learning_rate(config: JobConfig) -> Callable[[int], float]:
-    """The learning rate at each step, counted from 1."""
+    """Return the learning rate at each step, counted from 1."""
     schedule = config.lr_scheduler
     fraction = partial(
         warmup_stable_decay,

@@ -26,7 +26,7 @@ class Due:
 
 
 def saves(config: Checkpoint) -> bool:
-    """Whether the job writes checkpoints at all."""
+    """Return whether the job writes checkpoints at all."""
     return config.enable and not config.load_only
 
 

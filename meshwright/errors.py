@@ -104,11 +104,16 @@ EXIT_CODES: dict[type[Exception], int] = {
 def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
     """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
     if not ok:
-        raise ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+        raise config_error(key, value, rule, fix)
+
+
+def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigError:
+    """Return the error of a key whose value breaks `rule`."""
+    return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """A hint for the name `wrong`: the nearest of `valid`, or all of them."""
+    """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, config_error
 from meshwright.models.family import Family
 from meshwright.specs import MODELS
 from meshwright.user_module import import_user_module
@@ -80,4 +80,4 @@ def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> 
 
 def _error(name: str, what: str, key: str) -> ConfigError:
     fix = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return ConfigError(key, f"{key} = {name!r}: {what}\n  fix: {fix}")
+    return config_error(key, name, what, fix)

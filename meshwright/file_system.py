@@ -1,11 +1,13 @@
-"""Flushes and locks files, also where a file system cannot do so. Free of torch."""
+"""Writes, flushes and locks files, also where a file system cannot flush or lock. No torch."""
 
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from meshwright.log import logger
 
@@ -48,6 +50,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file that takes the name `path` once it is whole and on the disk.
+
+    After an error inside, it is gone, and `path` as before.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            sync_file(file.fileno(), unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def make_folder(folder: Path) -> None:
     """Make `folder` and the folders above it, each flushed to the disk under its name."""
     if folder.is_dir():
@@ -79,7 +98,7 @@ def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system of `path` begins."""
+    """Return where the file system of `path` begins."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.is_mount())
 

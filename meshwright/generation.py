@@ -26,7 +26,7 @@ class NotFiniteError(ValueError):
 class CachedAttention(nn.Module):
     """Attention of new positions to themselves and to all before, whose keys and values it keeps.
 
-    It stands in the place of `CausalAttention`, whose contract it keeps.
+    It replaces `CausalAttention`, and keeps its contract.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -79,7 +79,7 @@ def generate(
     choose: Choose,
     stop: Collection[int] = (),
 ) -> Iterator[int]:
-    """The tokens that follow `prompt`, one by one, up to and with the first of `stop`.
+    """Yield the tokens that follow `prompt`, one by one, up to and with the first of `stop`.
 
     Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements.
 
@@ -115,7 +115,7 @@ def generate(
 
 
 def greedy(logits: Tensor) -> int:
-    """The likeliest token."""
+    """Return the likeliest token."""
     return int(logits.argmax())
 
 

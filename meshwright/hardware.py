@@ -41,12 +41,9 @@ class Peak:
     """The vendor's document, or "measured"."""
 
 
-GPUS_EXPECTED = "MESHWRIGHT_GPUS"
-"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
-
-
 def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
-    """This rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else the CPU.
+    """Return this rank's GPU (NVIDIA's, or AMD's, which torch calls cuda too), made current; else
+    the CPU.
 
     Not a Mac's: no backend of torch.distributed serves it.
 
@@ -79,7 +76,7 @@ def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The model name, e.g. "NVIDIA H100 80GB HBM3"."""
+    """Return the model name, e.g. "NVIDIA H100 80GB HBM3"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu" and Path("/proc/cpuinfo").exists():
@@ -90,14 +87,14 @@ def device_name(device: torch.device) -> str:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether the device multiplies in float8. AMD's GPUs do so in types of their own."""
+    """Return whether the device multiplies in float8. AMD's GPUs do so in types of their own."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Path) -> Peak:
-    """The published dense peak for bf16, or a measured one for devices not in the table.
+    """Return the published dense peak for bf16, or a measured one for devices not in the table.
 
     Other work on the machine makes a measurement too low, and none too high. So the highest that
     was ever measured for the same device, threads and number of ranks is kept in `cache`: runs can

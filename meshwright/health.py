@@ -58,7 +58,7 @@ class BadStepDetector:
     All ranks see the same figures, so they judge alike. Every tensor is small and on the device.
 
     Args:
-        config: policy "stop" allows no bad step.
+        config: policy "stop" allows no bad step. None: the default, which is that.
         num_before: steps that were skipped before this process; they count towards the budget. If
             there are as many as it allows now, the next one stops the job.
         statistics: of the checkpoint that is resumed from.
@@ -67,10 +67,11 @@ class BadStepDetector:
     def __init__(
         self,
         device: torch.device,
-        config: BadSteps,
+        config: BadSteps | None = None,
         num_before: int = 0,
         statistics: Mapping[str, Any] | None = None,
     ) -> None:
+        config = config or BadSteps()
         self._allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
         self._spike_std, self._window = config.spike_std, config.spike_window
         self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
@@ -85,11 +86,6 @@ class BadStepDetector:
             torch.tensor(known.get(name, [0.0, 0.0]), dtype=torch.float64, device=device)
             for name in ("mean", "variance")
         )
-
-    @classmethod
-    def on(cls, device: torch.device) -> "BadStepDetector":
-        """With what is the default: the first figure that is not finite is one too many."""
-        return cls(device, BadSteps())
 
     @property
     def is_stopped(self) -> Tensor:
@@ -161,12 +157,13 @@ class BadStepDetector:
         return int(self._num_bad.item())
 
     def bad_steps(self, first: int, last: int) -> list[BadStep]:
-        """The bad steps of this process from number `first` to before `last`. Waits for the
+        """Return the bad steps of this process from number `first` to before `last`. Waits for the
         device."""
         return [BadStep.of_row(row) for row in self._rows[first:last].tolist()]
 
     def is_too_many(self, number: int) -> bool:
-        """Whether the `number`-th bad step of this process, from 0, is one more than is allowed."""
+        """Return whether the `number`-th bad step of this process, from 0, is one more than is
+        allowed."""
         return number >= self._allowed
 
     def statistics(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def log_to_console() -> None:
 
 
 def _terminal() -> TextIO | None:
-    """The launcher's terminal, if this rank is the one that is shown there."""
+    """Return the launcher's terminal, if this rank is the one that is shown there."""
     local_rank, _, path = os.environ.get(TERMINAL, "").partition(":")
     if not path or local_rank != os.environ.get("LOCAL_RANK"):
         return None

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright import hardware
-from meshwright.announce import CHECKED
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
     EXIT_CODES,
@@ -25,7 +24,7 @@ from meshwright.errors import (
     TrainingError,
 )
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
-from meshwright.launch.process import LAUNCHER, die_with_parent
+from meshwright.launch.process import CHECKED, LAUNCHER, die_with_parent
 from meshwright.log import log_to_console, logger, print_error
 from meshwright.metrics.planned import planned_ledger
 from meshwright.preflight import preflight

@@ -4,20 +4,13 @@ Free of torch: the launcher calls it first, so a mistake is reported in a blink,
 calls it again, for users who start torchrun themselves.
 """
 
-import dataclasses
 import importlib.util
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import Manifest, read_manifest
-from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
@@ -29,7 +22,7 @@ from meshwright.config.conditions import idle_options, num_data_ranks, num_micro
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import JobConfig
-from meshwright.config.model_folder import is_folder
+from meshwright.config.update import changed
 from meshwright.datasets.checks import (
     check_budgets,
     check_mixture,
@@ -39,15 +32,7 @@ from meshwright.datasets.checks import (
 )
 from meshwright.datasets.idle import idle_source_options
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.errors import (
-    CombinedConfigError,
-    ConfigError,
-    Mistakes,
-    UnknownKeyError,
-    check,
-    did_you_mean,
-)
-from meshwright.exchange.hf_folder import find_family, read_args
+from meshwright.errors import Mistakes, check
 from meshwright.exchange.initial_load import check_initial
 from meshwright.extension import extend
 from meshwright.models.args import DecoderArgs
@@ -55,7 +40,7 @@ from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.specs import MODELS
+from meshwright.resolve_model import resolve_model
 
 
 @dataclass(frozen=True)
@@ -137,9 +122,7 @@ def preflight(
     tokenizer = check_alone(config)
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"name": spec.name})}
-    )
+    config = changed(config, {"model": {"name": spec.name}})
     check_divisible(config, model_args.table)
     stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
@@ -262,56 +245,8 @@ def check_data(config: JobConfig) -> Tokenizer:
     return tokenizer
 
 
-def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
-    """The family, and the flavor's dimensions with `model.args` over them."""
-    extend(config)
-    name, flavor = config.model.name, config.model.flavor
-    check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
-    spec = MODELS[name]
-    if is_folder(flavor):
-        place = Place("model.flavor", Path(flavor))
-        if "name" not in config.model.model_fields_set:
-            spec = find_family(place, list(MODELS.values()))
-        args = read_args(place, spec.hf, spec.args)
-    else:
-        sizes = spec.flavors
-        check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
-        args = sizes[flavor]
-    merged = dataclasses.asdict(args) | config.model.args
-    try:
-        return spec, _decode(type(args), json.dumps(merged))
-    except ValidationError as error:
-        raise CombinedConfigError(
-            [_args_mistake(mistake, args) for mistake in error.errors()]
-        ) from None
-
-
-@lru_cache
-def _decode(kind: type[DecoderArgs], text: str) -> DecoderArgs:
-    """Return the dimensions that `text` is, as JSON: its strict mode takes a table for a dataclass.
-
-    Cached, because a search checks a thousand jobs with one model, whose table is made once, then.
-
-    Raises:
-        ValidationError: if they are not dimensions of that kind.
-    """
-    return TypeAdapter(kind).validate_json(text, strict=True)
-
-
-def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
-    """One thing that is wrong with `model.args`."""
-    key = ".".join(["model.args", *map(str, mistake["loc"])])
-    if mistake["type"] == "unexpected_keyword_argument":
-        valid = [field.name for field in dataclasses.fields(args)]
-        fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
-        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
-    message = mistake["msg"].removeprefix("Value error, ")
-    value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
-    return ConfigError(key, f"{key}{value}: {message}")
-
-
 def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
-    """Names of the parameters that `model.frozen` means; some are left to be trained."""
+    """Return the names of the parameters that `model.frozen` means; some are left to be trained."""
     key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
     for pattern in patterns:
         frozen |= find_names(key, pattern, names)
@@ -364,7 +299,7 @@ def _plan_memory(
 
 
 def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
-    """How the job differs from the one that saved the checkpoint to resume from.
+    """Return how the job differs from the one that saved the checkpoint to resume from.
 
     Args:
         manifest: of that checkpoint, if it has been read.

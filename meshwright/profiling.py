@@ -86,7 +86,7 @@ class Profiler:
             _record(True)
 
     def step(self) -> None:
-        """Note the end of a step; write what is due."""
+        """Note the end of a step; write traces and snapshots that are due."""
         self._step += 1
         if self._records_memory and self._step % self._config.profile_freq == 0:
             self._write_snapshot(f"step_{self._step}")
@@ -107,7 +107,7 @@ class Profiler:
             _record(False)
 
     def _build_traces(self, wait: int, repeat: int) -> torch.profiler.profile:
-        """A Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
+        """Return a Chrome trace after `wait` steps; `repeat`: how often, 0 for ever."""
         activities = {torch.profiler.ProfilerActivity.CPU}
         if self._has_gpu:
             activities.add(torch.profiler.ProfilerActivity.CUDA)
@@ -126,19 +126,13 @@ class Profiler:
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         path = self._traces_folder / f"step_{self._step}" / f"rank_{self._rank}.json"
-        _write(path, lambda: profiler.export_chrome_trace(str(path)), "trace")
         text = summarize_operators(profiler.key_averages())
-        _write(path.with_suffix(".txt"), lambda: path.with_suffix(".txt").write_text(text), "")
+        _write("trace", path, profiler.export_chrome_trace, text)
 
     def _write_snapshot(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}.pickle"
-
-        def write() -> None:
-            torch.cuda.memory._dump_snapshot(str(path))
-
-        _write(path, write, "memory snapshot")
         text = summarize_memory(torch.cuda.memory._snapshot())
-        _write(path.with_suffix(".txt"), lambda: path.with_suffix(".txt").write_text(text), "")
+        _write("memory snapshot", path, torch.cuda.memory._dump_snapshot, text)
 
 
 def summarize_operators(events: Sequence[Any]) -> str:
@@ -190,7 +184,7 @@ def summarize_memory(snapshot: Mapping[str, Any]) -> str:
 
 
 def _place(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost line of Python, outside libraries if there is one."""
+    """Return the innermost line of Python, outside libraries if there is one."""
     lines = [frame for frame in frames if frame["filename"].endswith(".py")]
     own = [frame for frame in lines if LIBRARY not in frame["filename"]]
     if not lines:
@@ -208,12 +202,13 @@ def _record(is_on: bool) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _write(path: Path, write: Callable[[], object], what: str) -> None:
+def _write(what: str, path: Path, write: Callable[[str], object], summary: str) -> None:
+    """Write a file and, beside it, its summary; warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write()
+        path.with_suffix(".txt").write_text(summary)
+        write(str(path))
     except OSError as error:
-        logger.warning("%s %s cannot be written: %s", what or "summary", path, error)
+        logger.warning("%s %s cannot be written: %s", what, path, error)
     else:
-        if what:
-            logger.info("wrote %s %s", what, path)
+        logger.info("wrote %s %s", what, path)

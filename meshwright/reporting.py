@@ -34,7 +34,8 @@ def build_reporter(
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
 ) -> Reporter:
-    """The figures of the job; its first rank writes them. Collective where the peak is measured."""
+    """Return the figures of the job; its first rank writes them. Collective where the peak is
+    measured."""
     config = plan.config
     training = config.training
     dtype = getattr(torch, training.mixed_precision_param)
@@ -73,7 +74,7 @@ def _schedule(config: JobConfig) -> Schedule:
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
-    """Every sink that the config asks for beside the console."""
+    """Yield every sink that the config asks for beside the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)

@@ -1,7 +1,7 @@
 """Texts of a model in training, on any mesh: the likeliest tokens after prompts.
 
 Without kept keys and values. Each token takes a forward of whole sequences, as a validation does,
-in the shapes of training: so it works on every mesh, and nothing is compiled for it.
+in the shapes of training. So it works on every mesh without another compilation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ NONE = -1
 
 
 class NextToken(SummedLoss):
-    """Stands in the place of a model's loss, and chooses a token for each sequence.
+    """Replaces a model's loss, and chooses a token for each sequence.
 
     Args:
         loss: computes the logits, of all of the vocabulary.
@@ -112,8 +112,8 @@ def _batch(
     device: torch.device,
     mask_documents: bool,
 ) -> Batch:
-    """A microbatch whose only labels that count are at the ends of `rows`; causal attention does
-    not see the padding after them."""
+    """Return a microbatch whose only labels that count are at the ends of `rows`; causal attention
+    does not see the padding after them."""
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row)
@@ -139,7 +139,7 @@ def _choose(model: LocalModel, batch: Batch, positions: Tensor, meshes: Meshes) 
 
 @contextmanager
 def _chooses_tokens(model: LocalModel) -> Iterator[None]:
-    """Within, the last stage gives tokens in the place of a loss."""
+    """Within, the last stage gives tokens instead of a loss."""
     outputs = [stage.output for stage in model.stages if stage.output is not None]
     before = [output.loss for output in outputs]
     for output in outputs:

@@ -14,7 +14,7 @@ from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.job_config import Source
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor, bad_records
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.preflight import Plan, resume_diff
 
@@ -30,7 +30,7 @@ def manifest_of(
     bad_steps: dict[str, Any],
     best_validation: tuple[int, float] | None,
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Args:
         cursor: where the next step's samples begin, of all ranks.
@@ -91,7 +91,8 @@ def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
 
 
 def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
-    """Where a resume continues to read; it means something only in the data it was noted for.
+    """Return where a resume continues to read; it means something only in the data it was noted
+    for.
 
     Raises:
         ConfigError: if the data is other data now, or too many records were passed over.
@@ -121,8 +122,6 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
 
 
 def too_many_bad_records(count: int, allowed: int) -> ConfigError:
-    """The end of a job whose ranks have passed over too many records, though none by itself has."""
-    key = "training.max_bad_records"
-    return ConfigError(
-        key, f"{key} = {allowed}: {count} records have been passed over so far\n  fix: raise it"
-    )
+    """Return the error of ranks that have passed over too many records together."""
+    rule = f"{count} records have been passed over so far"
+    return config_error("training.max_bad_records", allowed, rule, "raise it")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import hardware
-from meshwright.announce import CHECKED, announce, note_start
+from meshwright.announce import announce, note_start
 from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
@@ -33,6 +33,7 @@ from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.extension import user_sinks
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.process import CHECKED, GPUS_EXPECTED
 from meshwright.log import log_to_file, logger
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter
@@ -79,7 +80,7 @@ def start(plan: Plan) -> torch.device:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(
-        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(hardware.GPUS_EXPECTED, "0"))
+        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
     head_dim = plan.model_args.table.rope.head_dim
@@ -222,7 +223,7 @@ def _set_values(
 
 
 def _is_printed(plan: Plan) -> bool:
-    """Whether `meshwright check`, which verifies no content, saw the same checkpoint."""
+    """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
     return CHECKED in os.environ and plan.resume_step == commit.choose_step(
         plan.checkpoint_folder, load_step

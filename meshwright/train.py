@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,15 +18,10 @@ from meshwright.announce import announce_end, note_end, note_failure
 from meshwright.checkpoint.manager import CheckpointManager, HasState
 from meshwright.checkpoint.state import ModelTensors
 from meshwright.config.conditions import compiles
-from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after, saves
-from meshwright.errors import (
-    ConfigError,
-    DataError,
-    TrainingError,
-)
+from meshwright.early_end import check_has_data, check_resumes, raise_data_error
 from meshwright.final_export import export_last
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.stop import StopCoordinator
@@ -171,7 +166,7 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
 
 
 def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[str, float]:
-    """The figures of the step that are not rates; waits for the device."""
+    """Return the figures of the step that are not rates; waits for the device."""
     config, step, data, result = job.plan.config, taken.step, taken.data, taken.result
     figures = {
         "loss/train": result.loss.item(),
@@ -252,10 +247,10 @@ def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     if stop.reason:
         stop.clear_stop_file()
     if failures := stop.failures(step):
-        _raise_data_error(config, failures, step, is_new=is_new)
+        raise_data_error(config.checkpoint, failures, step, is_new=is_new)
     if not is_done:
         if is_new:
-            _check_goes_on(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
+            check_resumes(config.checkpoint, f"after step {step} of {steps}: {stop.reason}")
         words = "stopped after step %d of %d: %s; start it again to resume"
         logger.info(words, step, steps, stop.reason)
         note_end(job.plan, step, f"stopped: {stop.reason}")
@@ -281,44 +276,3 @@ def _look_ahead(job: Job, stop: StopCoordinator, step: int) -> float:
         stop.fail(job.loader.error, step + count)
     job.heart.beat("vote on stopping", step)
     return time.perf_counter() - start
-
-
-def _raise_data_error(
-    config: JobConfig, failures: Mapping[int, Exception], step: int, *, is_new: bool
-) -> None:
-    """End a job whose ranks `failures` cannot read the data of the step after `step`.
-
-    Args:
-        is_new: this process has taken steps, so starting it again makes progress. Otherwise it is a
-            config error: a scheduler that restarts the job would loop forever.
-    """
-    rank, error = min(failures.items())
-    what = f"the data cannot be read after step {step}: rank {rank}: {error}"
-    if not is_new:
-        raise ConfigError(getattr(error, "key", ""), what)
-    _check_goes_on(config.checkpoint, what)
-    raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
-
-
-def _check_goes_on(config: Checkpoint, stopped: str) -> None:
-    """Raise if rerunning the same command would not resume from here; a scheduler that restarts the
-    job would loop forever."""
-    if not config.enable:
-        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.enable = false")
-    if config.load_only:
-        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.load_only = true")
-    if config.load_step != -1:
-        raise TrainingError(
-            f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
-            "from there again: leave it out to resume"
-        )
-
-
-def check_has_data(step: int) -> None:
-    """Raise if there is not even one global batch: the data ends before step 1."""
-    if step == 1:
-        raise ConfigError(
-            "training.max_epochs",
-            "training.max_epochs: gives less than one global batch"
-            "\n  fix: raise it, add data, or lower training.global_batch_size",
-        )

@@ -25,7 +25,7 @@ class Evaluation:
     num_labels: int
     """Number of labels that are not `IGNORE`."""
     num_bytes: int
-    """Of text that they stand for; 0 if unknown."""
+    """Of text that they stand for."""
 
     @property
     def perplexity(self) -> float:
@@ -38,7 +38,7 @@ class Evaluation:
     @property
     def bits_per_byte(self) -> float:
         """Size of the text compressed by the model: unlike the loss, it can be compared
-        between tokenizers. nan if the number of bytes is unknown."""
+        between tokenizers. nan if there are no bytes."""
         if self.num_bytes == 0:
             return math.nan
         return self.loss * self.num_labels / math.log(2) / self.num_bytes
@@ -49,9 +49,9 @@ def evaluate(
     model: LocalModel,
     steps: Iterable[Sequence[Batch]],
     meshes: Meshes,
-    token_bytes: Tensor | None = None,
+    token_bytes: Tensor,
 ) -> Evaluation:
-    """The loss of `model` on `steps`; nothing that training will find is changed.
+    """Return the loss of `model` on `steps`; nothing that training will find is changed.
 
     Waits for the device once, at the end. Collective: every rank of the job must call it, with as
     many steps.
@@ -90,11 +90,9 @@ def evaluate(
     )
 
 
-def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor | None) -> Tensor:
+def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor) -> Tensor:
     """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
     is_counted = labels != IGNORE
     num_labels = is_counted.sum()
-    num_bytes = torch.zeros_like(num_labels)
-    if token_bytes is not None:
-        num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
+    num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
     return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])

@@ -198,13 +198,13 @@ def check_claim(folder: Path, nonce: str) -> None:
 
 
 def holder(folder: Path) -> Owner | None:
-    """The job that has claimed `folder`, if there is one that can be read."""
+    """Return the job that has claimed `folder`, if there is one that can be read."""
     state = _read(folder / FILE)
     return None if state is None else parse(state[0])
 
 
 def parse(content: bytes) -> Owner | None:
-    """The owner that a file names; None if it names none."""
+    """Return the owner that a file names; None if it names none."""
     try:
         owner = Owner(**json.loads(content))
         is_owner = type(owner.pid) is int and all(

@@ -101,17 +101,17 @@ def choose(folder: Path, load_step: int, damaged: Mapping[int, str] | None = Non
 
 
 def choose_step(folder: Path, load_step: int) -> int | None:
-    """The step that `choose` chooses."""
+    """Return the step that `choose` chooses."""
     return choose(folder, load_step).step
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the complete checkpoint of `step` is."""
+    """Return where the complete checkpoint of `step` is."""
     return folder / f"step-{step}"
 
 
 def unfinished_folder(folder: Path, step: int, nonce: str = NO_NONCE) -> Path:
-    """Where the checkpoint of `step` is while it is written; never taken for a checkpoint.
+    """Return where the checkpoint of `step` is while it is written; never taken for a checkpoint.
 
     Args:
         nonce: 16 hexadecimal digits that no other save has.

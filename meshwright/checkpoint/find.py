@@ -90,7 +90,7 @@ def open_checkpoint(
     """
     candidates = find_candidates(place)
     if not candidates:
-        raise ConfigError("", f"{place.key} = {str(place.path)!r}: holds no checkpoint")
+        raise place.error("holds no checkpoint")
     passed_over: list[str] = []
     with ExitStack() as stack:
         for found in candidates:
@@ -113,14 +113,10 @@ def open_checkpoint(
 
 
 def _all_damaged(place: Place, candidates: list[Place], passed_over: list[str]) -> ConfigError:
-    named = f"{place.key} = {str(place.path)!r}"
     if candidates == [place]:
         what = passed_over[0].partition(": ")[2]
-        return ConfigError(
-            place.key, f"{named}: is damaged: {what}\n  fix: name another step's folder"
-        )
-    each = "; ".join(passed_over)
-    return ConfigError(place.key, f"{named}: every checkpoint in it is damaged: {each}")
+        return place.error(f"is damaged: {what}", "name another step's folder")
+    return place.error(f"every checkpoint in it is damaged: {'; '.join(passed_over)}")
 
 
 def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
@@ -136,8 +132,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
         args = TypeAdapter(kind).validate_python(manifest["model_args"])
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-        place.check(False, f"{MANIFEST} has no model_args of a model: {reason}")
-        raise AssertionError from None
+        raise place.error(f"{MANIFEST} has no model_args of a model: {reason}") from None
     num_bytes = sum(record["bytes"] for record in manifest["files"].values())
     place.check(
         args.table.num_params <= num_bytes,  # a parameter has a byte at least

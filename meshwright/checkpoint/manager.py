@@ -1,6 +1,5 @@
 """When a job saves, and which checkpoint it resumes from."""
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,19 +14,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit, exclude, shared_folder
+from meshwright.checkpoint import commit, exclude
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.exclude import left_out
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.on_ranks import on_first_rank, verify_on_ranks
 from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.retention import Retention, set_aside_later
+from meshwright.checkpoint.shared_folder import check_shared
 from meshwright.checkpoint.staging import StagedPlanner, Staging
 from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.checkpoint.verify_ranks import verify_on_ranks
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError, in_ranges
+from meshwright.errors import ConfigError, SaveError
 from meshwright.file_system import make_folder
 from meshwright.log import logger
 
@@ -129,24 +129,18 @@ class CheckpointManager:
         """
         if not self._config.enable:
             return None
-        token, damaged = None, dict[int, str]()
-        if self._is_first_rank and dist.get_world_size() > 1:
-            token = shared_folder.leave_token(self._folder)
-        try:
-            while True:
-                choice, token = self.tell(partial(self._choose, damaged, token))
-                if token is not None:
-                    self._check_shared(token)
-                if choice.step is None or choice.manifest is None:
-                    return None
-                checkpoint = commit.step_folder(self._folder, choice.step)
-                wrong = verify_on_ranks(checkpoint, choice.manifest, self._group)
-                if not wrong:
-                    break
-                damaged[choice.step] = wrong
-        finally:
-            if self._is_first_rank and token is not None:
-                shared_folder.remove_token(self._folder, token)
+        if dist.get_world_size() > 1:
+            check_shared(self._folder, self._group)
+        damaged, load_step = dict[int, str](), self._config.load_step
+        while True:
+            choice = self.tell(partial(commit.choose, self._folder, load_step, damaged))
+            if choice.step is None or choice.manifest is None:
+                return None
+            checkpoint = commit.step_folder(self._folder, choice.step)
+            wrong = verify_on_ranks(checkpoint, choice.manifest, self._group)
+            if not wrong:
+                break
+            damaged[choice.step] = wrong
         if self._is_first_rank:
             for step, what in choice.passed_over.items():
                 logger.warning(
@@ -157,44 +151,8 @@ class CheckpointManager:
         return choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
-        """Call `find` on the first rank alone; return its result on every rank.
-
-        Raises:
-            ConfigError: on every rank, if `find` does.
-        """
-        told: list[Any] = [None]
-        if self._is_first_rank:
-            try:
-                told = [find()]
-            except ConfigError as error:
-                told = [error]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        if isinstance(told[0], ConfigError):
-            raise told[0]
-        return told[0]
-
-    def _choose(
-        self, damaged: Mapping[int, str], token: str | None
-    ) -> tuple[commit.Choice, str | None]:
-        return commit.choose(self._folder, self._config.load_step, damaged), token
-
-    def _check_shared(self, token: str) -> None:
-        """Raise on every rank unless all see the first rank's file."""
-        seen = self._gather((shared_folder.sees_token(self._folder, token), socket.gethostname()))
-        blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
-        hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
-        if blind:
-            raise ConfigError(
-                "job.dump_folder",
-                f"job.dump_folder: rank {in_ranges(blind)} (on {hosts}) does not see what rank 0 "
-                f"(on {seen[0][1]}) writes to {self._folder}"
-                "\n  fix: put job.dump_folder on a file system that all machines share",
-            )
-
-    def _gather(self, mine: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine, group=self._group)
-        return gathered
+        """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""
+        return on_first_rank(find, self._group)
 
     def load(self, state: HasTensors, manifest: Manifest) -> None:
         """Restore `state` in place from the checkpoint that `find` found, without the parts that
@@ -235,7 +193,7 @@ class CheckpointManager:
             dcp.load(wanted, storage_reader=reader, process_group=self._group)
         state.load_state_dict(wanted)
         if not self._config.load_only:
-            self._set_aside_later(manifest["step"])
+            self.tell(partial(self._set_aside_later, manifest["step"]))
         if self._is_first_rank:
             for part in excluded:
                 logger.warning("%s is left out: checkpoint.exclude_from_loading", part)
@@ -244,21 +202,16 @@ class CheckpointManager:
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def _set_aside_later(self, step: int) -> None:
-        problem: list[str] = [""]
-        if self._is_first_rank:
-            try:
-                for path in set_aside_later(self._folder, step):
-                    logger.info("set aside a later checkpoint as %s", path)
-            except OSError as error:
-                problem = [str(error)]
-        dist.broadcast_object_list(problem, group=self._group)
-        if problem[0]:
+        try:
+            for path in set_aside_later(self._folder, step):
+                logger.info("set aside a later checkpoint as %s", path)
+        except OSError as error:
             raise ConfigError(
                 "checkpoint.folder",
-                f"checkpoints after step {step} cannot be set aside: {problem[0]}; the next resume "
+                f"checkpoints after step {step} cannot be set aside: {error}; the next resume "
                 f"would take them for this job's\n  fix: make {self._folder} writable, or remove "
                 "them",
-            )
+            ) from None
 
     def preallocate(self, state: HasTensors) -> None:
         """Preallocate, in a background thread, the host memory that async saves copy into.
@@ -302,7 +255,7 @@ class CheckpointManager:
         logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
 
     def _next_folder(self, step: int) -> Path:
-        """Where to write a checkpoint; a name that no other save has."""
+        """Return where to write a checkpoint; a name that no other save has."""
         self._saves += 1
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
@@ -381,7 +334,7 @@ class CheckpointManager:
 def _open(checkpoint: Path) -> SafeCheckpointReader:
     try:
         return SafeCheckpointReader(checkpoint)
-    except Exception as error:  # a pickle that is damaged raises what it likes
+    except Exception as error:  # a damaged pickle raises any exception
         raise ConfigError(
             "checkpoint.load_step",
             f"checkpoint {checkpoint} cannot be read: {error}"
@@ -390,7 +343,8 @@ def _open(checkpoint: Path) -> SafeCheckpointReader:
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:
-    """A function, with its arguments, that moves a new thread from the first device to this one."""
+    """Return a function, with its arguments, that moves a new thread from the first device to this
+    one."""
     if not torch.accelerator.is_available():
         return ()
     return torch.accelerator.set_device_index, (torch.accelerator.current_device_index(),)

@@ -139,7 +139,7 @@ def to_json(manifest: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest in the folder `checkpoint`.
+    """Return the manifest in the folder `checkpoint`.
 
     Raises:
         DamagedError: if it cannot be read, or has changed since it was written.
@@ -158,12 +158,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it stays in the folder that it is joined to: the names of files may be forged."""
+    """Return whether a file of this name is in the folder itself: manifests may be forged."""
     return Path(name).name == name and name not in ("", "..")
 
 
 def _is_deeper(value: object, limit: int) -> bool:
-    """Whether there are more than `limit` tables or lists in one another."""
+    """Return whether there are more than `limit` tables or lists in one another."""
     level: list[object] = [value]
     for _ in range(limit):
         inner: list[object] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, check
+from meshwright.errors import ConfigError, config_error
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,19 @@ class Place:
 
     def check(self, ok: bool, rule: str, fix: str = "") -> None:
         """Raise `ConfigError` unless `ok`."""
-        check(ok, self.key, str(self.path), rule, fix)
+        if not ok:
+            raise self.error(rule, fix)
+
+    def error(self, rule: str, fix: str = "") -> ConfigError:
+        """Return the error of a path that breaks `rule`."""
+        return config_error(self.key, str(self.path), rule, fix)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in the file `name` of the folder."""
+        """Return the JSON object in the file `name` of the folder."""
         try:
             content = json.loads((self.path / name).read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                self.key, f"{self.key} = {str(self.path)!r}: {name} cannot be read: {reason}"
-            ) from None
+            raise self.error(f"{name} cannot be read: {reason}") from None
         self.check(isinstance(content, dict), f"{name} holds no JSON object")
         return dict(content)

@@ -18,7 +18,7 @@ from meshwright.config.changes import (
     to_json,
 )
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.models.args import DecoderArgs
 
@@ -51,12 +51,12 @@ class ResumeDiff:
             ConfigError: naming every key that keeps it from that.
         """
         if self.lacks_optimizer:
-            key, steps = "training.steps", self.config.training.steps
-            raise ConfigError(
-                key,
-                f"{key} = {steps}: checkpoint {self.checkpoint} holds the weights alone "
-                "(checkpoint.last_save_model_only), and nothing resumes from that"
-                "\n  fix: set checkpoint.load_step to an earlier step; or begin with a fresh "
+            raise config_error(
+                "training.steps",
+                self.config.training.steps,
+                f"checkpoint {self.checkpoint} holds the weights alone "
+                "(checkpoint.last_save_model_only), and nothing resumes from that",
+                "set checkpoint.load_step to an earlier step; or begin with a fresh "
                 'optimizer: checkpoint.exclude_from_loading = ["optimizer"]',
             )
         wrong = [

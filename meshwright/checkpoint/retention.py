@@ -13,7 +13,7 @@ from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved
 from meshwright.checkpoint.locks import RISK
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.errors import ConfigError
-from meshwright.file_system import lock
+from meshwright.file_system import lock, whole_file
 from meshwright.log import logger
 
 BEST_FILE = "best.json"
@@ -86,9 +86,8 @@ def mark_best(folder: Path) -> int | None:
         return None
     step, loss = int(best[0]), best[1]
     marked = {"step": step, "validation_loss": loss, "checkpoint": step_folder(folder, step).name}
-    unfinished = folder / f"{BEST_FILE}.tmp"
-    unfinished.write_text(json.dumps(marked) + "\n", "utf-8")
-    unfinished.replace(folder / BEST_FILE)
+    with whole_file(folder / BEST_FILE) as file:
+        file.write(f"{json.dumps(marked)}\n".encode())
     return step
 
 
@@ -134,7 +133,7 @@ def apply_retention(
 
 
 def is_kept_for_good(step: int, keep_every_n_steps: int) -> bool:
-    """Whether retention never deletes the checkpoint of `step`."""
+    """Return whether retention never deletes the checkpoint of `step`."""
     return keep_every_n_steps > 0 and step % keep_every_n_steps == 0
 
 

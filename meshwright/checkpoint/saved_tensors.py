@@ -60,7 +60,7 @@ class SavedTensor:
 
 
 def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
-    """Every tensor of the checkpoint, by name; other entries are left out.
+    """Return every tensor of the checkpoint, by name; other entries are left out.
 
     Raises:
         OSError: if the index is not there.
@@ -75,7 +75,7 @@ def read_saved_tensors(checkpoint: Path) -> dict[str, SavedTensor]:
 
 
 def read_index(checkpoint: Path) -> Record:
-    """The index, of which nothing has been made but `Record`s.
+    """Return the index, of which nothing has been made but `Record`s.
 
     Raises:
         OSError: if it is not there.
@@ -93,7 +93,8 @@ def _is_allowed(module: str, name: str) -> bool:
 
 
 def is_tensor(entry: Record) -> bool:
-    """Whether an entry of the index's `state_dict_metadata` is a tensor's, not an object's."""
+    """Return whether an entry of the index's `state_dict_metadata` is a tensor's, not an
+    object's."""
     return entry.called == f"{METADATA}.TensorStorageMetadata"
 
 

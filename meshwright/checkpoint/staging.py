@@ -34,7 +34,7 @@ class BufferSlice:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor(self, memory: mmap.mmap) -> Tensor:
-        """The tensor there; its storage is exactly as long as it, as torch.save wants it."""
+        """Return the tensor there; its storage is exactly as long as it, as torch.save wants it."""
         if self.num_bytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         count = self.num_bytes // self.dtype.itemsize
@@ -46,7 +46,7 @@ Layout = dict[str, BufferSlice]
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
-    """A place for each, one after the other, and the bytes that all take."""
+    """Return a place for each, one after the other, and the bytes that all take."""
     # strides as a clone's: a tensor without gaps keeps its strides
     likes = [torch.empty_like(tensor, device="meta") for tensor in tensors.values()]
     sizes = (-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes)
@@ -58,7 +58,7 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
 
 
 def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each."""
+    """Return this rank's part of each."""
     return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
@@ -159,5 +159,5 @@ class StagedPlanner(DefaultSavePlanner):
         self._copies = copies
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The copy, whichever part of the tensor it is: a rank holds one part of each."""
+        """Return the copy, whichever part of the tensor it is: a rank holds one part of each."""
         return self._copies[index.fqn]

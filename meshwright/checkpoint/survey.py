@@ -30,7 +30,8 @@ class FoundCheckpoint:
 
 
 def find_entries(place: Place) -> list[Path]:
-    """The step's folder that `place` is, or all in it, or in a folder in it, by step and name.
+    """Return the step's folder that `place` is, or all in it, or in a folder in it, by step and
+    name.
 
     Raises:
         ConfigError: if there are none, or several folders in it hold some.
@@ -58,7 +59,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def look_at(path: Path) -> FoundCheckpoint:
-    """A step's folder, of which no more is read than the manifest.
+    """Return a step's folder, of which no more is read than the manifest.
 
     Raises:
         FileNotFoundError: if a job deletes it meanwhile.

@@ -29,7 +29,7 @@ class CheckpointWeights:
         self._place, self._saved_name = place, saved_name
         try:
             self._reader = SafeCheckpointReader(place.path)
-        except Exception as error:  # a pickle that is damaged raises what it likes
+        except Exception as error:  # a damaged pickle raises any exception
             raise self._unreadable(error) from None
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
@@ -57,7 +57,7 @@ class CheckpointWeights:
             raise self._unreadable(error) from None
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter `name`, in the type it was saved in.
+        """Return the whole parameter `name`, in the type it was saved in.
 
         Raises:
             ConfigError: as `load`'s.
@@ -76,5 +76,4 @@ class CheckpointWeights:
     def _unreadable(self, error: BaseException) -> ConfigError:
         causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
         reason = causes[0][0] if causes else error
-        key, path = self._place.key, str(self._place.path)
-        return ConfigError(key, f"{key} = {path!r}: cannot be read: {reason}")
+        return self._place.error(f"cannot be read: {reason}")

@@ -23,26 +23,6 @@ ROLES = ("model", "optimizer", "rng")
 """First parts of tensors' names."""
 
 
-def run_ls(given: Namespace) -> None:
-    """Print a line per checkpoint."""
-    with readable():
-        _list(Place("FOLDER", given.folder))
-
-
-def run_show(given: Namespace) -> None:
-    """Print the facts of one checkpoint."""
-    with readable():
-        _show(Place("CHECKPOINT", given.checkpoint), given.tensors)
-
-
-def run_verify(given: Namespace) -> None:
-    """Compare every byte with its checksum; exit with 1 if something is damaged."""
-    with readable():
-        is_good = _verify(Place("CHECKPOINT_OR_FOLDER", given.folder))
-    if not is_good:
-        sys.exit(1)
-
-
 @contextmanager
 def readable() -> Iterator[None]:
     """Turn a file that may not be read, or is no longer there, into a `ConfigError`."""
@@ -54,9 +34,11 @@ def readable() -> Iterator[None]:
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
 
 
-def _list(place: Place) -> None:
+@readable()
+def run_ls(given: Namespace) -> None:
+    """Print a line per checkpoint."""
     rows = []
-    for path in find_entries(place):
+    for path in find_entries(Place("FOLDER", given.folder)):
         with suppress(FileNotFoundError):  # a job that runs deletes its old ones
             entry = look_at(path)
             rows.append((*_row(entry), entry.state))
@@ -89,19 +71,22 @@ def _mesh(mesh: dict[str, int]) -> str:
     return ",".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1"
 
 
-def _show(place: Place, with_tensors: bool) -> None:
+@readable()
+def run_show(given: Namespace) -> None:
+    """Print the facts of one checkpoint."""
+    place = Place("CHECKPOINT", given.checkpoint)
     with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
         entry = look_at(found.path)
         try:
             tensors = read_saved_tensors(found.path)
         except (OSError, ValueError) as error:
-            found.check(False, f"the index of its tensors cannot be read: {error}")
+            raise found.error(f"the index of its tensors cannot be read: {error}") from None
         try:
             facts = list(_facts(entry, manifest, tensors))
         except (ValueError, TypeError, KeyError, AttributeError) as error:  # whoever made it lied
-            found.check(False, f"{MANIFEST} makes no sense: {error}")
+            raise found.error(f"{MANIFEST} makes no sense: {error}") from None
         print(align(facts))
-    if with_tensors:
+    if given.tensors:
         rows = [
             (name, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.num_bytes)
             for name, tensor in sorted(tensors.items())
@@ -142,7 +127,7 @@ def _facts(
 
 
 def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
-    """Where in the data it stands: samples taken of each source, and epochs where known."""
+    """Yield where in the data it stands: samples taken of each source, and epochs where known."""
     data, content = manifest["data"], manifest["data_content"]
     yield "samples", f"{data.get('sample', 0):,}"
     for name, count in zip(content, data.get("counts", ()), strict=False):
@@ -153,7 +138,10 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
         yield f"  {name}", f"{count:,}{streamed}"
 
 
-def _verify(place: Place) -> bool:
+@readable()
+def run_verify(given: Namespace) -> None:
+    """Compare every byte with its checksum; exit with 1 if something is damaged."""
+    place = Place("CHECKPOINT_OR_FOLDER", given.folder)
     paths = find_entries(place)
     if paths == [place.path]:
         place.check(
@@ -174,11 +162,12 @@ def _verify(place: Place) -> bool:
         if not wrong:
             print(f"{path.name}: good", flush=True)
         is_good &= not wrong
-    return is_good
+    if not is_good:
+        sys.exit(1)
 
 
 def _damage(checkpoint: Path) -> list[str]:
-    """Every fault in it."""
+    """Return every fault of a checkpoint."""
     try:
         with being_read(checkpoint):
             manifest = commit.inspect(checkpoint)

@@ -21,24 +21,20 @@ compared by itself."""
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
 
 
+@readable()
 def run(given: Namespace) -> None:
-    """Compare two checkpoints; exit with 1 if they differ."""
-    with readable():
-        are_equal = diff(Place("A", given.a), Place("B", given.b), given.tensors)
-    if not are_equal:
-        sys.exit(1)
-
-
-def diff(a: Place, b: Place, tensors_alone: bool) -> bool:
-    """Print the differences; return whether there are none.
+    """Print the differences of two checkpoints; exit with 1 if there are any.
 
     Raises:
         ConfigError: if there is no checkpoint, or it is damaged.
     """
+    a, b = Place("A", given.a), Place("B", given.b)
     with open_checkpoint(a, print) as of_a, open_checkpoint(b, print) as of_b:
         print(f"A: {of_a.place.path}\nB: {of_b.place.path}")
-        are_equal = tensors_alone or _diff_manifests(of_a.manifest, of_b.manifest)
-        return _diff_tensors(of_a.place, of_b.place) and are_equal
+        are_equal = given.tensors or _diff_manifests(of_a.manifest, of_b.manifest)
+        are_equal &= _diff_tensors(of_a.place, of_b.place)
+    if not are_equal:
+        sys.exit(1)
 
 
 def _diff_manifests(a: Manifest, b: Manifest) -> bool:
@@ -86,8 +82,7 @@ def _saved(place: Place) -> dict[str, SavedTensor]:
     try:
         return read_saved_tensors(place.path)
     except (OSError, ValueError) as error:
-        place.check(False, f"the index of its tensors cannot be read: {error}")
-        raise AssertionError from None
+        raise place.error(f"the index of its tensors cannot be read: {error}") from None
 
 
 def _open(place: Place) -> CheckpointWeights:

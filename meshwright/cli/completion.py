@@ -1,6 +1,5 @@
 """`meshwright completion`: a script by which bash or zsh completes commands, options and keys."""
 
-import argparse
 from argparse import Namespace
 from typing import get_args, get_origin
 
@@ -80,8 +79,7 @@ def _words_of(name: str) -> list[str]:
     # argparse has no public list of a parser's actions; it keeps them there since Python 2.7
     for action in main.build_parser(name)._actions:
         words += action.option_strings
-        if isinstance(action, argparse._StoreAction) and action.choices:
-            words += map(str, action.choices)
+        words += map(str, action.choices or ())
     return words
 
 

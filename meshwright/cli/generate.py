@@ -17,7 +17,7 @@ from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, prompt_tokens
-from meshwright.errors import ConfigError, check
+from meshwright.errors import ConfigError, check, config_error
 from meshwright.exchange.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -96,9 +96,8 @@ def _print_text(source: Source, prompt: str, tokens: Iterator[int]) -> None:
                 shown = text
     except NotFiniteError as error:
         print(flush=True)
-        raise ConfigError(
-            "", f"{SOURCE}: {error}\n  fix: generate from another checkpoint"
-        ) from None
+        fix = "generate from another checkpoint"
+        raise ConfigError("", f"{SOURCE}: {error}\n  fix: {fix}") from None
     text = tokenizer.decode([*tokenizer.encode(prompt), *new])
     print(text[len(shown) :])
 
@@ -130,7 +129,7 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> Source:
     except ConfigError as error:
         reason = str(error).partition("\n")[0]
         fix = "name it: --tokenizer PATH (or bytes)"
-        raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
+        raise config_error("--tokenizer", path, reason, fix) from None
     weights_there = HuggingFaceWeights(place, spec.hf, args)
     return Source(args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
 
@@ -150,7 +149,7 @@ def _stops(place: Place) -> frozenset[int]:
 
 @torch.no_grad()
 def _build(source: Source, seq_len: int, dtype_name: str) -> Decoder:
-    """The model with its weights, on the first GPU, else on the CPU."""
+    """Return the model with its weights, on the first GPU, else on the CPU."""
     device = hardware.pick_device(0)
     if dtype_name == "auto":  # the device's fastest type
         dtype_name = "bfloat16" if device.type == "cuda" else "float32"

@@ -6,7 +6,7 @@ from textwrap import fill
 import tomli_w
 
 from meshwright.config.loader import load_given
-from meshwright.errors import ConfigError
+from meshwright.errors import check
 
 
 def run(given: Namespace) -> None:
@@ -16,12 +16,8 @@ def run(given: Namespace) -> None:
         ConfigError: if the TOML is not torchtitan's, or asks for a feature that Meshwright lacks.
     """
     config, provenance = load_given(given)
-    if not provenance.notes:
-        raise ConfigError(
-            "",
-            f"CONFIG = {given.config!r}: is not torchtitan's"
-            "\n  fix: name a TOML with its model.name and model.flavor, as qwen3 and 8B",
-        )
+    fix = "name a TOML with its model.name and model.flavor, as qwen3 and 8B"
+    check(bool(provenance.notes), "CONFIG", given.config, "is not torchtitan's", fix)
     print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
     for note in provenance.notes:
         print(fill(note, 100, initial_indent="# ", subsequent_indent="#     "))

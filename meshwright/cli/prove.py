@@ -8,11 +8,12 @@ from meshwright.config.checks import check_divisible
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.loader import config_errors, load_given
 from meshwright.parallelisms.pipeline_split import assign_modules, check_split_float8
-from meshwright.preflight import check_installed, resolve_model
+from meshwright.preflight import check_installed
 from meshwright.proof import report
 from meshwright.proof.cases import default_cases, distinct, every_mesh
 from meshwright.proof.prove import Row, prove
 from meshwright.proof.shrink import shrink
+from meshwright.resolve_model import resolve_model
 
 
 def run(given: Namespace) -> None:

@@ -5,13 +5,13 @@ import shlex
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
-from meshwright.errors import ConfigError, check
+from meshwright.errors import ConfigError, check, config_error
 from meshwright.models.family import Family
 from meshwright.specs import MODELS
 
 
 def saved_spec(place: Place, manifest: Manifest) -> Family:
-    """The family of the model that a checkpoint is of.
+    """Return the family of the model that a checkpoint is of.
 
     The job's own module is not imported unless the user names it: a checkpoint from elsewhere must
     not choose code to run.
@@ -24,10 +24,10 @@ def saved_spec(place: Place, manifest: Manifest) -> Family:
 
 
 def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple[Tokenizer, str]:
-    """The tokenizer that the checkpoint was trained with, and its path.
+    """Open the tokenizer that the checkpoint was trained with; return its path, too.
 
     Args:
-        given: where to look for it; None: where the job had it.
+        given: its path; None: the path that the job had.
 
     Raises:
         ConfigError: if it is not there, or another.
@@ -38,7 +38,7 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         tokenizer = build_tokenizer(path)
     except ConfigError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError("", f"--tokenizer = {path!r}: {reason}\n  fix: {fix}") from None
+        raise config_error("--tokenizer", path, reason, fix) from None
     trained_with = manifest["data_identity"].get("model.tokenizer_path")
     check(
         tokenizer.fingerprint == trained_with,

@@ -9,9 +9,9 @@ from pathlib import Path
 from meshwright.cli import check_job, tokenize_data
 from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_ranks
-from meshwright.launch.process import HOST_SETTINGS, exit_when_asked
+from meshwright.launch.process import CHECKED, GPUS_EXPECTED, HOST_SETTINGS, exit_when_asked
 
 DEFAULT_PRESET = "debug_model"
 SCRIPT = Path(ranks_package).with_name("train.py")
@@ -58,8 +58,8 @@ def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
     chosen = host_settings(ranks, inherited)
     return chosen | {
-        "MESHWRIGHT_CHECKED": "1",  # the check's notes are not repeated
-        "MESHWRIGHT_GPUS": str(ranks.gpus),  # ranks compare it with the number that torch can use
+        CHECKED: "1",  # the check's notes are not repeated
+        GPUS_EXPECTED: str(ranks.gpus),  # ranks compare it with the number that torch can use
         HOST_SETTINGS: " ".join(f"{name}={value}" for name, value in chosen.items()),
     }
 
@@ -87,12 +87,9 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_gpus(ranks: Ranks) -> None:
-    if 0 < ranks.gpus < ranks.per_machine:
-        raise ConfigError(
-            "",
-            f"NGPU = {ranks.per_machine}: there are {ranks.gpus} GPUs\n"
-            "  fix: lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
-        )
+    fix = "lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    is_enough = ranks.gpus == 0 or ranks.per_machine <= ranks.gpus
+    check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
 
 
 def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
@@ -114,7 +111,7 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
 
 
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:
-    """The ranks of this machine whose log the console shows."""
+    """Return the ranks of this machine whose log the console shows."""
     shown: str = given.log_rank or os.environ.get("LOG_RANK") or "0"
     for rank in shown.replace(",", " ").split():
         if not (rank.isdecimal() and int(rank) < ranks.per_machine):

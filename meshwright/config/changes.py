@@ -38,7 +38,7 @@ def _keys(effect: Effect, **sections: str) -> dict[str, Effect]:
 
 
 def _sections(effect: Effect, *names: str) -> dict[str, Effect]:
-    """Every key of the sections has the effect, later ones too."""
+    """Return the effect for every key of the sections, later keys included."""
     defaults = JobConfig()
     return {
         f"{name}.{key}": effect
@@ -76,7 +76,7 @@ EFFECTS: dict[str, Effect] = {
         lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         checkpoint="exclude_from_loading",
     ),
-    f"{PARTS}.*.weight": "training",  # the place in each part of a mixture stays what it is
+    f"{PARTS}.*.weight": "training",  # the place in each part of a mixture is unchanged
     # only the resolved dimensions count, which a checkpoint has beside its config
     **_keys("model", model="name flavor args"),
     # likewise the identity and the content of the data: a place in it means something in the same
@@ -92,19 +92,20 @@ EFFECTS: dict[str, Effect] = {
 
 
 def effect_of(key: str) -> Effect | None:
-    """Of a key, or of one inside it; None: no such key."""
+    """Return the effect of a key, or of one inside it; None: there is no such key."""
     in_lists = re.sub(r"\.\d+(?=\.|$)", ".*", key)
     return EFFECTS.get(in_lists) or EFFECTS.get(".".join(key.split(".")[:2]))
 
 
 def to_json(config: JobConfig) -> dict[str, Any]:
-    """The config as a checkpoint keeps it: JSON has no word for infinity, so that is a string."""
+    """Return the config as a checkpoint keeps it: JSON has no word for infinity, so that is a
+    string."""
     text = json.dumps(config.model_dump(mode="json"))
     return dict(json.loads(text, parse_constant=str))
 
 
 def shown(value: object) -> str:
-    """A value as a person would write it, cut where it is long."""
+    """Return a value as a person would write it, cut where it is long."""
     if value is ABSENT or value is None:
         return "absent"
     text = "inf" if value == "Infinity" else repr(value)
@@ -114,8 +115,8 @@ def shown(value: object) -> str:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[Difference]:
-    """Every key whose values differ, in the order of `new`; goes into tables, and into lists of
-    tables."""
+    """Yield every key whose values differ, in the order of `new`; goes into tables, and into lists
+    of tables."""
     for name in [*new, *(name for name in old if name not in new)]:
         key, left, right = f"{prefix}{name}", old.get(name, ABSENT), new.get(name, ABSENT)
         left_table, right_table = _as_table(left), _as_table(right)
@@ -134,8 +135,8 @@ def _as_table(value: object) -> Mapping[str, Any] | None:
 def changes(
     saved: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[Difference]:
-    """The same, where `saved` may be of an older version: a key that it lacks counts as changed
-    only if it has not its default.
+    """Yield the same, where `saved` may be of an older version: a key that it lacks counts as
+    changed only if it has not its default.
 
     Args:
         defaults: by dotted key.

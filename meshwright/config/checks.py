@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import check, did_you_mean, divisors_of
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
@@ -73,11 +74,12 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
         f"ranks x local_batch_size {training.local_batch_size}",
         f"the nearest is {nearest}",
     )
-    return config.model_copy(
-        update={
-            "parallelism": parallelism.model_copy(update={"data_parallel_shard_degree": shard}),
-            "training": training.model_copy(update={"global_batch_size": global_batch_size}),
-        }
+    return changed(
+        config,
+        {
+            "parallelism": {"data_parallel_shard_degree": shard},
+            "training": {"global_batch_size": global_batch_size},
+        },
     )
 
 
@@ -141,8 +143,8 @@ def check_device(
     )
     if parallelism.context_parallel_attention == "ring" and parallelism.context_parallel_degree > 1:
         _check_ring(config, device_type, has_ring_kernel, fp32_modules)
-    # torch takes attention for random; on CPU it saves a random state for it, and that in the place
-    # of a mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
+    # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
+    # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
     is_compiled = config.compile.enable and config.compile.backend != "eager"
     is_cut = config.parallelism.tensor_parallel_degree > 1
@@ -177,7 +179,7 @@ def _check_ring(
 
 
 def recomputes_attention(config: JobConfig) -> bool:
-    """Whether backward computes the attention of any block again, on a CPU."""
+    """Return whether backward computes the attention of any block again, on a CPU."""
     ac = config.activation_checkpoint
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         return "aten._scaled_dot_product_flash_attention_for_cpu" not in ac.saved_ops
@@ -259,7 +261,8 @@ class HasModules(Protocol):
 
 
 def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
-    """Names of the modules that `training.fp32_modules` matches, without those inside another.
+    """Return the names of the modules that `training.fp32_modules` matches, without those inside
+    another.
 
     Raises:
         ConfigError: if a pattern matches none, or one that cannot differ from its surroundings.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, check
 
 Key = tuple[str, ...]
 OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
@@ -63,7 +63,7 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _needs_value(key: Key) -> bool:
-    """Whether `key` is known, and is not a flag."""
+    """Return whether `key` is known, and is not a flag."""
     # pydantic takes 0.1 s, more than `--help` needs for all else
     from meshwright.config.fields import find_field
 
@@ -105,10 +105,8 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     if re.fullmatch(r"[\w.]+=.*", given.config or ""):
         _refuse(given.config)
     named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
-    if named is not None and given.config is not None:
-        raise ConfigError(
-            "", f"CONFIG = {given.config!r}: given beside --{CONFIG_FILE} {named}\n  fix: name one"
-        )
+    is_one = named is None or given.config is None
+    check(is_one, "CONFIG", given.config, f"given beside --{CONFIG_FILE} {named}", "name one")
     given.config = given.config or named or ""
     return given
 

@@ -51,15 +51,15 @@ def num_microbatches(c: JobConfig) -> int:
 
 
 def has_fsdp(c: JobConfig) -> bool:
-    """Whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
+    """Return whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
     p = c.parallelism
     cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
     return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training, c.float8)
 
 
 def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
-    """Whether one rank needs FSDP2: to offload, since autograd would not add up in fp32, or since
-    float8 layers do not cast their weights to bf16 first, as they do on several ranks."""
+    """Return whether one rank needs FSDP2: to offload, since autograd would not add up in fp32, or
+    since float8 layers do not cast their weights to bf16 first, as they do on several ranks."""
     adds_up_in_fp32 = training.mixed_precision_param == "float32" or (
         training.dtype == training.mixed_precision_reduce == "float32"
     )

@@ -27,7 +27,7 @@ def _decays_too_long(c: JobConfig) -> bool:
 
 
 def _is_compiled(c: JobConfig) -> bool:
-    """Whether a compiler changes the graph, which backend eager does not."""
+    """Return whether a compiler changes the graph, which backend eager does not."""
     return c.compile.enable and c.compile.backend != "eager"
 
 

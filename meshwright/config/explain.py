@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.provenance import underline
 from meshwright.config.suggest import nearest, suggest_key, suggest_section
-from meshwright.errors import ConfigError, UnknownKeyError
+from meshwright.errors import ConfigError, UnknownKeyError, config_error
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 SAME_VALUES = {
@@ -41,7 +41,7 @@ RULES = {
 
 
 def explain_mistake(mistake: ErrorDetails) -> ConfigError:
-    """One of pydantic's complaints as `key = value: rule`, and the way out where there is one."""
+    """Return one of pydantic's complaints as `key = value: rule`, with the fix if it is known."""
     location = [str(part) for part in mistake["loc"]]
     key, kind, value = ".".join(location), mistake["type"], mistake["input"]
     if kind == "extra_forbidden":
@@ -55,11 +55,11 @@ def explain_mistake(mistake: ErrorDetails) -> ConfigError:
     if kind == "missing":
         return ConfigError(key, f"{key}: {rule}")
     fix = _right_spelling(kind, value, mistake.get("ctx", {}))
-    return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+    return config_error(key, value, rule, fix)
 
 
 def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> str:
-    """How the value has to be written; "" if that cannot be known."""
+    """Return how the value has to be written; "" if that cannot be known."""
     match kind:
         case "int_type" | "int_from_float" | "float_type":
             return _as_number(value, whole=kind != "float_type")
@@ -101,7 +101,7 @@ UNQUOTED = re.compile(r"^(?P<key>\s*[\w.\"'-]+\s*=\s*)(?P<value>[^#\n]*?)\s*(#.*
 
 
 def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
-    """A TOML that cannot be parsed: the line, a caret, and how it has to be written."""
+    """Return the error of a TOML that cannot be parsed: the line, a caret, the right spelling."""
     lines = error.doc.split("\n")
     number, column = min(error.lineno, len(lines)), error.colno - 1
     line = lines[number - 1]

@@ -10,13 +10,13 @@ from meshwright.config.job_config import JobConfig, Section
 
 
 def find_field(key: Key) -> FieldInfo | None:
-    """The declaration of `key`, if there is one."""
+    """Return the declaration of `key`, if there is one."""
     section = find_section(key[:-1])
     return section.model_fields.get(key[-1]) if section else None
 
 
 def find_section(key: Key) -> type[Section] | None:
-    """The table at `key`, if there is one; a number stands for a table in a list."""
+    """Return the table at `key`, if there is one; a number stands for a table in a list."""
     section: type[Section] = JobConfig
     for part in key:
         if part.isdecimal():
@@ -31,7 +31,7 @@ def find_section(key: Key) -> type[Section] | None:
 
 
 def all_keys() -> Iterator[tuple[Key, FieldInfo]]:
-    """Every key of every section, in order, without those inside lists of tables."""
+    """Yield every key of every section, in order, without those inside lists of tables."""
     for name in JobConfig.model_fields:
         section = find_section((name,))
         assert section is not None

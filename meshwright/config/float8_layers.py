@@ -17,7 +17,7 @@ class HasLayers(Protocol):
 def find_float8_layers(
     config: JobConfig, model: HasLayers, fp32_modules: Sequence[str]
 ) -> list[str]:
-    """Names of the layers that multiply in float8; without `float8.enable` none.
+    """Return the names of the layers that multiply in float8; without `float8.enable` none.
 
     Raises:
         ConfigError: if a filter matches no layer, if none is left, or if GPUs cannot multiply one.

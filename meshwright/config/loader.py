@@ -100,7 +100,7 @@ def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, A
 
 
 def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
-    """The config of `raw` without the values in `places`, if that is valid."""
+    """Return the config of `raw` without the values in `places`, if that is valid."""
     for place in places:
         table: Any = raw
         for part in place[:-1]:
@@ -127,7 +127,7 @@ def config_errors(provenance: Provenance) -> Iterator[None]:
 
 
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
+    """Return the TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.expanduser().absolute()
     if path in seen:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
 
 
 def _preset(extends: str, path: Path, text: str) -> Path:
-    """The preset that the TOML at `path` extends."""
+    """Return the preset that the TOML at `path` extends."""
     try:
         return find_config(extends)
     except ConfigError as error:
@@ -174,7 +174,7 @@ def _preset(extends: str, path: Path, text: str) -> Path:
 
 
 def _from_text(text: str, field: FieldInfo | None) -> object:
-    """A command-line value as the TOML value it stands for; validation has the last word."""
+    """Return a command-line value as the TOML value it stands for; validation has the last word."""
     if field and (field.annotation is str or get_origin(field.annotation) is Literal):
         return text
     if text.lower() in ("true", "false"):
@@ -224,7 +224,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:
-    """The config as TOML that loads to the same config; or only values that are not defaults."""
+    """Return the config as TOML that loads to the same config; or only values that are not
+    defaults."""
     table = config.model_dump(exclude_none=True, exclude_defaults=only_changes)
     table.get("job", {}).pop("config_file", None)
     return tomli_w.dumps({name: section for name, section in table.items() if section})

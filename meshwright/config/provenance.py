@@ -37,8 +37,8 @@ class Provenance:
     def add_toml(self, path: Path, text: str) -> None:
         """Note the line of every table and key in `text`; inline tables count as one key.
 
-        tomli gives no positions. It has accepted `text`, so a line-wise look is enough; all that
-        it could misread is a line within a multi-line string that looks like a key.
+        tomli gives no positions. It has accepted `text`, so a look at each line is enough. Only a
+        line inside a multi-line string could be misread, if it looks like a key.
         """
         table: Key = ()
         counts = Counter[Key]()
@@ -71,15 +71,15 @@ class Provenance:
             del self._origins[inner]
 
     def of(self, key: str | Sequence[str | int]) -> str:
-        """Where `key`, or else the nearest table around it, was given; "" if nowhere."""
+        """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
         return self._nearest(key)[1].where
 
     def has(self, key: str) -> bool:
-        """Whether `key` itself was given."""
+        """Return whether `key` itself was given."""
         return tuple(key.split(".")) in self._origins
 
     def origin(self, key: str) -> str:
-        """Where the value of `key`, or a part of it, was given; "default" if nowhere."""
+        """Return where the value of `key`, or a part of it, was given; "default" if nowhere."""
         parts = tuple(key.split("."))
         inside = any(given[: len(parts)] == parts for given in self._origins)
         found, origin = self._nearest(key)
@@ -100,7 +100,8 @@ class Provenance:
         return path, int(line) if path else 0
 
     def explain(self, error: ConfigError) -> str:
-        """The error's message, headed by where its key was given, with the line and a caret."""
+        """Return the error's message, headed by where its key was given, with the line and a
+        caret."""
         if isinstance(error, CombinedConfigError):
             return "\n".join(map(self.explain, sorted(error.errors, key=self._place)))
         parts, (where, line) = self._nearest(error.key)
@@ -112,7 +113,7 @@ class Provenance:
 
 
 def _pointer(line: str, at_key: bool) -> list[str]:
-    """The line, and carets under its key or its value; nothing if it is no assignment."""
+    """Return the line, and carets under its key or its value; nothing if it is no assignment."""
     assignment, header = ASSIGNMENT.match(line), HEADER.match(line)
     if assignment is not None and not header:
         value = _without_comment(line[assignment.end() :])
@@ -136,7 +137,7 @@ def underline(line: str, start: int, end: int) -> list[str]:
 
 
 def _without_comment(text: str) -> str:
-    """The value at the start of `text`; all of it, if it continues in the next line."""
+    """Return the value at the start of `text`; all of it, if it continues in the next line."""
     ends = [number for number, character in enumerate(text) if character == "#"]
     for end in ends:
         try:

@@ -16,14 +16,14 @@ class Entry(NamedTuple):
 
 
 def summary(section_name: str) -> str:
-    """The section's own description."""
+    """Return the section's own description."""
     section = find_section((section_name,))
     assert section is not None
     return " ".join((section.__doc__ or "").split())
 
 
 def entries(section_name: str) -> Iterator[Entry]:
-    """The keys of a section, in order."""
+    """Yield the keys of a section, in order."""
     section = find_section((section_name,))
     assert section is not None
     properties = section.model_json_schema()["properties"]
@@ -38,7 +38,7 @@ def entries(section_name: str) -> Iterator[Entry]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """The type of a key, from its JSON Schema, as a person would write it."""
+    """Return the type of a key, from its JSON Schema, as a person would write it."""
     if "enum" in schema:
         return "|".join(map(str, schema["enum"]))
     if "anyOf" in schema:

@@ -41,7 +41,7 @@ DATASETS: dict[str, DatasetSpec] = {
 
 
 def find_dataset(name: str) -> DatasetSpec | None:
-    """The dataset of that name; None if it can be none."""
+    """Return the dataset of that name; None if it can be none."""
     if name in DATASETS or "/" not in name or "://" in name:
         return DATASETS.get(name)
     return _on_hub(name)

@@ -26,7 +26,7 @@ from meshwright.datasets.token_files import FormatError, TokenFiles
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
-from meshwright.file_system import sync_file
+from meshwright.file_system import whole_file
 
 
 @functools.lru_cache(1)
@@ -42,27 +42,20 @@ def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
     if isinstance(documents, TokenFiles):
         return _index_part(recipe, documents, part)
     lengths, num_bytes = [], 0
-    unfinished = part.tokens.with_suffix(f".{os.getpid()}.unfinished")
     has_flags = np.dtype(dtype).itemsize == 4
-    try:
-        with open(unfinished, "wb") as raw_file:
-            file = _Checksummed(raw_file)
-            for document in documents.read(part.number, documents.parts):
-                tokens = encoder.encode(document)
-                if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
-                    raise recipe.entry.error(
-                        "dataset_column", "holds texts and conversations: they must be one kind"
-                    )
-                if len(tokens):
-                    file.write(tokens.astype(dtype).tobytes())
-                    lengths.append(len(tokens))
-                    num_bytes += _num_bytes(document)
-            token_checksums = file.finish()
-            raw_file.flush()
-            sync_file(raw_file.fileno(), unfinished)
-        os.replace(unfinished, part.tokens)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(part.tokens) as raw_file:
+        file = _Checksummed(raw_file)
+        for document in documents.read(part.number, documents.parts):
+            tokens = encoder.encode(document)
+            if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
+                raise recipe.entry.error(
+                    "dataset_column", "holds texts and conversations: they must be one kind"
+                )
+            if len(tokens):
+                file.write(tokens.astype(dtype).tobytes())
+                lengths.append(len(tokens))
+                num_bytes += _num_bytes(document)
+        token_checksums = file.finish()
     _save_arrays(
         part.index,
         lengths=np.array(lengths, np.uint32),
@@ -131,12 +124,8 @@ def join_parts(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) ->
     lengths = np.concatenate(lengths_of).astype("<u4")
     if not len(lengths):
         raise entry.error("dataset", "holds no text")
-    unfinished = folder / "lengths.unfinished"
-    with open(unfinished, "wb") as file:
+    with whole_file(folder / "lengths") as file:
         file.write(lengths.tobytes())
-        file.flush()
-        sync_file(file.fileno(), unfinished)
-    os.replace(unfinished, folder / "lengths")
     firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
     per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
     per_part = [part_lengths.sum(dtype=np.uint64) for part_lengths in lengths_of]
@@ -158,10 +147,6 @@ def _starts(sizes: Any) -> Any:
 
 
 def _save_arrays(path: Path, **arrays: Any) -> None:
-    """Write an .npz that appears under its name only when it is complete."""
-    unfinished = path.with_suffix(".unfinished")
-    with open(unfinished, "wb") as file:
+    """Write an .npz."""
+    with whole_file(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        sync_file(file.fileno(), unfinished)
-    os.replace(unfinished, path)

@@ -62,8 +62,8 @@ class CachedSamples:
         return pieces
 
     def _shuffled_block(self, epoch: int, block: int) -> tuple[list[int], list[int]]:
-        """Of the documents in this epoch's order: where each begins in the cache, and where each
-        ends in the block."""
+        """Return where each document, in this epoch's order, begins in the cache, and where it ends
+        in the block."""
         lengths = self._cache.lengths(block).astype(np.int64)
         starts = self._cache.block_starts[block] + np.cumsum(lengths) - lengths
         if self._seed is not None:

@@ -11,8 +11,8 @@ from meshwright.errors import ConfigError, check, did_you_mean
 
 
 def check_sources(section: Training | Validation, key: str) -> None:
-    """Check that datasets are known, that what they read from this machine is there, and that
-    figures can tell them apart."""
+    """Check that datasets are known, that their local files are there, and that figures can tell
+    them apart."""
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),

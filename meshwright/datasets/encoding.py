@@ -19,7 +19,8 @@ class Conversation(Protocol):
     """Makes tokens of conversations."""
 
     def encode(self, messages: Messages, where: str) -> tuple[list[int], list[bool]]:
-        """Ids, special ones included; and whether the loss counts each. `where` is for errors."""
+        """Return the ids, special ones included; and whether the loss counts each. `where` is for
+        errors."""
 
 
 class Encoder:

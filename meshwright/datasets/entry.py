@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.config.job_config import Source
-from meshwright.errors import ConfigError, RecordError
+from meshwright.errors import ConfigError, RecordError, config_error
 
 Messages = list[dict[str, str]]
 Document = str | Messages
@@ -22,12 +22,9 @@ class Entry:
 
     def error(self, key: str, what: str, fix: str = "") -> ConfigError:
         """That `key` of this source is at fault."""
-        return ConfigError(f"{self.key}.{key}", self._message(key, what, fix))
+        return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
 
     def record_error(self, key: str, what: str) -> RecordError:
         """That a record is at fault, as `key` of this source has it read."""
-        return RecordError(f"{self.key}.{key}", self._message(key, what))
-
-    def _message(self, key: str, what: str, fix: str = "") -> str:
-        value = getattr(self.source, key)
-        return f"{self.key}.{key} = {value!r}: {what}" + (f"\n  fix: {fix}" if fix else "")
+        error = self.error(key, what)
+        return RecordError(error.key, str(error))

@@ -22,7 +22,7 @@ STAYS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryErr
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether the error, or its cause, is one of a network or a file system that may be gone
+    """Return whether the error, or its cause, is one of a network or a file system that may be gone
     later."""
     while error is not None and not isinstance(error, STAYS):
         is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
@@ -114,7 +114,7 @@ class _RowReader:
         self._num_checked = max(begin, end)
 
     def _near_files(self) -> Sequence[str]:
-        """The file that is being read and its neighbours: rows are read ahead."""
+        """Return the file that is being read and its neighbours: rows are read ahead."""
         number = _file_number(self._state())
         return self._files[max(number - 1, 0) : number + 2]
 
@@ -130,7 +130,7 @@ def check_files(entry: Entry, files: Sequence[str]) -> None:
 
 
 def _file_number(state: Any) -> int:
-    """The file that a state of `datasets` is in, among the shard's; 0 if it says none."""
+    """Return the file that a state of `datasets` is in, among the shard's; 0 if it says none."""
     while "shard_idx" not in state:
         state = state.get("examples_iterable")
         if not isinstance(state, dict):
@@ -177,7 +177,7 @@ def load_rows(
 
 
 def _columns_in(line: dict[str, str]) -> list[str]:
-    """Of a line of JSON; none if it is not that, which shows when it is read."""
+    """Return the columns of a line of JSON; none if it is no JSON, which shows when it is read."""
     try:
         row = json.loads(line["text"])
     except (KeyError, ValueError, RecursionError):
@@ -206,7 +206,7 @@ def openable(entry: Entry, files: Callable[[], Sequence[str]] = tuple) -> Iterat
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause."""
+    """Return the first line of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     from datasets.arrow_writer import SchemaInferenceError  # here, as above

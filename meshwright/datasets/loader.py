@@ -17,7 +17,7 @@ from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData
-from meshwright.errors import ConfigError
+from meshwright.errors import config_error
 from meshwright.models.layers.loss import IGNORE
 
 STEPS_AHEAD = 4
@@ -168,7 +168,8 @@ def num_bad_records(cursor: Cursor) -> int:
 def padded_samples(
     stream: SampleStream, shape: BatchShape, num_samples: int
 ) -> Iterator[list[Sample]]:
-    """This rank's samples of each step; after the last of all, samples without a label follow.
+    """Yield this rank's samples of each step; after the last of all, samples without a label
+    follow.
 
     Raises:
         ConfigError: if the data ends before.
@@ -182,11 +183,8 @@ def padded_samples(
                 for index in range(shape.global_batch_size)
             ]
         except EndOfData:
-            raise ConfigError(
-                "validation.num_samples",
-                f"validation.num_samples = {num_samples}: {stream.names} holds fewer"
-                "\n  fix: lower it, or add data",
-            ) from None
+            key, rule = "validation.num_samples", f"{stream.names} holds fewer"
+            raise config_error(key, num_samples, rule, "lower it, or add data") from None
         yield [sample for sample in read if sample is not None]
 
 

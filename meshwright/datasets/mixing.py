@@ -27,7 +27,7 @@ class Mixture:
         self._sources = _draws(whole, self.counts)
 
     def draw(self) -> int:
-        """The source of the next sample."""
+        """Return the source of the next sample."""
         source = next(self._sources)
         self.counts[source] += 1
         return source
@@ -54,7 +54,7 @@ def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
     ]
 
     def opens(k: int) -> int:
-        """The first draw, rounded up, at which the next task of source k is open; with k."""
+        """Return the first draw, rounded up, at which the next task of source k is open; with k."""
         return -(-total * (count[k] * d + 1) // (weights[k] * d)) * sources + k
 
     waiting, ready = [opens(k) for k in range(sources)], list[int]()

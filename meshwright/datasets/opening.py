@@ -57,7 +57,7 @@ OpenSource = CachedSource | StreamedSource
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
-    """The sources of `[key]`: those in its list, or the one that it is itself."""
+    """Return the sources of `[key]`: those in its list, or the one that it is itself."""
     named = list(section.datasets)
     if not named:
         return [Entry(key, section.dataset, _source(section))]
@@ -73,12 +73,12 @@ def _source(keys: Source) -> Source:
 
 
 def weights(sources: Sequence[WeightedSource]) -> list[float]:
-    """Of a mixture; of a single source, [1]."""
+    """Return the weights of a mixture; [1] for a single source."""
     return [source.weight or source.tokens or 1 for source in sources] or [1]
 
 
 def is_streamed(entry: Entry) -> bool:
-    """Whether its tokens are not kept."""
+    """Return whether its tokens are not kept."""
     spec = find_dataset(entry.source.dataset)
     assert spec is not None
     mode = entry.source.dataset_mode

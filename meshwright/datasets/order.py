@@ -11,7 +11,7 @@ MASK = (1 << 64) - 1
 
 
 def permuted(index: int, n: int, seed: int, epoch: int) -> int:
-    """Where `index` goes in a permutation of 0 .. n-1 that `seed` and `epoch` fix.
+    """Return where `index` goes in a permutation of 0 .. n-1 that `seed` and `epoch` fix.
 
     A Feistel network of four rounds over pairs (left, right) of which there are n or a few more,
     repeated until the result lies below n. Source: Luby and Rackoff 1988 (four rounds give a
@@ -48,7 +48,7 @@ def _mixed(bits: int) -> int:
 
 
 def permutation(n: int, *key: int) -> npt.NDArray[np.int64]:
-    """A whole permutation of 0 .. n-1 that `key` fixes, for small n."""
+    """Return a whole permutation of 0 .. n-1 that `key` fixes, for small n."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     # its stream of bits is fixed for good (NEP 19), unlike numpy's shuffle
     bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)

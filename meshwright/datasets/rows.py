@@ -16,7 +16,7 @@ ToDocument = Callable[[dict[str, Any], str], Document]
 
 
 def row_reader(entry: Entry) -> ToDocument:
-    """How the rows of `entry` become documents: by its function, or its column.
+    """Return how the rows of `entry` become documents: by its function, or its column.
 
     Raises:
         ConfigError: if the function cannot be found.
@@ -38,17 +38,17 @@ def row_reader(entry: Entry) -> ToDocument:
 
 
 def is_document(value: object) -> TypeGuard[Document]:
-    """Whether it is a text or a conversation."""
+    """Return whether it is a text or a conversation."""
     return isinstance(value, str) or _are_messages(value)
 
 
 def no_document(value: object) -> str:
-    """How an error calls it."""
+    """Return the words for a value that is no document."""
     return f"{shortened(value)}, which is neither text nor a list of {{role, content}}"
 
 
 def line_reader(entry: Entry) -> ToDocument:
-    """The same of lines of JSON: each a row whose only column, "text", holds an object.
+    """Return the same of lines of JSON: each a row whose only column, "text", holds an object.
 
     A line that is no JSON is a bad record; a reader of whole files would fail with all of them.
     """

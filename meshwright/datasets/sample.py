@@ -56,5 +56,5 @@ def to_sample(pieces: Sequence[Raw]) -> Sample:
 
 
 def blank_sample(length: int) -> Sample:
-    """A sample that the loss leaves out."""
+    """Return a sample that the loss leaves out."""
     return Sample(np.full(length, NO_LOSS, np.uint32), [length])

@@ -38,12 +38,13 @@ class Cursor:
         return cls(value["sample"], tuple(value["counts"]), places, weighted_from)
 
     def reweighted(self) -> "Cursor":
-        """The same place, with new weights from here on: earlier draws are not made up for."""
+        """Return the same place, with new weights from here on: earlier draws are not made up
+        for."""
         return replace(self, weighted_from=self.counts)
 
 
 def bad_records(cursor: Cursor) -> dict[tuple[str, int], int]:
-    """Of each shard, by source and number, the records that were passed over, if any."""
+    """Return how many records were passed over, by source and shard, if any."""
     return {
         (name, number): place.bad_records
         for name, shards in cursor.places.items()
@@ -137,7 +138,7 @@ class SampleStream:
         logger.warning("passed over a record (%d): %s", so_far + 1, error)
 
     def next_sample(self) -> Sample | None:
-        """The next sample; None if it is not one of the slots.
+        """Return the next sample; None if it is not one of the slots.
 
         Raises:
             EndOfData: if its source has been read `max_epochs` times.
@@ -159,7 +160,7 @@ class SampleStream:
         return sample if is_asked_for else None
 
     def _is_read_here(self, shard: int, num_shards: int) -> bool:
-        """Whether any sample of a shard falls into one of this rank's slots.
+        """Return whether any sample of a shard falls into one of this rank's slots.
 
         Sample i is in slot i mod batch, and from shard i mod shards. In a mixture, sample i of the
         job is not sample i of its source, so any shard may be needed. With `max_epochs`, every rank

@@ -28,7 +28,7 @@ LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 def stdlib_files(entry: Entry) -> list[str]:
-    """The running Python's own standard library, without its tests; of that, one split."""
+    """Return the running Python's own standard library, without its tests; of that, one split."""
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
@@ -41,7 +41,7 @@ def stdlib_files(entry: Entry) -> list[str]:
 
 
 def local_files(builder: str, entry: Entry) -> list[str]:
-    """The files that `dataset_path` stands for: itself, those of the right kind below it, its glob.
+    """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
 
     Raises:
         ConfigError: if there are none.
@@ -69,7 +69,7 @@ def local_files(builder: str, entry: Entry) -> list[str]:
 
 
 def token_files(kind: str, entry: Entry) -> list[str]:
-    """The files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
+    """Return the files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
     found = token_paths(kind, local_token_paths(kind, entry))
     indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
     for index in indices:
@@ -135,7 +135,7 @@ COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
 
 def revision(files: list[str]) -> str:
-    """The commit that addresses of the hub name; "" if they are local."""
+    """Return the commit that addresses of the hub name; "" if they are local."""
     found = {match[1] for file in files if (match := COMMIT.search(file))}
     return " ".join(sorted(found))
 

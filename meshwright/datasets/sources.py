@@ -23,7 +23,7 @@ from meshwright.datasets.source_files import (
     subset_of,
 )
 from meshwright.datasets.token_files import TokenFiles, token_paths
-from meshwright.errors import check, where_it_ends
+from meshwright.errors import check, config_error, where_it_ends
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DatasetSpec:
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
-    """Each file a document."""
+    """Open the standard library: each file is a document."""
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
@@ -57,7 +57,7 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
 
 
 def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
-    """Files that Hugging Face `datasets` can read; of text files, each is one document."""
+    """Open files that Hugging Face `datasets` can read; each text file is one document."""
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
     files = local_files(builder, entry)
     names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
@@ -74,12 +74,12 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:
-    """Files of tokens that others have made."""
+    """Open files of tokens that others have made."""
     return TokenFiles(entry, token_paths(kind, local_token_paths(kind, entry)))
 
 
 def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:
-    """A dataset of the Hugging Face hub, or a local copy of it."""
+    """Open a dataset of the Hugging Face hub, or a local copy of it."""
     split = entry.source.dataset_split
     if path := entry.source.dataset_path:
         name = entry.source.dataset_subset or None
@@ -127,7 +127,7 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
     if spec.path == "required":
         spec.files(entry)
     elif path and not Path(path).exists():
-        check(False, key, path, "no such file or folder", where_it_ends(path))
+        raise config_error(key, path, "no such file or folder", where_it_ends(path))
     if spec.has_tokens and source.dataset_mode == "streamed":
         raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
     if source.dataset_subset and not is_hub:

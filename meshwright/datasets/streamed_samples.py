@@ -85,7 +85,7 @@ class Shard:
         )
 
     def next_sample(self) -> Sample:
-        """The next `length` tokens.
+        """Return the next `length` tokens.
 
         Raises:
             EndOfData: if they would go beyond the last epoch.
@@ -138,7 +138,8 @@ class Shard:
         self._has_documents = self._has_documents or bool(documents)
 
     def _read_window(self) -> list[Document | RecordError]:
-        """The documents of the next window, read again from its beginning if that may help."""
+        """Return the documents of the next window, read again from its beginning if that may
+        help."""
         source = self._source
         for wait_s in (*RETRY_AFTER_S, None):
             try:
@@ -206,7 +207,7 @@ class StreamedSamples:
         self._shards: dict[int, Shard] = {}
 
     def read(self, number: int) -> Sample:
-        """The next sample of one shard."""
+        """Return the next sample of one shard."""
         if number not in self._shards:
             self._shards[number] = self._open(number, place=self._places.get(number, ShardPlace()))
         return self._shards[number].next_sample()

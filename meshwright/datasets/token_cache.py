@@ -81,7 +81,7 @@ def save_sources(folder: Path, parts: Sequence[Part]) -> None:
 
 
 def _parts(folder: Path, count: int) -> list[Part]:
-    """The parts of a cache.
+    """Return the parts of a cache.
 
     Raises:
         DamagedCacheError: if it is not known where their tokens are.
@@ -99,7 +99,7 @@ def _parts(folder: Path, count: int) -> list[Part]:
 
 
 def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
-    """The arrays `names` of an .npz, whose format has checksums of its own.
+    """Return the arrays `names` of an .npz, whose format has checksums of its own.
 
     Raises:
         DamagedCacheError: if it is not whole, or is not there.
@@ -175,7 +175,7 @@ class TokenCache:
     def _map_tokens(
         self, number: int
     ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
-        """A part's tokens, which of its blocks have been checked, and all checksums."""
+        """Return a part's tokens, which of its blocks have been checked, and all checksums."""
         part = self._parts[number]
         try:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]

@@ -50,11 +50,11 @@ class TokenFile:
         """To the end of the file."""
         return (self.path.stat().st_size - self.offset) // np.dtype(self.dtype).itemsize
 
-    def chunks(self, tokens: int = CHUNK) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Its tokens, in pieces of that many."""
+    def chunks(self) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Yield its tokens, `CHUNK` at a time."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            while content := file.read(tokens * np.dtype(self.dtype).itemsize):
+            while content := file.read(CHUNK * np.dtype(self.dtype).itemsize):
                 yield np.frombuffer(content, self.dtype)
 
 
@@ -103,7 +103,7 @@ def token_paths(kind: str, found: Sequence[str]) -> list[str]:
 
 
 def open_megatron(path: Path) -> TokenFile:
-    """A `.bin` by the `.idx` beside it.
+    """Open a `.bin` by the `.idx` beside it.
 
     Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`. The index: 9 bytes of magic,
     version 1 (uint64), code of the type (uint8), number of sequences and of document boundaries
@@ -140,7 +140,7 @@ def open_megatron(path: Path) -> TokenFile:
 
 
 def open_array(path: Path, bare: str) -> TokenFile:
-    """A shard of one array, by its header; `bare` is the type of one without.
+    """Open a shard of one array by its header; `bare` is the type of one without.
 
     Source: numpy's format 1 to 3; llm.c, `dev/data/data_common.py` (documents begin with EOS).
     """

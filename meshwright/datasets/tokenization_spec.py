@@ -8,20 +8,21 @@ from datetime import datetime
 from pathlib import Path
 
 from meshwright.datasets import find_dataset
-from meshwright.datasets.conversations.chat import ChatTemplate, find_template
+from meshwright.datasets.conversations.chat import ChatTemplate
+from meshwright.datasets.conversations.template import find_template
 from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.source_files import fingerprint, revision, sampled
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.user_module import import_user_module
 
 TODAY = datetime(2024, 7, 26)
-"""For chat templates that write the date (those of Meta's templates fall back to it): the same
-conversation has to be the same tokens tomorrow."""
+"""For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
+the date that Meta's templates fall back to."""
 FORMAT = 1
 """Of the files; another number is another cache."""
 
@@ -59,11 +60,11 @@ class TokenizationSpec:
         return [hashlib.sha256(file.read_bytes()).hexdigest()] if file.is_file() else []
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
-        """The documents."""
+        """Return the documents."""
         return self._spec.open(self.entry, streamed)
 
     def encoder(self) -> Encoder:
-        """The encoder of its documents."""
+        """Return the encoder of its documents."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
         def open_template() -> ChatTemplate:
@@ -77,7 +78,7 @@ class TokenizationSpec:
         return fingerprint(self.entry, self._spec.files(self.entry), is_portable=True)
 
     def revision(self) -> str:
-        """The commit of a dataset of the hub; "" for others."""
+        """Return the commit of a dataset of the hub; "" for others."""
         is_hub = self._spec.path == "optional" and not self.entry.source.dataset_path
         return revision(self._spec.files(self.entry)) if is_hub else ""
 
@@ -88,17 +89,22 @@ class TokenizationSpec:
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
         tokenizer = build_tokenizer(self.tokenizer_path)
-        try:
-            template = find_template(self.tokenizer_path, self.chat_template_path)
-        except ConfigError:  # it matters only if there are conversations, and is raised then
-            template = ""
-        parts = [
-            FORMAT,
-            fingerprint(self.entry, self._spec.files(self.entry)),
-            tokenizer.fingerprint,
-            tokenizer.bos_id,
-            tokenizer.eos_id,
-            template,
-            *self._own_code,
-        ]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        files = fingerprint(self.entry, self._spec.files(self.entry))
+        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
+        return short_hash([FORMAT, files, *parts, *self._own_code])
+
+
+def tokenizer_parts(
+    tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
+) -> list[object]:
+    """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
+    try:
+        template = find_template(tokenizer_path, chat_template_path)
+    except ConfigError:  # it matters only if there are conversations, and is raised then
+        template = ""
+    return [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
+
+
+def short_hash(parts: list[object]) -> str:
+    """Return 16 hexadecimal digits that tell lists of JSON values apart."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -69,7 +69,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.Tokenizer:
-    """A byte-level BPE. With a pattern, no token reaches over the end of a match."""
+    """Return a byte-level BPE. With a pattern, no token reaches over the end of a match."""
     names = _byte_names()
     named = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     in_order = sorted(named, key=named.__getitem__)
@@ -85,7 +85,8 @@ def _of_ranks(ranks: dict[bytes, int], split_pattern: str | None) -> tokenizers.
 
 
 def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, in the order in which pieces are preferred."""
+    """Return every pair of pieces that makes a piece, in the order in which pieces are
+    preferred."""
     merges = []
     for piece in pieces:
         splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -95,7 +96,7 @@ def _merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]
 
 
 def _byte_names() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
+    """Return the character that stands for each byte in a byte-level vocabulary: GPT-2's table."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -163,11 +164,15 @@ SAMPLES = (
 """Texts that are hard on tokenizers: cuts, runs of white space, bytes without a piece."""
 
 
-def samples(tokenizer: Tokenizer, num_ids: int = 20_000) -> Iterator[str]:
-    """Give `SAMPLES`, and texts of all the pieces of the vocabulary, in their order and in another;
-    of a large one, of as many as `num_ids` spread over it. None holds a special token."""
+MOST_IDS = 20_000
+"""Of a larger vocabulary, as many ids spread over it are sampled."""
+
+
+def samples(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield `SAMPLES`, and texts of the pieces of the vocabulary, in their order and in another. No
+    text holds a special token."""
     specials = _specials(tokenizer)
-    step = max(1, tokenizer.vocab_size // num_ids)
+    step = max(1, tokenizer.vocab_size // MOST_IDS)
     ids = [i for i in range(0, tokenizer.vocab_size, step) if i not in specials]
     scattered = [ids[i * 7919 % len(ids)] for i in range(len(ids))]
     texts = [*SAMPLES]

@@ -36,7 +36,7 @@ from meshwright.log import busy, logger
 
 
 def default_folder() -> Path:
-    """Where caches are kept unless the config says otherwise."""
+    """Return where caches are kept unless the config says otherwise."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "meshwright"
 
@@ -44,7 +44,7 @@ def default_folder() -> Path:
 def open_cache(
     recipe: TokenizationSpec, root: Path, *, num_workers: int = 0, check_all: bool = False
 ) -> TokenCache:
-    """The token cache of `recipe` below `root`, made first as far as it is not there.
+    """Open the token cache of `recipe` below `root`; make its missing parts first.
 
     Several processes may call it at once: one makes it, the others wait. Parts that an
     interrupted call left are used.

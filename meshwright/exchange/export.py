@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of the exported folder against those of the checkpoint, on the same tokens."""
+    """Logits of the exported folder against the checkpoint's logits, on the same tokens."""
 
     by: str
     """The code that computed the former."""
@@ -99,7 +99,8 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        place.check(False, f"cannot be written: {error.strerror or error}", "name another folder")
+        reason = error.strerror or error
+        raise place.error(f"cannot be written: {reason}", "name another folder") from None
     say(f"exported to {out}")
 
 
@@ -178,8 +179,7 @@ def _verify_tokenizer(
     try:
         theirs, special, by = _read_tokenizer(place.path)
     except Exception as error:  # whatever a library makes of a file
-        place.check(False, f"its tokenizer cannot be read: {error}", LEAVE_OUT)
-        raise AssertionError from None
+        raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
     count = 0
     for text in job.texts:
         want, got = encode(text), theirs(text)
@@ -225,8 +225,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compare_logits(job: Job, place: Place) -> Comparison:
-    """The model in the checkpoint, rounded as the folder's, against the folder's in transformers;
-    where that is not installed, in our own model."""
+    """Compare logits of the checkpoint, rounded as the folder's weights, with the folder's.
+
+    transformers computes the latter; if it is not installed, our own model does.
+    """
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
 
     def fill(parameters: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from meshwright.datasets.tokenizer_json import samples, special_names, to_tokeni
 from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
-from meshwright.errors import check
+from meshwright.errors import config_error
 from meshwright.exchange.export import Job
 from meshwright.exchange.hf_folder import GENERATION_CONFIG
 from meshwright.models.family import Family
@@ -24,7 +24,7 @@ FILES = (
     *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", GENERATION_CONFIG),
 )
-"""What a folder of Hugging Face's has beside weights and config.json."""
+"""Files of a Hugging Face folder besides its weights and config.json."""
 
 
 def export_job(
@@ -90,8 +90,7 @@ def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
         made = to_tokenizer_json(tokenizer)
     except Exception as error:  # whatever tokenizers makes of it
         fix = "export without it: --without-tokenizer"
-        check(False, "--tokenizer", path, f"cannot be made a {JSON}: {error}", fix)
-        raise AssertionError from None
+        raise config_error("--tokenizer", path, f"cannot be made a {JSON}: {error}", fix) from None
     if made is None and SETTINGS in files:
         return files
     settings: dict[str, object] = {

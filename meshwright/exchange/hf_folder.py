@@ -23,12 +23,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether `path` looks like a model folder of Hugging Face."""
+    """Return whether `path` looks like a model folder of Hugging Face."""
     return (path / CONFIG).is_file()
 
 
 def find_tensors(place: Place) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors files, by the name it has there.
+    """Return every tensor of the folder's safetensors files, by the name it has there.
 
     Raises:
         ConfigError: if there are none, or a file is missing or not whole.
@@ -52,9 +52,9 @@ def find_tensors(place: Place) -> dict[str, StoredTensor]:
         try:
             found |= read_header(folder / name)
         except OSError as error:
-            place.check(False, f"{name} cannot be read: {error.strerror}")
+            raise place.error(f"{name} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            place.check(False, f"{name} {error}", again)
+            raise place.error(f"{name} {error}", again) from None
     for name, file in weight_map.items():
         place.check(
             name in found and found[name].file.name == file,
@@ -82,7 +82,7 @@ def _check_single(place: Place) -> None:
         "download the safetensors files, or convert it: load it in transformers where you trust "
         "it, then save_pretrained",
     )
-    place.check(False, f"holds neither {SINGLE} nor {INDEX}")
+    raise place.error(f"holds neither {SINGLE} nor {INDEX}")
 
 
 def find_family(place: Place, families: Sequence[Family]) -> Family:
@@ -99,7 +99,7 @@ def find_family(place: Place, families: Sequence[Family]) -> Family:
 
 
 def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
-    """The folder's config.json as our dimensions.
+    """Return the folder's config.json as our dimensions.
 
     Raises:
         ConfigError: if it is of a model that ours cannot be.
@@ -108,9 +108,7 @@ def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]
     try:
         return form.read_config(config)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
-        ) from None
+        raise place.error(f"{CONFIG}: {error}") from None
 
 
 def _read_config(place: Place) -> dict[str, Any]:
@@ -209,7 +207,7 @@ def check_tensors(
 
 
 def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:
-    """The dimensions that config.json gives.
+    """Return the dimensions that config.json gives.
 
     Raises:
         ConfigError: if they cannot be our model's dimensions.
@@ -218,6 +216,4 @@ def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> D
     try:
         return kind(**values)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {CONFIG}: {error}"
-        ) from None
+        raise place.error(f"{CONFIG}: {error}") from None

@@ -7,7 +7,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
 from meshwright.exchange.hf_folder import check_tensors, find_tensors
 from meshwright.models.args import DecoderArgs
 from meshwright.models.hugging_face import HuggingFaceForm
@@ -29,7 +28,7 @@ class HuggingFaceWeights:
         try:  # they are mapped, not read
             self._open = {file: safe_open(file, framework="pt") for file in files}
         except (OSError, SafetensorError) as error:
-            raise ConfigError(place.key, f"{place.key} = {str(place.path)!r}: {error}") from None
+            raise place.error(str(error)) from None
 
     @torch.no_grad()
     def load(self, parameters: Mapping[str, Tensor]) -> None:
@@ -47,7 +46,8 @@ class HuggingFaceWeights:
                 local.copy_(self.read(name, tuple(local.shape), offset))
 
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """The box of `shape` at `offset` in the parameter `name`, in the type it is stored in."""
+        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
+        in."""
         foreign = self._foreign[name]
         head_dim = foreign.head_dim or 1
         # rows of a head lie in another order, so heads are read whole
@@ -77,5 +77,5 @@ def pairs(halves: Tensor, head_dim: int) -> Tensor:
 
 
 def halves(pairs: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `pairs`."""
+    """Return the inverse of `pairs`."""
     return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

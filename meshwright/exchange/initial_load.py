@@ -42,7 +42,7 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
     """
     place = Place(LOAD_KEY, Path(config.initial_load_path))
     if not place.path.exists():
-        place.check(False, "no such folder", where_it_ends(place.path))
+        raise place.error("no such folder", where_it_ends(place.path))
     place.check(place.path.is_dir(), "is not a folder")
     if config.initial_load_in_hf:
         place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))
@@ -59,8 +59,7 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
     found = find_checkpoint(place, damaged)
     if found is None:
         is_hf = is_hf_folder(place.path)
-        place.check(False, "holds no checkpoint", _other(True) if is_hf else "")
-        raise AssertionError
+        raise place.error("holds no checkpoint", _other(True) if is_hf else "")
     return InitialWeights("ours", found.place, found.manifest)
 
 
@@ -107,17 +106,17 @@ def check_initial(
 
 
 def meta_form(place: Place, family: Family) -> MetaForm:
-    """The form of Meta's folders of the model's family; raises `ConfigError` if there is none."""
+    """Return the form of Meta's folders of the model's family; raises `ConfigError` if there is
+    none."""
     if family.meta is None:
-        place.check(False, f"is a folder of Meta's, and Meta has no {family.name}")
-    assert family.meta is not None
+        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
     return family.meta
 
 
 def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
-    """The form of torchtitan's checkpoints of the family; raises `ConfigError` if it is unknown."""
+    """Return the form of torchtitan's checkpoints of the family; raises `ConfigError` if it is
+    unknown."""
     if family.torchtitan is None:
         fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
-        place.check(False, f"is torchtitan's, whose form of {family.name} cannot be read", fix)
-    assert family.torchtitan is not None
+        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
     return family.torchtitan

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import DamagedError
-from meshwright.checkpoint.verify_ranks import verify_on_ranks
+from meshwright.checkpoint.on_ranks import on_first_rank, verify_on_ranks
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError
 from meshwright.exchange.initial_load import LOAD_KEY, InitialWeights, find_initial
 from meshwright.log import logger
 
@@ -41,7 +41,7 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
     """Choose and verify; the checkpoint returned is held until `held` ends."""
     damaged: dict[Path, str] = {}
     while True:
-        initial = _chosen_by_first(config, damaged, group)
+        initial = on_first_rank(partial(find_initial, config, damaged), group)
         path, manifest = initial.place.path, initial.manifest
         if manifest is None:
             return initial
@@ -53,23 +53,6 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
         damaged[path] = wrong
         if dist.get_rank() == 0:
             logger.warning("%s: passed over %s, which is damaged: %s", LOAD_KEY, path, wrong)
-
-
-def _chosen_by_first(
-    config: Checkpoint, damaged: dict[Path, str], group: dist.ProcessGroup
-) -> InitialWeights:
-    choice: list[InitialWeights | ConfigError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            choice = [find_initial(config, damaged)]
-        except ConfigError as error:
-            choice = [error]
-    dist.broadcast_object_list(choice, group=group)
-    chosen = choice[0]
-    if isinstance(chosen, ConfigError):
-        raise chosen
-    assert chosen is not None
-    return chosen
 
 
 def _hold(path: Path, held: ExitStack) -> str:

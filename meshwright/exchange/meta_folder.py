@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
 from meshwright.exchange.hf_folder import check_args
 from meshwright.exchange.pth_file import read_header
 from meshwright.exchange.safetensors_file import ITEM_BYTES, StoredTensor
@@ -32,7 +31,7 @@ class Pieces:
 
 
 def is_meta_folder(path: Path) -> bool:
-    """Whether `path` looks like a model folder of Meta's."""
+    """Return whether `path` looks like a model folder of Meta's."""
     return (path / PARAMS).is_file() and bool(_weight_files(path))
 
 
@@ -53,9 +52,7 @@ def check_meta_folder(place: Place, form: MetaForm, args: DecoderArgs) -> Pieces
     try:
         there = form.read_params(params)
     except ValueError as error:
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {PARAMS}: {error}"
-        ) from None
+        raise place.error(f"{PARAMS}: {error}") from None
     differ = {
         name: (dimension.key, dimension.value)
         for name, dimension in there.items()
@@ -82,18 +79,17 @@ def _read_header(place: Place, file: Path) -> dict[str, StoredTensor]:
     try:
         return read_header(file)
     except OSError as error:
-        reason, fix = f"cannot be read: {error.strerror}", ""
+        raise place.error(f"{file.name} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        reason, fix = str(error), "download it again, or save its dict of tensors with torch.save"
-    place.check(False, f"{file.name} {reason}", fix)
-    raise AssertionError
+        fix = "download it again, or save its dict of tensors with torch.save"
+        raise place.error(f"{file.name} {error}", fix) from None
 
 
 def _find_cut(
     place: Place, name: str, shape: tuple[int, ...], stored: Sequence[Mapping[str, StoredTensor]]
 ) -> int | None:
-    """The dimension along which the files hold pieces of a tensor: the embedding is cut along
-    its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
+    """Return the dimension along which the files hold pieces of a tensor: the embedding is cut
+    along its width in files of 2023, along the vocabulary in later ones, so shapes decide."""
     for pieces in stored:
         tie = ", or set model.args.tie_embeddings = true" if name == "output.weight" else ""
         place.check(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
 from meshwright.exchange.meta_folder import check_meta_folder
 from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import MetaForm
@@ -34,8 +33,7 @@ class MetaWeights:
                 file, map_location="cpu", mmap=True, weights_only=True
             )
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            key, path = self._place.key, str(self._place.path)
-            raise ConfigError(key, f"{key} = {path!r}: {file.name}: {error}") from None
+            raise self._place.error(f"{file.name}: {error}") from None
         return tensors
 
     @torch.no_grad()
@@ -63,7 +61,8 @@ class MetaWeights:
                 )
 
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """The box of `shape` at `offset` in the tensor `name`, in the type it is stored in."""
+        """Return the box of `shape` at `offset` in the tensor `name`, in the type it is stored
+        in."""
         cut = self._cut[name]
         if cut is None:
             return _box(self._files[0][name], shape, offset)

@@ -20,7 +20,7 @@ ZIP = b"PK\x03\x04"
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the dict that `file` holds.
+    """Return every tensor of the dict that `file` holds.
 
     Raises:
         OSError: if it cannot be read.

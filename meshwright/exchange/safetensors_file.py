@@ -20,7 +20,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor in `file`.
+    """Return every tensor in `file`.
 
     Raises:
         OSError: if it cannot be read.

@@ -10,7 +10,6 @@ from pathlib import Path
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
-from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
 from meshwright.models.foreign import TorchtitanForm
 
@@ -19,12 +18,12 @@ SHOWN = 10
 
 
 def is_torchtitan_folder(path: Path) -> bool:
-    """Whether `path` looks like a step's folder of torchtitan's."""
+    """Return whether `path` looks like a step's folder of torchtitan's."""
     return (path / INDEX).is_file() and not (path / MANIFEST).exists()
 
 
 def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
-    """The name there of each parameter of the model with `args`.
+    """Return the name there of each parameter of the model with `args`.
 
     Raises:
         ConfigError: naming every tensor that is missing, has another shape, or has no place.
@@ -33,9 +32,7 @@ def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[st
         saved = read_saved_tensors(place.path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            place.key, f"{place.key} = {str(place.path)!r}: {INDEX} cannot be read: {reason}"
-        ) from None
+        raise place.error(f"{INDEX} cannot be read: {reason}") from None
     place.check(
         not any(name.startswith("rng.") for name in saved),
         f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",

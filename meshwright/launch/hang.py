@@ -83,7 +83,7 @@ def _behind(evidence: Sequence[Evidence]) -> list[Evidence]:
 
 
 def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[str]:
-    """Return what to say of a hang, the cause last.
+    """Return the message about a hang, the cause last.
 
     Args:
         num_ranks: of the whole job; the ones without evidence are on machines that do not answer.

@@ -39,7 +39,7 @@ def count_ranks(given: Namespace) -> Ranks:
 
 
 def _positive(option: str | None, name: str, variable: str, default: int) -> int:
-    """The option's value, or else the variable's, or else the default."""
+    """Return the option's value, or else the variable's, or else the default."""
     key, text = (name, option) if option is not None else (variable, os.environ.get(variable))
     if not text:
         return default

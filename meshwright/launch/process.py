@@ -21,6 +21,10 @@ HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
 HEARTBEATS = "MESHWRIGHT_HEARTBEATS"
 """Environment variable of the ranks: folder on their machine where the launcher looks for their
 last phase."""
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Environment variable of the ranks: `meshwright check` has written to the same console."""
+GPUS_EXPECTED = "MESHWRIGHT_GPUS"
+"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

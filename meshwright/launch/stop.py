@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,8 @@ class StopCoordinator:
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopCoordinator":
-        self._before = {number: signal.signal(number, _nothing) for number in stop_signals()}
+        # Python writes a signal's number only if it has a handler for it
+        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
@@ -107,7 +107,7 @@ class StopCoordinator:
             logger.error("reading failed", exc_info=error)
 
     def is_over(self, step: int) -> bool:
-        """Whether `step` is the last: some rank was asked to stop, or can take no other."""
+        """Return whether `step` is the last: some rank was asked to stop, or can take no other."""
         return self.should_stop() or step >= self._last_step
 
     def failures(self, step: int) -> dict[int, Exception]:
@@ -120,7 +120,7 @@ class StopCoordinator:
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
     def should_stop(self) -> bool:
-        """Whether any rank had been asked to stop as of the previous call.
+        """Return whether any rank had been asked to stop as of the previous call.
 
         Ranks vote asynchronously during the step, so only the first call waits.
         """
@@ -222,12 +222,8 @@ class StopCoordinator:
             os._exit(128 + signal.SIGTERM)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Python writes a signal's number only if it has a handler for it."""
-
-
 def _as_plain(error: Exception) -> Exception:
-    """The error without its cause, and of a kind that can be sent."""
+    """Return the error without its cause, and of a kind that can be sent."""
     if isinstance(error, ConfigError):
         return ConfigError(error.key, str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

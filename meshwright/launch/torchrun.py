@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,7 +53,7 @@ def launch() -> None:
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         _set_up_console(args)
         logger.info("starting %s ranks on this machine", args.nproc_per_node)
-        watch = Watch(hearts, lambda rank: _stderr_of(args, rank), lambda: _logs(args), _warn)
+        watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
             with watch:
                 run(args)
@@ -91,15 +92,8 @@ def _ask_to_stop(request: Path, number: int) -> None:
     os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
 
 
-def _warn(text: str) -> None:
-    logger.warning("%s", text)
-
-
 def _report(
-    error: ChildFailedError,
-    is_asked: bool,
-    args: argparse.Namespace | None = None,
-    watch: Watch | None = None,
+    error: ChildFailedError, *, is_asked: bool, args: argparse.Namespace, watch: Watch
 ) -> NoReturn:
     rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
     # the exception that `record` in main.py has caught, if the rank got that far
@@ -111,10 +105,10 @@ def _report(
         if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
             print_error(f"rank {rank}: {caught['message']}")
         sys.exit(failure.exitcode)
-    place = watch.last_place(rank) if watch is not None else ""
+    place = watch.last_place(rank)
     where = f", in {place}" if place else ""
-    code, is_explained = failure.exitcode, "extraInfo" in caught
-    if not is_explained and args is not None:
+    code = failure.exitcode
+    if "extraInfo" not in caught:
         _show_stderr(rank, failure, args)
     if code < 0:
         code = 128 - code
@@ -123,8 +117,7 @@ def _report(
         how = f"failed (exit {code})"
     if callstack := caught.get("extraInfo", {}).get("py_callstack", ""):
         print(callstack.rstrip(), file=sys.stderr)
-    if args is not None and watch is not None:
-        _note_end(args, watch, f"failed: rank {rank} {how}{where}")
+    _note_end(args, watch, f"failed: rank {rank} {how}{where}")
     print_error(f"rank {rank} {how}{where}")
     # whoever asked may have signalled more processes than us: ranks that were starting, compilers
     sys.exit(EXIT_STOPPED if is_asked else code)

@@ -215,7 +215,7 @@ class Machines:
         return False
 
     def exchange(self, evidence: Sequence[Evidence]) -> list[Evidence]:
-        """Tell the others of the ranks here; return what all of them tell in time."""
+        """Send the others the evidence on the ranks here; return all evidence in time."""
         self._store.set("trouble", "yes")
         self._store.set(f"of {self._machine}", json.dumps([asdict(rank) for rank in evidence]))
         keys = {f"of {machine}" for machine in range(self._count)}
@@ -251,7 +251,7 @@ def _evidence(beat: Beat, folder: Path, state: str | None = None) -> Evidence:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for what a process does; "" if it is gone."""
+    """Return the kernel's letter for the state of a process; "" if it is gone."""
     _, _, after_name = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
     return after_name.split()[0] if after_name else ""
 

@@ -30,8 +30,8 @@ class Schedule:
 class Eta:
     """Seconds to the end: steps, validations and saves, each as long as it has taken.
 
-    The first record of a process is left out, for it has compilation and warm-up in it. A kind of
-    work that has not been timed yet counts nothing.
+    The first record of a process is left out: compilation and warm-up are in it. A kind of work
+    that has not been timed yet counts nothing.
     """
 
     def __init__(self, schedule: Schedule, step: int) -> None:

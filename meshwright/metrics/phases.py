@@ -9,7 +9,7 @@ import torch
 
 Phase = Literal["forward_backward", "communication", "optimizer"]
 LONGEST_QUEUE = 64
-"""Marks on a GPU that may wait to be read before those that are done are."""
+"""Marks on a GPU that may wait. Beyond it, finished marks are read."""
 
 
 class Phases:

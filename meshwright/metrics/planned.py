@@ -1,27 +1,25 @@
 """The figures of a plan that was written beside the job's output."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.log import logger
 
 PLAN = "plan.json"
 """In the dump folder: the output of `meshwright plan --json`."""
 GIB = 2**30
+T = TypeVar("T")
 
 
 def planned_memory(dump_folder: Path, world_size: int) -> dict[str, float]:
     """Return the planned peak of tensors as a figure; empty without a plan for `world_size` ranks.
 
-    A plan that cannot be read is said, and does not stop the job.
+    A plan that cannot be read is a warning.
     """
-    try:
-        plan = _read(dump_folder, world_size)
-        return {"memory/planned_gib": plan["peak_bytes"] / GIB} if plan else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read: %s", dump_folder / PLAN, error)
-        return {}
+    peak = _read(dump_folder, world_size, lambda plan: plan["peak_bytes"] / GIB)
+    return {} if peak is None else {"memory/planned_gib": peak}
 
 
 def planned_ledger(dump_folder: Path, world_size: int) -> list[str]:
@@ -29,23 +27,22 @@ def planned_ledger(dump_folder: Path, world_size: int) -> list[str]:
 
     Empty without a plan for `world_size` ranks that can be read.
     """
-    try:
-        plan = _read(dump_folder, world_size)
-        return _lines(plan) if plan else []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read: %s", dump_folder / PLAN, error)
-        return []
+    return _read(dump_folder, world_size, _lines) or []
 
 
-def _read(dump_folder: Path, world_size: int) -> dict[str, Any]:
+def _read(dump_folder: Path, world_size: int, find: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return the result of `find` for the plan; None if there is none, or it cannot be read."""
     path = dump_folder / PLAN
-    if not path.exists():
-        return {}
-    plan: dict[str, Any] = json.loads(path.read_text())
-    if plan["world_size"] != world_size:
+    try:
+        if not path.exists():
+            return None
+        plan = json.loads(path.read_text())
+        if plan["world_size"] == world_size:
+            return find(plan)
         logger.warning("%s is for %s ranks, not %d", path, plan["world_size"], world_size)
-        return {}
-    return plan
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read: %s", path, error)
+    return None
 
 
 def _lines(plan: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from meshwright.file_system import whole_file
 from meshwright.log import logger
 from meshwright.metrics.record import Record, Sink, Texts, TextSink
 
@@ -83,9 +84,8 @@ class JsonLines:
             for line in (path.read_text("utf-8").splitlines() if path.exists() else [])
             if _step_of(line) <= resumed_step
         ]
-        shortened = path.with_suffix(".tmp")
-        shortened.write_text("".join(line + "\n" for line in kept), "utf-8")
-        os.replace(shortened, path)
+        with whole_file(path) as file:
+            file.write("".join(line + "\n" for line in kept).encode())
         self._file = WholeRecords(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ class TextLines(JsonLines):
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that a kill cut short."""
+    """Return the step of a line; infinite for one that a kill cut short."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):

@@ -78,7 +78,7 @@ class TensorBoard:
 
 
 def _text(tag: str, text: str) -> Summary:
-    """A text that is shown as it is: indented, it is code to TensorBoard's Markdown."""
+    """Return a text that is shown as it is: indented, it is code to TensorBoard's Markdown."""
     indented = "".join(f"    {line}\n" for line in text.splitlines())
     summary: Summary = protos.text(tag, indented)
     return summary

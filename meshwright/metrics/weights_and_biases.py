@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError
+from meshwright.errors import config_error
 from meshwright.metrics.record import Record, Texts
 
 RUN_ID = "wandb_run_id"
@@ -56,11 +56,8 @@ class WeightsAndBiases:
                 allow_val_change=True,  # a resume may change the config
             )
         except wandb.Error as error:
-            raise ConfigError(
-                "metrics.enable_wandb",
-                f"metrics.enable_wandb = True: {error}"
-                "\n  fix: wandb login, or set WANDB_MODE=offline",
-            ) from None
+            fix = "wandb login, or set WANDB_MODE=offline"
+            raise config_error("metrics.enable_wandb", True, str(error), fix) from None
         self._next_step = int(self._run.step)
         self._table = wandb.Table
 

@@ -104,7 +104,7 @@ class DecoderArgs(ABC):
 
     @abstractmethod
     def expand(self) -> DecoderSpec:
-        """The model that these dimensions are of."""
+        """Return the model that these dimensions are of."""
 
     @cached_property
     def table(self) -> DecoderSpec:
@@ -122,7 +122,7 @@ class DecoderArgs(ABC):
         return self.table.module_names
 
     def parameter_names(self) -> Iterator[str]:
-        """Names of all parameters of the model, in its order."""
+        """Yield the names of all parameters of the model, in its order."""
         yield from self.table.parameters
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -138,7 +138,7 @@ class DecoderArgs(ABC):
         output_std: float = STD,
         rope_scaling: RopeScaling | None = None,
     ) -> DecoderSpec:
-        """A model of `n_layers` equal blocks, for `expand`.
+        """Return a model of `n_layers` equal blocks, for `expand`.
 
         Args:
             norm, qk_norm: as in `BlockSpec` and `AttentionSpec`.

@@ -40,20 +40,20 @@ class MetaForm(Protocol):
     """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
 
     def read_params(self, params: Mapping[str, Any]) -> dict[str, Dimension]:
-        """A params.json as the dimensions of our model, by our names, as far as it says them.
+        """Read a params.json as the dimensions of our model, by our names, as far as it has them.
 
         Raises:
             ValueError: if our model is not that function, or a key is missing.
         """
 
     def same(self, name: str, ours: object, theirs: object) -> bool:
-        """Whether the dimension `name` equals the one that `read_params` gives."""
+        """Return whether the dimension `name` equals the one that `read_params` gives."""
 
     def copy_of(self, name: str, args: DecoderArgs) -> str | None:
         """Under which other name the files may hold the parameter `name` once more."""
 
     def is_needless(self, name: str) -> bool:
-        """Whether a tensor that no parameter is made of may be in the files all the same."""
+        """Return whether a tensor that no parameter is made of may be in the files all the same."""
 
 
 class TorchtitanForm(Protocol):

@@ -67,7 +67,7 @@ class HuggingFaceForm:
     never are."""
 
     def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
-        """Every parameter of the plain model, in its order."""
+        """Return every parameter of the plain model, in its order."""
         found = {}
         for name, shape in args.parameter_shapes().items():
             module = name.removesuffix(".weight")
@@ -84,12 +84,12 @@ class HuggingFaceForm:
         return found
 
     def is_needless(self, name: str) -> bool:
-        """Whether a tensor may be in the files without belonging to a parameter, as buffers of old
-        files that follow from config.json."""
+        """Return whether a tensor may be in the files without belonging to a parameter, as buffers
+        of old files that follow from config.json."""
         return name.endswith("rotary_emb.inv_freq")
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
-        """A config.json as the dimensions of our model, by our names; an absent key
+        """Read a config.json as the dimensions of our model, by our names; an absent key
         means transformers' default.
 
         Raises:

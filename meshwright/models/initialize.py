@@ -44,7 +44,7 @@ def initialize(model: Decoder, seed: int) -> None:
 
 
 def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's shard of `parameter` (or all of it), and its offset in the whole."""
+    """Return this rank's shard of `parameter` (or all of it), and its offset in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(

@@ -26,7 +26,7 @@ def warmup_stable_decay(
 
     Args:
         steps: of the whole job.
-        decay_ratio: part of `steps` spent decaying; None: all that follow the warm-up.
+        decay_ratio: part of `steps` spent decaying; None: all steps after the warm-up.
     """
     if step <= warmup_steps:
         return step / warmup_steps

@@ -55,7 +55,8 @@ def apply_ac(blocks: nn.ModuleDict, options: ActivationCheckpoint) -> str:
 
 @functools.cache  # the compiler takes equal graphs with another backend for others
 def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = False) -> Backend:
-    """The compiler `backend`, keeping this share, in [0, 1], of the activations it would keep.
+    """Return the compiler `backend`, keeping this share, in [0, 1], of the activations it would
+    keep.
 
     Args:
         has_meshes: graphs have device meshes among their inputs, as under tensor parallelism.
@@ -88,7 +89,8 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 
 @functools.cache  # blocks with the same function share a compiled graph
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
-    """The `context_fn` of `checkpoint` that keeps outputs of the operators with these names."""
+    """Return the `context_fn` of `checkpoint` that keeps outputs of the operators with these
+    names."""
     saved = frozenset(find_ops(names))
 
     # a function and not a list: 2.13 takes operators of higher order in one, older torch may not
@@ -101,7 +103,7 @@ def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
 
 
 def find_ops(names: Sequence[str]) -> list[Operator]:
-    """Every overload of the operators that `activation_checkpoint.saved_ops` names.
+    """Return every overload of the operators that `activation_checkpoint.saved_ops` names.
 
     Raises:
         ConfigError: if torch has no such operator; the default ones it may lack.

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# Autograd-aware and traceable by torch.compile, unlike what torch.distributed offers by a public
-# name (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
+# Autograd-aware and traceable by torch.compile, unlike the public functions of torch.distributed
+# (torch.distributed.nn is neither kept nor traced). If it moves, an autograd.Function around
 # all_gather_into_tensor and reduce_scatter_tensor would do.
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,7 @@ Attention = Literal["auto", "gather", "ring"]
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """Which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
+    """Return which of the positions 0 .. S-1 this rank of the cp axis has: (S/cp,) int64.
 
     The sequence is cut into 2 cp chunks; rank r has chunks r and 2 cp - 1 - r. With causal
     attention that is the same work for every rank, where neighbouring chunks would give the last
@@ -43,7 +43,7 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
 
 
 def is_ring(attention: Attention, device_type: str, *, is_available: bool) -> bool:
-    """Whether keys and values go around.
+    """Return whether keys and values go around.
 
     Args:
         is_available: there is a kernel for it; with "ring" there must be.

@@ -162,7 +162,7 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     """Add gradients that autograd left on gathered parameters to FSDP2's sums in `reduce_dtype`.
 
     FSDP2 does so itself once a module's inputs have their gradients. Schedules that split backward
-    compute those of weights later, and autograd then adds up microbatches in `param_dtype`.
+    compute weight gradients later, and autograd then adds up microbatches in `param_dtype`.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -14,7 +14,8 @@ CPU_CHUNK = 1 << 15  # elements that are added up in one go
 
 
 def local_square_sum(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """This rank's share of the squared 2-norm of all gradients; over all ranks it adds up to it.
+    """Return this rank's share of the squared 2-norm of all gradients; over all ranks it adds up to
+    it.
 
     Each element counts once: a gradient that n ranks have in full counts 1/n on each of them.
 

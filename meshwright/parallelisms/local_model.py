@@ -67,7 +67,7 @@ def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) 
 
 
 Allocate = Callable[[nn.Module, torch.device, torch.device], None]
-"""Does what `allocate` does; planning gives memory that is not there."""
+"""Does the work of `allocate`; planning gives fake memory."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.config.conditions import has_fsdp
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import check
 from meshwright.parallelisms.pipeline_split import stages_of_rank
 
@@ -104,8 +105,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
         'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
         "fp32 weights, adds them up in fp32)",
     )
-    updated = parallelism.model_copy(update={"fsdp_reduce_gradients": reduction})
-    return config.model_copy(update={"parallelism": updated})
+    return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
 
 
 def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[str, float]:

@@ -44,7 +44,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     groups: dict[tuple[str, ...], ProcessGroup] = {}
 
     def group(*axes: str) -> ProcessGroup:
-        """This rank's group of the ranks that differ along `axes` alone."""
+        """Return this rank's group of the ranks that differ along `axes` alone."""
         divided = tuple(axis for axis in axes if degrees[axis] > 1)
         where = zip(AXES, here, strict=True)
         members = ranks[tuple(slice(None) if axis in divided else at for axis, at in where)]
@@ -52,8 +52,8 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if divided not in groups:
-            # A group is made by its members alone: otherwise every rank makes those of all others,
-            # too. All ranks make theirs in the same order, so none waits for another in a circle.
+            # Only its members make a group: otherwise every rank makes the groups of all others.
+            # All ranks make theirs in the same order, so none waits for another in a circle.
             groups[divided] = dist.new_group(
                 members.flatten().tolist(),
                 use_local_synchronization=True,

@@ -30,7 +30,7 @@ def keep_modules(model: Decoder, names: Sequence[str]) -> None:
 class Stage(PipelineStage):
     """A stage of torch's, with two differences.
 
-    Gradients of weights that are computed apart from those of inputs are added up in FSDP2's
+    Weight gradients that are computed apart from input gradients are added up in FSDP2's
     `reduce_dtype`, as others are. And it sends no first message to a stage on its own rank:
     schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
     them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
@@ -127,7 +127,7 @@ class Pipeline:
         self._num_labels = torch.empty(())
 
     def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """The share of the mean loss that `loss`, of a microbatch, makes."""
+        """Return the share of the mean loss that `loss`, of a microbatch, makes."""
         return loss / self._num_labels
 
     def run(self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor) -> Tensor:

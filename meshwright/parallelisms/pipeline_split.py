@@ -139,7 +139,7 @@ def check_split_float8(config: JobConfig) -> None:
 def assign_modules(
     parallelism: Parallelism, num_layers: int, *, layer: int, embedding: int, output: int
 ) -> list[list[str]]:
-    """Names of the modules of every stage: as the config says, else split evenly.
+    """Return the names of the modules of every stage: as the config says, else split evenly.
 
     Args:
         layer, embedding, output: parameters of each.
@@ -192,7 +192,7 @@ def assign_modules(
 
 
 def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, stages: int) -> bool:
-    """Whether `schedule` can run with so many microbatches a step, ranks, and stages in all.
+    """Return whether `schedule` can run with so many microbatches a step, ranks, and stages in all.
 
     At least one a rank is asked of every schedule: with fewer, ranks would never work at once.
     """
@@ -216,7 +216,8 @@ def stages_of_rank(rank: int, num_ranks: int, num_stages: int, schedule: str) ->
 def split_evenly(
     num_layers: int, num_stages: int, *, layer: int, embedding: int, output: int
 ) -> list[list[str]]:
-    """Names of the modules of each stage, so that the costliest stage is as cheap as can be.
+    """Return the names of the modules of each stage, so that the costliest stage is as cheap as can
+    be.
 
     Every stage has at least one layer; the first also the embedding, the last also norm and output.
 

@@ -25,7 +25,7 @@ def start_process_group(device: torch.device, timeout_s: int) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     timeout = timedelta(seconds=timeout_s)
     # Without device_id, NCCL makes a group's communicator at its first collective. With it, torch
-    # would make those of all groups at once, used or not.
+    # would make all communicators at once, used or not.
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -32,7 +32,8 @@ Kernel = Callable[..., tuple[Tensor, ...]]
 
 
 def is_available(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this process has a kernel for it: on GPUs flash attention, which not all have."""
+    """Return whether this process has a kernel for it: on GPUs flash attention, which not all
+    have."""
     if device_type != "cuda":
         return True
     like_q = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=device_type, requires_grad=True)
@@ -181,7 +182,8 @@ def ring_attention_backward(
     group_name: str,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v`, in their shapes; arguments as `ring_attention`'s."""
+    """Return the gradients of `q`, `k` and `v`, in their shapes; arguments as
+    `ring_attention`'s."""
     gradients = torch_ring._templated_ring_attention_backward(
         _group(group_name),
         SEQUENCE,
@@ -259,8 +261,8 @@ ring_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _group(name: str) -> ProcessGroup:
-    """The group of this name, with torch's options, which whoever uses its ring may have set, ours:
-    one part after the other goes around, of chunks that are dealt out evenly."""
+    """Return the group of this name, and set torch's options for its ring: others may have changed
+    them. One part after the other goes around, of chunks that are dealt out evenly."""
     torch_ring._cp_options.rotate_method = torch_ring._RotateMethod.ALL_TO_ALL
     torch_ring._cp_options.enable_load_balance = True
     torch_ring._cp_options.convert_to_f32 = True

@@ -111,8 +111,8 @@ def most_by_purpose(record: Record) -> dict[str, int]:
     return {purpose: most[purpose] for purpose in PURPOSES}
 
 
-def curve(record: Record, points: int = POINTS) -> list[dict[str, int]]:
-    """Return bytes by purpose over the step: in each of `points` equal parts of its events, the
+def curve(record: Record) -> list[dict[str, int]]:
+    """Return bytes by purpose over the step: in each of `POINTS` equal parts of its events, the
     moment with the most."""
     now, total = Counter[str](), 0
     found: list[dict[str, int]] = []
@@ -121,7 +121,7 @@ def curve(record: Record, points: int = POINTS) -> list[dict[str, int]]:
     for event in events[:begin]:
         now[record.items[event.item].purpose] += event.delta
         total += event.delta
-    width = max(1, (len(events) - begin) // points)
+    width = max(1, (len(events) - begin) // POINTS)
     best, highest = dict(now), total
     for index, event in enumerate(events[begin:], start=1):
         now[record.items[event.item].purpose] += event.delta
@@ -148,7 +148,7 @@ def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[in
 
 
 def middle(simulated: int) -> int:
-    """Return the microbatch that stands for those that are left out."""
+    """Return the microbatch that stands for the ones left out."""
     return max(1, simulated - 1)
 
 

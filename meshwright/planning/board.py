@@ -37,7 +37,7 @@ class Board:
         floors: less than the bytes and seconds of each.
 
     Attributes:
-        found: figures of those that were simulated.
+        found: figures of the simulated candidates.
         num_too_large: candidates whose floor of bytes does not fit.
     """
 
@@ -74,7 +74,7 @@ class Board:
         return choice
 
     def _factors(self) -> dict[int, float]:
-        """The least ratio of time to floor, by degree of tensor parallelism."""
+        """Return the least ratio of time to floor, by degree of tensor parallelism."""
         found: dict[int, float] = {}
         for choice, figures in self.found.items():
             ratio = figures.seconds / self._floors[choice]
@@ -97,7 +97,8 @@ class Board:
                 del self._open[other]
 
     def _needs_more(self, other: Choice, choice: Choice) -> bool:
-        """Whether `other` is `choice` with larger microbatches; several add gradients up, too."""
+        """Return whether `other` is `choice` with larger microbatches; several add gradients up,
+        too."""
         smaller = replace(other.mesh, local_batch_size=choice.mesh.local_batch_size)
         is_larger = other.mesh.local_batch_size > choice.mesh.local_batch_size
         modes = choice.speed == other.speed or choice.is_slower(other)
@@ -110,7 +111,7 @@ class Board:
         return sum(self._floors[choice] < self._best for choice in self._open)
 
     def ranked(self) -> list[Candidate]:
-        """Return those that fit, the fastest first."""
+        """Return the candidates that fit, the fastest first."""
         fitting = [choice for choice, fits in self._fits.items() if fits]
         found = [Candidate(one, self._plans[one], self.found[one]) for one in fitting]
         return sorted(found, key=Candidate.rank)

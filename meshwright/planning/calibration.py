@@ -63,7 +63,7 @@ LARGER = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A model of two layers, and a microbatch for it."""
+    """A model of two layers, and the size of its microbatch."""
 
     dim: int
     n_heads: int

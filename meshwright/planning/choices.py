@@ -10,11 +10,11 @@ from typing import Any
 import tomli_w
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import Update, changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
-from meshwright.planning.remedies import Update, changed
 from meshwright.preflight import Plan
 
 MODES = ("none", "selective", "full")
@@ -71,7 +71,7 @@ class Choice:
         return MODES.index(self.mode), int(not self.keeps_gathered)
 
     def is_slower(self, other: Choice) -> bool:
-        """Whether `other`, on the same mesh, does the same with less work."""
+        """Return whether `other`, on the same mesh, does the same with less work."""
         mine, theirs = self.speed, other.speed
         return mine != theirs and mine[0] >= theirs[0] and mine[1] >= theirs[1]
 

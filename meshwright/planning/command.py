@@ -71,7 +71,7 @@ def plan(
 
 
 def _rates(device: Device, file: Path | None, world_size: int) -> list[Rates]:
-    """Return the measured rates; without a file those of a bound and of a poor case, or none."""
+    """Return the measured rates; without a file a bound and a poor case, or nothing."""
     if file is None:
         return list(assumed(device) or [])
     rates = read_rates(file, device, world_size)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.memory import BYTES
 from meshwright.parallelisms.pipeline_split import stages_of_rank
@@ -15,7 +16,6 @@ from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import period
 from meshwright.planning.rates import Rates
-from meshwright.planning.remedies import changed
 from meshwright.planning.scope import AGAIN, BACKWARD, FORWARD
 from meshwright.planning.simulate import Simulation, simulate
 from meshwright.planning.timing import entry_seconds
@@ -144,7 +144,7 @@ def floor_of(plan: Plan, parts: Parts | None, device: Device, rates: Rates) -> F
 
 
 def _of_rank(plan: Plan, parts: Parts, place: int) -> Work:
-    """A microbatch's work on all stages of the rank at `place` of the pipeline."""
+    """Return a microbatch's work on all stages of the rank at `place` of the pipeline."""
     names = _modules(plan, place)
     work = NONE.plus(parts.layer, _whole_periods(plan, place))
     if "tok_embeddings" in names:
@@ -153,8 +153,8 @@ def _of_rank(plan: Plan, parts: Parts, place: int) -> Work:
 
 
 def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> float:
-    """Return less than FSDP's collectives take: of the layers of the first rank, weights gathered
-    and gradients reduced, and those of copies (HSDP) exchanged."""
+    """Return fewer seconds than FSDP's collectives take on the first rank: they gather the weights
+    of its layers, and reduce their gradients, among copies (HSDP) too."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
     shapes = plan.model_args.table.parameters.items()

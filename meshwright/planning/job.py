@@ -5,17 +5,8 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 
-from meshwright.config.job_config import (
-    BYTES,
-    Checkpoint,
-    Compile,
-    JobConfig,
-    Metrics,
-    Profiling,
-    Training,
-    Validation,
-    WeightedSource,
-)
+from meshwright.config.job_config import BYTES, JobConfig, Training, WeightedSource
+from meshwright.config.update import changed
 from meshwright.errors import check
 from meshwright.preflight import Plan, preflight
 
@@ -40,31 +31,24 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
         "a plan does not count the casts to float8, nor the speed of its products",
         "plan without it: weights, gradients and optimizer take the same memory",
     )
-    plain = Training()
+    plain = JobConfig()
     of_data = {
-        name: getattr(plain, name)
+        name: getattr(plain.training, name)
         for name in (*WeightedSource.model_fields, "datasets")
         if name in Training.model_fields
     }
-    of_data |= {name: getattr(plain, name) for name in ("max_epochs", "max_bad_records")}
-    job = {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()}
-    config = config.model_copy(
-        update={
-            "job": config.job.model_copy(update=job),
-            "model": config.model.model_copy(
-                update={"tokenizer_path": BYTES, "chat_template_path": ""}
-            ),
-            "training": config.training.model_copy(update=of_data),
-            "compile": Compile(),
-            "parallelism": config.parallelism.model_copy(
-                update={"enable_async_tensor_parallel": False}  # it changes no tensor
-            ),
-            "validation": Validation(),
-            "checkpoint": Checkpoint(),
-            "metrics": Metrics(),
-            "profiling": Profiling(),
-        }
+    of_data |= {name: getattr(plain.training, name) for name in ("max_epochs", "max_bad_records")}
+    config = changed(
+        config,
+        {
+            "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
+            "model": {"tokenizer_path": BYTES, "chat_template_path": ""},
+            "training": of_data,
+            "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
+        },
     )
+    left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
+    config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
     plan = preflight(config, world_size, checks_memory=False)
     return _with_ring(plan) if is_gpu else plan
 
@@ -81,6 +65,5 @@ def _with_ring(plan: Plan) -> Plan:
         and not training.mask_documents
         and has_kernel
     ):
-        parallelism = parallelism.model_copy(update={"context_parallel_attention": "ring"})
-        config = config.model_copy(update={"parallelism": parallelism})
+        config = changed(config, {"parallelism": {"context_parallel_attention": "ring"}})
     return dataclasses.replace(plan, config=config)

@@ -8,7 +8,7 @@ and purposes sum to the total at every event.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ PURPOSES = (
     "temporary",
     "unattributed",
 )
-"""Of tensors. Parameters include buffers; gradients those of gathered parameters."""
+"""Of tensors. Parameters include buffers; gradients include those of gathered parameters."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Ledger(torch_names.TorchDispatchMode):
         if self._is_shadow or namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
         scope = self._scope
-        scope.look(sys._getframe(1))
+        scope.look(inspect.currentframe())
         if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
             self.settle()
         self._place = Moment(scope.phase, scope.module, scope.microbatch)
@@ -222,7 +222,7 @@ class Ledger(torch_names.TorchDispatchMode):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor inside of a DTensor, or of one that a collective still writes."""
+    """Return the tensor inside of a DTensor, or of one that a collective still writes."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     elem = getattr(tensor, "elem", None)

@@ -5,87 +5,52 @@ from __future__ import annotations
 from dataclasses import asdict
 from html import escape
 
+from meshwright.html.charts import Chart, Curve, draw
+from meshwright.html.document import document
 from meshwright.planning.devices import GIB, Device
 from meshwright.planning.ledger import PURPOSES
 from meshwright.planning.report import RankPlan, to_text
 from meshwright.preflight import Plan
 
-COLORS = (
-    *("#4e79a7", "#a0cbe8", "#f28e2b", "#59a14f", "#e15759", "#edc948", "#b07aa1", "#bab0ac"),
-    "#000000",
-)
-WIDTH, HEIGHT, MARGIN = 960, 320, 60
-
 
 def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return a page that needs no other file."""
-    parts = [_curve(rank, device) for rank in ranks]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>meshwright plan</title>"
-        "<style>body{font:14px/1.4 sans-serif;max-width:1040px;margin:2em auto}"
-        "pre{background:#f6f6f6;padding:1em;overflow:auto}.cell{display:inline-block;"
-        "border:1px solid #888;padding:2px 6px;margin:2px;min-width:4em;text-align:center}</style>"
-        f"<h1>{escape(plan.config.model.flavor)} on {escape(device.name)}</h1>"
-        f"{_mesh(plan, ranks)}{''.join(parts)}"
-        f"<pre>{escape(to_text(plan, ranks, device))}</pre></html>\n"
+    title = f"{plan.config.model.flavor} on {device.name}"
+    curves = "".join(_curve(rank, device) for rank in ranks)
+    return document(
+        title,
+        f'<h1>{escape(title)}</h1>{_mesh(plan, ranks)}<h2>Memory</h2><div class="charts">{curves}'
+        f'</div><div class="card"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
     )
 
 
 def _curve(rank: RankPlan, device: Device) -> str:
-    """The bytes over the step, stacked by purpose."""
-    top = max((sum(point.values()) for point in rank.curve), default=1) * 1.05
-    step = WIDTH / max(1, len(rank.curve) - 1)
-    below = [0.0] * len(rank.curve)
-    areas = []
-    for purpose, color in zip(PURPOSES, COLORS, strict=True):
-        above = [low + point[purpose] for low, point in zip(below, rank.curve, strict=True)]
-        line = [(MARGIN + i * step, _y(value, top)) for i, value in enumerate(above)]
-        base = [(MARGIN + i * step, _y(value, top)) for i, value in enumerate(below)]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*line, *reversed(base)])
-        areas.append(
-            f'<polygon points="{points}" fill="{color}"><title>{purpose}</title></polygon>'
-        )
-        below = above
-    ticks = "".join(
-        f'<text x="4" y="{_y(top * part / 4, top) + 4:.0f}">{top * part / 4 / GIB:.1f}</text>'
-        for part in range(5)
+    """Return a chart of the bytes over the step, stacked by purpose."""
+    curves = [
+        Curve(purpose, [(i, point[purpose] / GIB) for i, point in enumerate(rank.curve, 1)])
+        for purpose in PURPOSES
+    ]
+    title = f"Rank {rank.rank}: {rank.peak.num_bytes / GIB:.2f} GiB of tensors, {rank.verdict}"
+    unit = "GiB over the operators of step 2"
+    return draw(
+        Chart(title, unit, curves, is_stacked=True, limit=device.memory_gib, x_name="moment")
     )
-    limit = device.memory_gib * GIB
-    edge = ""
-    if limit < top:
-        y = _y(limit, top)
-        edge = f'<line x1="{MARGIN}" x2="{MARGIN + WIDTH}" y1="{y}" y2="{y}" stroke="red"/>'
-    legend = " ".join(
-        f'<span style="color:{color}">&#9632;</span> {purpose}'
-        for purpose, color in zip(PURPOSES, COLORS, strict=True)
-        if rank.most[purpose]
-    )
-    return (
-        f"<h2>Rank {rank.rank}: {rank.peak.num_bytes / GIB:.2f} GiB of tensors, "
-        f"{rank.verdict}</h2><p>GiB over the operators of step 2. {legend}</p>"
-        f'<svg viewBox="0 0 {WIDTH + MARGIN + 10} {HEIGHT + 30}" font-size="11">'
-        f"{''.join(areas)}{ticks}{edge}</svg>"
-    )
-
-
-def _y(value: float, top: float) -> float:
-    return 10 + HEIGHT * (1 - value / top)
 
 
 def _mesh(plan: Plan, ranks: list[RankPlan]) -> str:
-    """The axes, outermost first, and the stages with their modules."""
-    cells = [
-        f"<span class=cell>{axis}<br><b>{size}</b></span>"
+    """Return the axes of the mesh, and the stages with their modules."""
+    tiles = [
+        f'<div class="tile"><span>{axis}</span><b>{size}</b></div>'
         for axis, size in asdict(plan.dims).items()
     ]
     shown = {stage for rank in ranks for stage in rank.stages}
     rows = [
         f"<li>{'<b>' if i in shown else ''}stage {i}{'</b>' if i in shown else ''}: "
-        f"{escape(_first_to_last(names))}"
+        f"{escape(_first_to_last(names))}</li>"
         for i, names in enumerate(plan.stage_modules)
     ]
-    stages = f"<ol start=0>{''.join(rows)}</ol>" if len(rows) > 1 else ""
-    return f"<p>{''.join(cells)}</p>{stages}"
+    stages = f'<ol start="0">{"".join(rows)}</ol>' if len(rows) > 1 else ""
+    return f'<div class="tiles">{"".join(tiles)}</div>{stages}'
 
 
 def _first_to_last(names: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from meshwright.errors import check
+from meshwright.errors import check, config_error
 from meshwright.planning.devices import Device
 from meshwright.planning.work import Collective, Operator
 
@@ -192,9 +192,9 @@ NEAREST = 3
 
 
 def between(points: Sequence[Point], num_bytes: float, flops: float) -> float:
-    """Return the seconds of an operator from those of the `NEAREST` of `points` in the logarithms
-    of bytes and FLOPs: scaled to its size, their geometric mean weighted by the inverse 4th power
-    of the distance (Shepard 1968, doi:10.1145/800186.810616).
+    """Return the seconds of an operator from the `NEAREST` of `points`, by the logarithms of bytes
+    and FLOPs: scaled to its size, their geometric mean weighted by the inverse 4th power of the
+    distance (Shepard 1968, doi:10.1145/800186.810616).
 
     An arithmetic mean would let a distant tiny operator, whose time is all overhead and scaled up a
     thousandfold, outweigh the near ones."""
@@ -239,8 +239,7 @@ def read_rates(path: Path, device: Device, world_size: int) -> Measured:
     try:
         rates = TypeAdapter(Measured).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        check(False, key, str(path), f"no file of rates ({_reason(error)})", fix)
-        raise AssertionError from None
+        raise config_error(key, str(path), f"no file of rates ({_reason(error)})", fix) from None
     check(rates.is_gpu == device.is_gpu, key, str(path), f"was {rates.source}", fix)
     check(
         rates.is_gpu or rates.ranks == world_size,

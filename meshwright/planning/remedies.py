@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import tomli_w
+
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import Update, changed
 from meshwright.planning.devices import GIB, Device, overheads, verdict
 from meshwright.planning.predict import Figures, in_processes, predict_config
 from meshwright.planning.report import RankPlan
@@ -49,26 +52,15 @@ def lines(found: list[Remedy]) -> list[str]:
     ]
 
 
-Update = dict[str, dict[str, Any]]
-
-
-def changed(config: JobConfig, update: Update) -> JobConfig:
-    """Return `config` with other values, by section and key."""
-    sections = {
-        name: getattr(config, name).model_copy(update=keys) for name, keys in update.items()
-    }
-    return config.model_copy(update=sections)
-
-
 def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
-    """Every switch that saves memory, as a person would write it."""
+    """Return every switch that saves memory, as a person would write it."""
     parallelism, training = config.parallelism, config.training
     found: list[tuple[str, Update]] = []
 
     def add(section: str, **keys: Any) -> None:
         old = getattr(config, section)
         if any(getattr(old, key) != value for key, value in keys.items()):
-            words = (f"{section}.{key} = {_shown(value)}" for key, value in keys.items())
+            words = (f"{section}.{tomli_w.dumps({key: keys[key]}).strip()}" for key in keys)
             found.append((", ".join(words), {section: keys}))
 
     for mode in ("selective", "full"):
@@ -89,9 +81,3 @@ def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
         if ranks % degree == 0:
             add("parallelism", **{key: degree}, **shard)
     return found
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)

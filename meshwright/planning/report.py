@@ -50,7 +50,8 @@ def summarize(
     """Return the figures of a simulated rank."""
     record, count = simulation.record, plan.num_microbatches
     peak = analysis.find_peak(record)
-    groups = {row.axis for row in analysis.traffic(simulation, count, device.per_node)}
+    traffic = analysis.traffic(simulation, count, device.per_node)
+    groups = {row.axis for row in traffic}
     modelled = overheads(device, peak.num_bytes, analysis.rounded_peak(record), len(groups))
     timings = []
     for rate in rates:
@@ -63,7 +64,7 @@ def summarize(
         analysis.most_by_purpose(record),
         modelled,
         verdict(device, peak.num_bytes, modelled),
-        analysis.traffic(simulation, count, device.per_node),
+        traffic,
         analysis.flops(simulation, count),
         timings,
         simulation.simulated,
@@ -76,19 +77,13 @@ def tokens_per_step(plan: Plan) -> int:
     return plan.config.training.global_batch_size * plan.config.training.seq_len
 
 
-def world_size(plan: Plan) -> int:
-    """Return the ranks of the job."""
-    dims = plan.dims
-    return dims.pp * dims.dp * dims.cp * dims.tp
-
-
 def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
     """At most 1: the bound skips masked pairs of attention, which MFU counts."""
     dtype = plan.config.training.mixed_precision_param
     has_sheet = device.flops_per_s and dtype == "bfloat16"
     peak = device.flops_per_s if has_sheet else rates.peak[dtype]
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-    return min(1.0, tokens_per_step(plan) * per_token / world_size(plan) / seconds / peak)
+    return min(1.0, tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak)
 
 
 def _range(values: list[float]) -> Any:
@@ -115,7 +110,7 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
         "verdict": shown.verdict,
         "step_seconds_source": " to ".join(timing.source for timing in shown.timings),
         "rank": shown.rank,
-        "world_size": world_size(plan),
+        "world_size": plan.dims.num_ranks,
         "device": asdict(device),
         "mesh": asdict(plan.dims),
         "samples_per_step": plan.config.training.global_batch_size,
@@ -132,10 +127,9 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
 def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
     shown = max(ranks, key=lambda rank: rank.peak.num_bytes)
-    axes = " x ".join(f"{axis} {size}" for axis, size in asdict(plan.dims).items() if size > 1)
     lines = [
         f"{shown.verdict}: {plan.model_args.table.num_params / 1e9:.2f} B parameters on "
-        f"{world_size(plan)} x {device.name} ({axes or 'one rank'})",
+        f"{plan.dims.num_ranks} x {device.name} ({str(plan.dims) or 'one rank'})",
         f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
         f"step, in {plan.num_microbatches} microbatches per rank",
     ]

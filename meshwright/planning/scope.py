@@ -121,7 +121,7 @@ class Scope:
 
 @cache
 def _kind_of(code: CodeType) -> tuple[str, str]:
-    """What a frame of this code says, and the purpose of tensors made in it."""
+    """Return the kind of a frame of this code, and the purpose of tensors made in it."""
     file, name = code.co_filename, code.co_name
     if "/_fully_shard/" in file:
         return "fsdp", _purpose_in_fsdp(file, name)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import check
+from meshwright.config.update import changed
+from meshwright.errors import check, config_error
 from meshwright.planning.board import Board, Candidate, fits_in, may_fit
 from meshwright.planning.choices import Choice, difference, legal
 from meshwright.planning.devices import GIB, Device
@@ -19,13 +20,12 @@ from meshwright.planning.floors import Floor, Shape, floor_of, shape_of, traces
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
 from meshwright.planning.rates import Rates
-from meshwright.planning.remedies import changed
 from meshwright.preflight import Plan
 
 MOST_SIMULATED = 32
 """Candidates of a search; the rest are estimated to be slower than these."""
 CHECKED = 3
-"""Of the best, those that a third depth checks."""
+"""How many of the best a third depth checks."""
 FARTHEST_OFF = 0.005
 
 
@@ -42,9 +42,9 @@ class Found:
     num_open: int
     """Not simulated, though they could be the best: others were estimated faster."""
     ranked: list[Candidate]
-    """Of the simulated ones, those that fit; best first."""
+    """Simulated candidates that fit; best first."""
     corrected: int
-    """Of the best, those that a third depth found wrong, and that were simulated whole."""
+    """How many of the best a third depth found wrong; they were simulated whole."""
     winner_bytes: int
     """Peak of the first, with all of its layers simulated."""
     seconds: float
@@ -126,22 +126,22 @@ def find_floors(
 
 
 def _ends(plan: Plan) -> list[int]:
-    """The first rank, and of a pipeline the first of the last stage: they have embedding or output.
+    """Return the first rank, and of a pipeline the first of the last stage: they have embedding or
+    output.
 
     Each is simulated in a process of its own, as torch keeps groups of gone meshes in caches.
     """
-    ranks = plan.dims.pp * plan.dims.dp * plan.dims.cp * plan.dims.tp
-    return sorted({0, (plan.dims.pp - 1) * (ranks // plan.dims.pp)})
+    return sorted({0, plan.dims.num_ranks // plan.dims.pp * (plan.dims.pp - 1)})
 
 
 def _most(found: list[Figures]) -> Figures:
-    """Of several ranks, the figures of the one with the highest peak; the time of the slowest."""
+    """Return the figures of the rank with the highest peak, with the time of the slowest rank."""
     most = max(found, key=lambda figures: figures.rounded_bytes)
     return replace(most, seconds=max(figures.seconds for figures in found))
 
 
 def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
-    """All layers."""
+    """Simulate all layers."""
     return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
 
 
@@ -187,8 +187,7 @@ def _first_that_fits(
             figures = _most([future.result() for future in futures])
         if fits_in(figures, one.plan, device):
             return figures.peak_bytes, ranked[index:]
-    check(False, "--device", device.name, "no candidate fits with all of its layers")
-    raise AssertionError
+    raise config_error("--device", device.name, "no candidate fits with all of its layers")
 
 
 def to_text(config: JobConfig, found: Found, source: str) -> str:

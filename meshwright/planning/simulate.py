@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
+from meshwright.config.update import changed
 from meshwright.health import BadStepDetector
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.local_model import allocate
@@ -114,10 +115,9 @@ def run_step(
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Return `plan` with `count` microbatches in a step."""
-    training = plan.config.training
-    batch = training.global_batch_size // plan.num_microbatches * count
-    training = training.model_copy(update={"global_batch_size": batch})
-    return replace(plan, config=plan.config.model_copy(update={"training": training}))
+    batch = plan.config.training.global_batch_size // plan.num_microbatches * count
+    config = changed(plan.config, {"training": {"global_batch_size": batch}})
+    return replace(plan, config=config)
 
 
 def num_simulated(plan: Plan) -> int:
@@ -131,13 +131,13 @@ def num_simulated(plan: Plan) -> int:
     if ranks == 1:
         return min(plan.num_microbatches, 3)
     steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
-    # those that are left out come in whole rounds over the ranks, as Interleaved1F1B takes them
+    # microbatches are left out in whole rounds over the ranks, as Interleaved1F1B takes them
     left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
     return plan.num_microbatches - left_out
 
 
 class Rank:
-    """The trainer of this rank, and batches for it.
+    """The trainer of this rank, and its batches.
 
     Args:
         fake: None: tensors are real; their values are arbitrary.
@@ -185,7 +185,8 @@ class Rank:
             self.optimizer.zero_grad()
 
     def buffers_of(self, left_out: int) -> list[Tensor]:
-        """The memory that a pipeline keeps for each of `left_out` microbatches not simulated.
+        """Return the memory that a pipeline keeps for each of `left_out` microbatches not
+        simulated.
 
         torch makes buffers for the activations and gradients that a stage receives, for every
         microbatch at the start; and a step makes one batch of all.

@@ -41,7 +41,7 @@ def step_time(
     all are.
     """
     now = comm = compute = copied_out = 0.0
-    gathers: list[float] = []  # when those that are under way end
+    gathers: list[float] = []  # ends of the gathers under way
     marks: dict[int, float] = {}  # when each microbatch begins
     spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch
     last = simulation.entries[-1]

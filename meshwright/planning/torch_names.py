@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -82,11 +83,8 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[
         seen(storage, num_bytes)
         return plain(storage, num_bytes)
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -104,11 +102,9 @@ def shadows_marked(mark: Callable[[bool], None]) -> Iterator[None]:
         finally:
             mark(False)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign,assignment]
-    try:
+    name = "_propagate_tensor_meta_non_cached"
+    with mock.patch.object(ShardingPropagator, name, propagate):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = plain  # type: ignore[method-assign]
 
 
 class Action(NamedTuple):
@@ -158,11 +154,6 @@ def static_pipelines() -> Iterator[None]:
     schedules have no `_warmup_p2p`, and nothing is replaced. Renamed later: `.item()` of a fake
     tensor raises DataDependentOutputException in the first step of a pipeline.
     """
-    cls = schedules._PipelineSchedule
-    plain = getattr(cls, "_warmup_p2p", None)
-    if plain is None:
-        yield
-        return
 
     def warm_up(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> Any:
         mode = schedules.InferenceMode.STATIC
@@ -170,11 +161,11 @@ def static_pipelines() -> Iterator[None]:
             stage._inference_mode = mode
         return mode
 
-    cls._warmup_p2p = warm_up  # type: ignore[method-assign]
-    try:
+    patch: AbstractContextManager[object] = nullcontext()
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        patch = mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)
+    with patch:
         yield
-    finally:
-        cls._warmup_p2p = plain  # type: ignore[method-assign]
 
 
 def flex_attention_operator(

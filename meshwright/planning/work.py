@@ -78,7 +78,7 @@ class Trace:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what there is."""
+        """Forget all entries."""
         self.entries: list[Operator | Collective] = []
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -185,7 +185,7 @@ def _axes(meshes: Meshes) -> dict[str, tuple[str, int, int]]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether all outputs are memory of the inputs, unwritten."""
+    """Return whether all outputs are memory of the inputs, unwritten."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.returns:
         return False
@@ -204,7 +204,7 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 def _attention_flops(args: Any, *, is_backward: bool) -> int:
-    """Of all pairs, as if not causal: two products forward; backward five."""
+    """Return the FLOPs of all pairs, as if not causal: two products forward, five backward."""
     tensors = [x for x in torch_names.tree_iter(args) if isinstance(x, Tensor) and x.ndim == 4]
     q, k, v = tensors[1:4] if is_backward and tensors[0].shape == tensors[1].shape else tensors[:3]
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

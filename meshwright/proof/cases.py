@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.pipeline_split import SCHEDULES
@@ -71,7 +72,7 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
 
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
-    """The config's own shape, each of its axes alone, and options that users switch."""
+    """Return the config's own shape, each of its axes alone, and options that users switch."""
     used = _used_axes(config, args)
     cases = _own_cases(config, small, args, used)
     shape = cases[0].mesh
@@ -105,8 +106,8 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
 
 
 def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
-    """All meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run, every
-    schedule with every policy of resharding, and some in bf16."""
+    """Return all meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run,
+    every schedule with every policy of resharding, and some in bf16."""
     cases = []
     for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
         mesh = {axis: degree for axis, degree in zip(KEYS, degrees, strict=True) if degree > 1}
@@ -152,8 +153,8 @@ def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
 def _own_cases(
     config: JobConfig, small: JobConfig, args: DecoderArgs, used: Collection[str]
 ) -> list[Case]:
-    """The config's axes with its options: three at a time if it has more, or two where three leave
-    its schedule too few microbatches."""
+    """Return the config's axes with its options: three at a time if it has more, or two where three
+    leave its schedule too few microbatches."""
     options, name = own_options(config), "as configured"
     if config.compile.enable and "tp" in used and recomputes_attention(config):  # not on CPUs
         options["compile"] = {"enable": False}
@@ -168,7 +169,7 @@ def _own_cases(
 
 
 def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """The config's options, without its degrees and those tied to the size of the model."""
+    """Return the config's options, without its degrees and those tied to the size of the model."""
     left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
     idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
@@ -189,8 +190,8 @@ def _largest(
     axes: Collection[str],
     options: Sections,
 ) -> Case:
-    """Of the cases that can run, the one with most of the config's degrees, then with most ranks,
-    then with its list of stages, then with its stages per rank. If none can: the smallest."""
+    """Return the case that can run and has most of the config's degrees, then most ranks, then its
+    list of stages, then its stages per rank. If none can run: the smallest."""
     idle = {key for axis, key in ONLY_WITH.items() if axis not in axes}
     kept = {k: v for k, v in options.get("parallelism", {}).items() if k not in idle}
     case = None
@@ -231,7 +232,7 @@ def _own_stages(parallelism: Parallelism, args: DecoderArgs) -> Iterator[dict[st
 
 
 def can_run(case: Case) -> bool:
-    """Whether nothing about the case is refused."""
+    """Return whether nothing about the case is refused."""
     try:
         preflight(case.config, case.world_size)
     except ConfigError:
@@ -279,12 +280,7 @@ def build_case(
         updates["float8"] = {"enable": kind != "fp32"}
         name = name.replace("bf16", "float8")
     updates["training"] = updates.get("training", {}) | local | precision
-    config = small.model_copy(
-        update={
-            section: getattr(small, section).model_copy(update=values)
-            for section, values in updates.items()
-        }
-    )
+    config = changed(small, updates)
     shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
     return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()), kind)
 

@@ -152,7 +152,7 @@ def _compare_series(
     ranks: Sequence[Sequence[float]],
     bounds: tuple[float, float],
 ) -> float:
-    """Largest relative error over steps and ranks.
+    """Return the largest relative error over steps and ranks.
 
     Args:
         bounds: of the first step, and of those after it.
@@ -204,7 +204,7 @@ def _compare_updates(
 def _errors(
     norms: Mapping[str, float], ranks: Sequence[Mapping[str, ShardComparison]]
 ) -> dict[str, float]:
-    """Relative error of every tensor, put together from the ranks' shards."""
+    """Return the relative error of every tensor, put together from the ranks' shards."""
     errors = {}
     for name, norm in norms.items():
         worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part

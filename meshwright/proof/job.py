@@ -41,7 +41,7 @@ class Job:
         self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
         self.cursor = cursor or Cursor()
         self._loader = build_loader(plan, [source], meshes, device, self.cursor)
-        self._detector = BadStepDetector.on(device)
+        self._detector = BadStepDetector(device)
 
     def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
         """One optimizer step: its loss, and its gradient norm. Collective.
@@ -67,7 +67,7 @@ class Job:
         return self._trainer.tensors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's and the optimizer's `tensors`."""
+        """Return the model's and the optimizer's `tensors`."""
         state = self.tensors.state_dict()
         return {name: tensor for name, tensor in state.items() if not name.startswith(RNG)}
 

@@ -1,9 +1,9 @@
 """A proof for people (a table, a page) and for programs (JSON)."""
 
 import dataclasses
-import html
 import json
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 import torch
@@ -11,25 +11,13 @@ import torch
 import meshwright
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
+from meshwright.html.document import document, table
 from meshwright.proof.compare import BOUNDS
 from meshwright.proof.prove import Row
 
 COLUMNS = (
-    *(
-        "case",
-        "ranks",
-        "weights",
-        "batches",
-        "loss",
-        "norm",
-        "gradient",
-        "of",
-        "update",
-        "validation",
-        "resume",
-        "seconds",
-        "verdict",
-    ),
+    *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
+    *("validation", "resume", "seconds", "verdict"),
 )
 FP32 = BOUNDS["fp32"]
 EXPLANATION = (
@@ -46,7 +34,7 @@ EXPLANATION = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row as text, in the order of `COLUMNS`."""
+    """Return the row as text, in the order of `COLUMNS`."""
     verdict = row.verdict
     return (
         row.case.name,
@@ -102,33 +90,19 @@ def _as_json(small: JobConfig, rows: Sequence[Row]) -> dict[str, object]:
 
 
 def _as_html(small: JobConfig, rows: Sequence[Row]) -> str:
-    failed = sum(bool(row.verdict.failures) for row in rows)
-    title = f"{len(rows) - failed} of {len(rows)} cases equal one process"
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    body = "".join(
-        f'<tr class="{"bad" if row.verdict.failures else "good"}">'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
-        + "</tr>"
-        for row in rows
-    )
+    kinds = ["bad" if row.verdict.failures else "good" for row in rows]
+    title = f"{kinds.count('good')} of {len(rows)} cases equal one process"
     failures = "".join(
-        f"<h2>{html.escape(row.case.name)}</h2><ul>"
-        + "".join(f"<li><pre>{html.escape(text)}</pre></li>" for text in row.verdict.failures)
+        f"<h2>{escape(row.case.name)}</h2><ul>"
+        + "".join(f"<li><pre>{escape(text)}</pre></li>" for text in row.verdict.failures)
         + "</ul>"
         for row in rows
         if row.verdict.failures
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ text-align: left; padding: .2rem .7rem; border-bottom: 1px solid #ddd }}
-.bad td:last-child {{ color: #b00; font-weight: bold }} .good td:last-child {{ color: #070 }}
-pre {{ white-space: pre-wrap }}
-</style></head><body>
-<h1>{title}</h1><p>{html.escape(EXPLANATION)}</p>
-<table><tr>{head}</tr>{body}</table>{failures}
-<h2>Versions</h2><p>meshwright {meshwright.__version__}, torch {torch.__version__}</p>
-<h2>The small job</h2><pre>{html.escape(to_toml(small, True))}</pre>
-</body></html>
-"""
+    return document(
+        title,
+        f"<h1>{title}</h1><p>{escape(EXPLANATION)}</p>"
+        f"{table(COLUMNS, map(cells, rows), kinds)}{failures}"
+        f"<h2>Versions</h2><p>meshwright {meshwright.__version__}, torch {torch.__version__}</p>"
+        f"<h2>The small job</h2><pre>{escape(to_toml(small, True))}</pre>",
+    )

@@ -79,8 +79,8 @@ class SmallCheckpoint:
     def resume(
         self, plan: Plan, meshes: Meshes, source: OpenSource
     ) -> tuple[Job | None, list[str]]:
-        """A new job that resumes from the checkpoint; or None, if some rank misses something,
-        and the names that this rank misses."""
+        """Return a new job that resumes from the checkpoint; or None, if some rank misses
+        something, and the names that this rank misses."""
         manifest = self._manager.select_and_verify()
         assert manifest is not None
         job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
@@ -105,7 +105,7 @@ def _names(checkpoint: Path) -> set[str]:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of `like`, which is sharded or not."""
+    """Return the part of `whole` that this rank holds of `like`, which is sharded or not."""
     mine, offset = local_box(like)
     for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
@@ -113,7 +113,8 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors whose parts on this rank differ in a bit, or that one of the two lacks."""
+    """Return the names of tensors whose parts on this rank differ in a bit, or that one of the two
+    lacks."""
     return [
         name
         for name in sorted(mine.keys() | wanted.keys())

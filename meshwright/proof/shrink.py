@@ -14,8 +14,10 @@ from meshwright.config.job_config import (
     Metrics,
     Parallelism,
     Profiling,
+    Source,
     Validation,
 )
+from meshwright.config.update import changed
 from meshwright.datasets import find_dataset
 from meshwright.datasets.opening import entries, is_streamed
 from meshwright.models.args import DecoderArgs
@@ -48,7 +50,7 @@ def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
 
 
 def small_parts(parts: Sequence[Sequence[str]], num_layers: int) -> list[list[str]]:
-    """The stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
+    """Return the stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
     is_small = num_layers <= MOST_LAYERS
     most = num_layers if is_small else max(1, MOST_LAYERS // len(parts))
     small, count = [], 0
@@ -73,12 +75,12 @@ def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
 
 
 def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The patterns that match a name of the small model."""
+    """Return the patterns that match a name of the small model."""
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
-    """The job on one process that every mesh is compared with.
+    """Return the job on one process that every mesh is compared with.
 
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
     clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
@@ -117,12 +119,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "frozen": frozen,
     }
     training = {
-        "dataset": "python_stdlib",
-        "dataset_path": "",
-        "dataset_subset": "",
-        "dataset_split": "train",
-        "dataset_column": "text",
-        "dataset_format": "",
+        **Source().model_dump(),
         "dataset_mode": "streamed" if has_stream else "cached",
         "stream_shards": min(config.training.stream_shards, MOST_SHARDS),
         "datasets": [],
@@ -138,18 +135,21 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
         "enable_cpu_offload": False,  # cases have it: it must not change the model
     }
-    optimizer = {"early_step_in_backward": False, "groups": groups}
-    warmup_steps = min(config.lr_scheduler.warmup_steps, 2)
+    config = changed(
+        config,
+        {
+            "model": model,
+            "training": training,
+            "optimizer": {"early_step_in_backward": False, "groups": groups},
+            "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
+            "float8": {"filter_fqns": left_out, "emulate": True},
+        },
+    )
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update=model),
-            "training": config.training.model_copy(update=training),
-            "optimizer": config.optimizer.model_copy(update=optimizer),
-            "lr_scheduler": config.lr_scheduler.model_copy(update={"warmup_steps": warmup_steps}),
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
             "compile": Compile(),
-            "float8": config.float8.model_copy(update={"filter_fqns": left_out, "emulate": True}),
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),

@@ -6,9 +6,9 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from meshwright.report.charts import Chart, Curve, draw, short
+from meshwright.html.charts import Chart, Curve, draw, short
+from meshwright.html.document import document
 from meshwright.report.run import Run
-from meshwright.report.style import CSS, SCRIPT
 from meshwright.report.tables import (
     best_validation,
     config_table,
@@ -50,16 +50,14 @@ def page(run: Run) -> str:
         for heading, content in sections
         if content
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)} · meshwright</title><style>{CSS}</style></head><body><main>
-<h1>{escape(title)}</h1><p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>
+    return document(
+        title,
+        f"""<h1>{escape(title)}</h1>
+<p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>
 {_tiles(run, config)}{body}
 <p class="note">Made by meshwright report from {escape(str(run.folder))},
-{time.strftime("%Y-%m-%d %H:%M")}.</p>
-</main><script>{SCRIPT}</script></body></html>
-"""
+{time.strftime("%Y-%m-%d %H:%M")}.</p>""",
+    )
 
 
 def _config(run: Run) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def _charts(run: Run) -> str:
         for name in run.names("validation/")
         if name.endswith("/bits_per_byte")
     ]
-    charts: tuple[tuple[str, str, list[Curve], dict[str, bool]], ...] = (
+    charts: tuple[tuple[str, str, list[Curve], dict[str, Any]], ...] = (
         ("Loss", "nats per token", losses, {}),
         ("Gradient norm", "before clipping", [Curve("norm", run.series("optim/grad_norm"))], {}),
         (
@@ -183,7 +181,7 @@ def _charts(run: Run) -> str:
 
 
 def _rest(run: Run) -> list[tuple[int, float]]:
-    """Seconds of a step in none of its parts."""
+    """Return the seconds of a step in none of its parts."""
     return [
         (int(row["step"]), max(row["time/step_s"] - sum(row.get(part, 0.0) for part in PARTS), 0.0))
         for row in run.records

@@ -1,13 +1,13 @@
 """The tables of a run's page, as HTML."""
 
 import time
-from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
 
 from meshwright.config.changes import differences, shown
 from meshwright.config.job_config import JobConfig
+from meshwright.html.document import table
 from meshwright.metrics.record import validation_loss
 from meshwright.report.run import Run
 
@@ -24,12 +24,12 @@ def validation_table(run: Run) -> str:
         cells.append([f"{row['step']:,}{mark}", *values])
     if len(cells) > 20:
         hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
-        return _table(head, cells[-20:]) + hidden
-    return _table(head, cells)
+        return table(head, cells[-20:]) + hidden
+    return table(head, cells)
 
 
 def texts(run: Run) -> str:
-    """The model's texts of the first and of the last validation, as they are."""
+    """Return the model's texts of the first and of the last validation, as they are."""
     steps = [int(row["step"]) for row in run.texts]
     shown = sorted({steps[0], steps[-1]}) if steps else []
     parts = [
@@ -42,7 +42,7 @@ def texts(run: Run) -> str:
 
 
 def best_validation(run: Run) -> tuple[int, float] | None:
-    """The step with the lowest mean of all validation losses, and that mean."""
+    """Return the step with the lowest mean of all validation losses, and that mean."""
     if run.best is not None:
         return int(run.best["step"]), float(run.best["validation_loss"])
     losses = [(validation_loss(row), int(row["step"])) for row in run.records]
@@ -77,7 +77,7 @@ def starts_table(run: Run) -> str:
         if (text := _changes(old.get("config", {}), new.get("config", {})))
     )
     head = ("start", "from", "ended", "time", "ranks", "mesh")
-    return _table(head, rows) + (f'<div class="card">{changes}</div>' if changes else "")
+    return table(head, rows) + (f'<div class="card">{changes}</div>' if changes else "")
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -95,7 +95,7 @@ def skipped_table(run: Run) -> str:
         ]
         for row in run.skipped
     ]
-    return _table(("step", "reason", "loss", "gradient norm", "samples"), rows)
+    return table(("step", "reason", "loss", "gradient norm", "samples"), rows)
 
 
 def proof_table(run: Run) -> str:
@@ -110,8 +110,8 @@ def proof_table(run: Run) -> str:
          number(case.get("gradient_error")), "FAILED" if case.get("failures") else "equal"]
         for case in cases
     ]  # fmt: skip
-    table = _table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
-    return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{table}</details>'
+    cells = table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
+    return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
 
 
 def environment_table(run: Run) -> str:
@@ -129,7 +129,7 @@ def environment_table(run: Run) -> str:
         ("command", last.get("command")),
     ]
     rows = [[name, str(value)] for name, value in facts if value]
-    return _table((), rows)
+    return table((), rows)
 
 
 def config_table(run: Run, config: dict[str, Any]) -> str:
@@ -142,21 +142,10 @@ def config_table(run: Run, config: dict[str, Any]) -> str:
         if shown(d.new) != shown(d.old) and d.key != "job.config_file" and shown(d.new) != "absent"
     ]
     return (
-        _table(("key", "value", "default"), rows)
+        table(("key", "value", "default"), rows)
         + '<details class="card"><summary>The whole config (config.toml)</summary>'
         + f"<pre>{escape(run.config_text)}</pre></details>"
     )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in a card; nothing without rows."""
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    if not lines:
-        return ""
-    top = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
-    return f'<div class="card scroll"><table>{top}{lines}</table></div>'
 
 
 def number(value: Any) -> str:

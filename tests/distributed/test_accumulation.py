@@ -35,7 +35,7 @@ def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
         step=1,
         options=StepOptions(reduce_every_microbatch=every),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     return gradients
 

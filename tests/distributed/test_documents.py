@@ -38,10 +38,6 @@ COMPILED = {
 }
 
 
-def num_ranks(dims: ParallelDims) -> int:
-    return dims.dp * dims.cp * dims.tp * dims.pp
-
-
 class PackedJob:
     """A model that is given packed batches."""
 
@@ -74,7 +70,7 @@ class PackedJob:
             step=step,
             options=StepOptions(),
             meshes=self.meshes,
-            detector=BadStepDetector.on(torch.device("cpu")),
+            detector=BadStepDetector(torch.device("cpu")),
         )
         return result.loss.item()
 
@@ -96,7 +92,7 @@ def _packed_step(dims: ParallelDims, options: dict) -> None:
 
 @pytest.mark.parametrize(("dims", "options"), CASES.values(), ids=CASES)
 def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> None:
-    on_ranks(num_ranks(dims), _packed_step, dims, options)
+    on_ranks(dims.num_ranks, _packed_step, dims, options)
 
 
 def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]:
@@ -114,7 +110,7 @@ def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]
 
 @pytest.mark.parametrize(("dims", "options"), COMPILED.values(), ids=COMPILED)
 def test_other_documents_are_not_compiled_anew(on_ranks, dims, options) -> None:
-    ranks = num_ranks(dims)
+    ranks = dims.num_ranks
     assert on_ranks(ranks, _compiled_packed_steps, dims, options) == [(1, 0)] * ranks
 
 

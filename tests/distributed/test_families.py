@@ -93,7 +93,7 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
         step=1,
         options=StepOptions(),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     what = f"{family} on {dims}, {options}"
     assert result.loss.item() == pytest.approx(want_loss, rel=2e-6), what

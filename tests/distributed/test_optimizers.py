@@ -56,7 +56,7 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
     if dims.pp > 1:  # the embedding's group is on the first stage alone
         assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
     early = OptimizerInBackward(optimizer) if is_early else None
-    detector = BadStepDetector.on(torch.device("cpu"))
+    detector = BadStepDetector(torch.device("cpu"))
     for step, lr in enumerate(LRS):
         tokens, labels = (
             part.split(local)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(step)

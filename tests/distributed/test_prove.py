@@ -13,10 +13,11 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
 from meshwright.models.args import DecoderArgs
 from meshwright.models.llama import FLAVORS
 from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight, resolve_model
+from meshwright.preflight import preflight
 from meshwright.proof.cases import (
     HSDP,
     KEYS,
@@ -31,6 +32,7 @@ from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
 from meshwright.proof.prove import Row, _largest_of_layers, prove, record_references
 from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
+from meshwright.resolve_model import resolve_model
 from meshwright.specs import MODELS
 from tests.helpers.faults import FAULTS, MOMENT
 
@@ -46,9 +48,8 @@ def small_job(*words: str, n_layers: int = 3) -> JobConfig:
     """As short as a proof can be, and uneven on two stages."""
     config, _ = load_config([*words])
     small = shrink(config, args_of(config))
-    training = small.training.model_copy(update={"steps": LAST_RESUMED_STEP})
-    model = small.model.model_copy(update={"args": small.model.args | {"n_layers": n_layers}})
-    return small.model_copy(update={"training": training, "model": model})
+    args = small.model.args | {"n_layers": n_layers}
+    return changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": {"args": args}})
 
 
 SMALL = small_job()
@@ -142,8 +143,7 @@ def test_the_same_initial_values_on_every_tp_rank(verdict_of) -> None:
 
 def test_swapped_microbatches(verdict_of) -> None:
     case = case_on(dp_shard=2)
-    training = case.config.training.model_copy(update={"local_batch_size": 2})
-    config = case.config.model_copy(update={"training": training})
+    config = changed(case.config, {"training": {"local_batch_size": 2}})
     verdict = verdict_of(dataclasses.replace(case, config=config), "swapped_microbatches")
     (failure,) = verdict.failures  # the sum over microbatches, and so all else, is the same
     assert failure.startswith("batches: 48 samples differ; the first is sample 0 of step 1, on ")
@@ -341,8 +341,7 @@ def test_float8_is_equal_in_a_pipeline_and_another_recipe_shows(verdict_of) -> N
     case = build_case("float8", small, {"pp": 2}, kind="bf16 sums")
     verdict = verdict_of(case, small=small)
     assert verdict.failures == []
-    other = case.config.float8.model_copy(update={"recipe_name": "tensorwise"})
-    config = case.config.model_copy(update={"float8": other})
+    config = changed(case.config, {"float8": {"recipe_name": "tensorwise"}})
     verdict = verdict_of(dataclasses.replace(case, config=config), small=small)
     assert any(text.startswith("gradient of layers.") for text in verdict.failures)
 

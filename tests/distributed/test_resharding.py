@@ -46,7 +46,7 @@ PAIRS = [  # every mesh is reached, and every axis is left
 
 def ranks_of(name: str) -> int:
     dims, _ = MESHES[name]
-    return dims.dp * dims.cp * dims.tp * dims.pp
+    return dims.num_ranks
 
 
 def job_on(name: str, seed: int = 0) -> Job:

@@ -64,7 +64,7 @@ class Job:
             step=step,
             options=StepOptions(),
             meshes=self.meshes,
-            detector=BadStepDetector.on(torch.device("cpu")),
+            detector=BadStepDetector(torch.device("cpu")),
         )
 
     def forward(self, step: int) -> torch.Tensor:
@@ -163,8 +163,7 @@ def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tup
     ids=["1", "fsdp", "hsdp", "2d", "cp", "pp", "pp-interleaved", "pp-zbv-fsdp"],
 )
 def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) -> None:
-    ranks = dims.dp * dims.cp * dims.tp * dims.pp
-    by_rank = on_ranks(ranks, _shapes, dims, options, DEEP)
+    by_rank = on_ranks(dims.num_ranks, _shapes, dims, options, DEEP)
     held = {name: shape for shapes in by_rank for name, shape in shapes.items()}
     parameters = {name: tuple(p.shape) for name, p in plain_model(DEEP).named_parameters()}
     want = {f"model.{name}": shape for name, shape in parameters.items()}
@@ -172,7 +171,7 @@ def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) 
         state = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
         want |= {f"optimizer.state.{name}.{key}": shape for key, shape in state.items()}
     random_states = {name for name in held if name.startswith("rng.")}
-    assert random_states == {f"rng.cpu.rank_{rank}" for rank in range(ranks)}
+    assert random_states == {f"rng.cpu.rank_{rank}" for rank in range(dims.num_ranks)}
     assert {name: shape for name, shape in held.items() if name not in random_states} == want
     if dims.pp == 1:
         assert all(shapes.keys() >= want.keys() for shapes in by_rank)

@@ -100,7 +100,7 @@ def steps_on_mesh(
     want_norms = reference_group_norms(args, options.get("frozen", frozenset()))
     size = GLOBAL_BATCH // (dims.dp * num_microbatches)
     model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
-    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
     early = OptimizerInBackward(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     for step, want in enumerate(want_figures, 1):
@@ -337,7 +337,7 @@ def _most_gradients() -> int:
         step=1,
         options=StepOptions(),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     assert len(found) == len(list(model.parameters()))
     return max(found)
@@ -378,7 +378,7 @@ def _bf16_loss() -> None:
         step=1,
         options=StepOptions(max_norm=0.5),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     assert result.loss.dtype == torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -407,7 +407,7 @@ def _bf16_figures(pp: int) -> tuple[float, float]:
         step=1,
         options=StepOptions(max_norm=0.5),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     return result.loss.item(), result.grad_norm.item()
 
@@ -501,7 +501,7 @@ def _step_with_fp32_modules(
         step=1,
         options=StepOptions(max_norm=0.5),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     got, want = (result.loss.item(), result.grad_norm.item()), mixed_reference(args, fp32_modules)
     assert got[0] == pytest.approx(want[0], rel=tolerance)
@@ -596,7 +596,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
         step=1,
         options=StepOptions(max_norm=0.5),
         meshes=meshes,
-        detector=BadStepDetector.on(torch.device("cpu")),
+        detector=BadStepDetector(torch.device("cpu")),
     )
     want_loss, want_norm = reference(TINY)[0][0]
     assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
@@ -616,7 +616,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
         master_dtype=torch.bfloat16,
         microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
     )
-    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
     size, rank = GLOBAL_BATCH // (dims.dp * num_microbatches), meshes.dp.get_local_rank()
     for step, want in enumerate(reference(TINY)[0], 1):
         parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
@@ -663,7 +663,7 @@ def _step_without_sync(is_early: bool) -> None:
     model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
     tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
     documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(tokens), -1)
-    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
     if not is_early:
         config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
         detector = BadStepDetector(torch.device("cpu"), config)
@@ -712,7 +712,7 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
             step=1,
             options=StepOptions(0.5, reduce_every_microbatch),
             meshes=meshes,
-            detector=BadStepDetector.on(torch.device("cpu")),
+            detector=BadStepDetector(torch.device("cpu")),
         )
     return counter.counts
 
@@ -790,7 +790,7 @@ def _gradients_sent(options: dict) -> int:
                 step=step,
                 options=StepOptions(max_norm=0.5),
                 meshes=meshes,
-                detector=BadStepDetector.on(torch.device("cpu")),
+                detector=BadStepDetector(torch.device("cpu")),
             )
     return counter.counts["send"] if meshes.pp.get_local_rank() == 1 else 0
 
@@ -804,7 +804,7 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
     model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
-    optimizer, detector = adamw(model), BadStepDetector.on(torch.device("cpu"))
+    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
     early = OptimizerInBackward(optimizer) if is_early else None
     rank = meshes.dp.get_local_rank()
     weights = []

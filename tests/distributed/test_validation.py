@@ -39,10 +39,6 @@ PACKED = [packed(1), packed(2)]
 TOKEN_BYTES = (torch.arange(TINY.vocab_size) + 1) % 5  # token 0 has some, too
 
 
-def num_ranks(dims: ParallelDims) -> int:
-    return dims.dp * dims.cp * dims.tp * dims.pp
-
-
 def args_of(dims: ParallelDims, options: dict) -> LlamaArgs:
     return options.get("args", DEEP if dims.pp > 1 else TINY)
 
@@ -135,7 +131,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("dims", "options"), VALUES.values(), ids=VALUES)
 def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
-    evaluations = on_ranks(num_ranks(dims), _evaluations, dims, options)
+    evaluations = on_ranks(dims.num_ranks, _evaluations, dims, options)
     assert all(evaluation[:2] == evaluations[0][:2] for evaluation in evaluations)
     wants = [reference(args_of(dims, options), is_packed) for is_packed in (False, True)]
     *seen, nothing = evaluations[0]
@@ -238,7 +234,7 @@ TRAINING = {
 @pytest.mark.parametrize(("dims", "options"), TRAINING.values(), ids=TRAINING)
 def test_training_is_to_the_bit_that_without_evaluation_and_texts(on_ranks, dims, options) -> None:
     more = 1 if "compile_backend" in options else 0  # all evaluations have one graph in common
-    assert on_ranks(num_ranks(dims), _train_twice, dims, options) == [more] * num_ranks(dims)
+    assert on_ranks(dims.num_ranks, _train_twice, dims, options) == [more] * dims.num_ranks
 
 
 def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) -> list[int]:
@@ -267,6 +263,6 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
     ids=["fsdp", "pp"],
 )
 def test_a_step_after_an_evaluation_gathers_no_more(on_ranks, dims, options) -> None:
-    ranks = num_ranks(dims)
+    ranks = dims.num_ranks
     got, want = (on_ranks(ranks, _gathered_in_steps, dims, options, flag) for flag in (True, False))
     assert got == want

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.cli.main import run
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
 from meshwright.planning import predict, search
@@ -18,7 +19,6 @@ from meshwright.planning.choices import Choice, Mesh, legal
 from meshwright.planning.devices import find_device
 from meshwright.planning.job import plan_job
 from meshwright.planning.rates import Measured, assumed, write_rates
-from meshwright.planning.remedies import changed
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"

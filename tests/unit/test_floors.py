@@ -14,12 +14,13 @@ from meshwright.specs import MODELS
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors",
-    "log hardware imports user_module families",
+    "log hardware imports user_module families html",
     "config models batch file_system history",
     "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation sampling generation health",
-    "specs step bad_steps exchange due",
+    "specs step bad_steps exchange due early_end",
     "extension",
+    "resolve_model",
     "preflight",
     "agreement build reporting saved_job announce final_export",
     "trainer",

@@ -30,8 +30,7 @@ def meshes_of_rank(rank: int, dims: ParallelDims, monkeypatch) -> tuple[Meshes, 
         return new_group(ranks, **options)
 
     monkeypatch.setattr(dist, "new_group", noted)
-    size = dims.pp * dims.dp * dims.cp * dims.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.num_ranks)
     return build_meshes(dims, "cpu"), made
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(meshwright.__file__).parent
 
 KNOWN = {
     "checkpoint/reader.py": "_StorageInfo",
-    "cli/completion.py": "_StoreAction _actions",  # argparse's
+    "cli/completion.py": "_actions",  # argparse's
     "models/initialize.py": "torch.distributed.tensor._utils",
     "models/layers/cpu_attention.py": (
         "_scaled_dot_product_flash_attention_for_cpu torch._inductor torch._inductor.codecache"
@@ -39,7 +39,7 @@ KNOWN = {
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
     ),
     "planning/calibration.py": "_sleep",
-    "planning/ledger.py": "_getframe _local_tensor",
+    "planning/ledger.py": "_local_tensor",
     "planning/torch_names.py": (
         "_C _PipelineSchedule _autograd _cdata _current_autograd_node _get_sequence_nr _identity "
         "_inference_mode _propagate_tensor_meta_non_cached _sequence_nr _type "

@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.errors import ConfigError
-from meshwright.report.charts import Chart, Curve, draw, short, thin, ticks
+from meshwright.html.charts import Chart, Curve, draw, short, thin, ticks
 from meshwright.report.run import read_run
 from tests.helpers.cli import command
 

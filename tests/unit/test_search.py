@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.config.job_config import JobConfig, ParameterGroup
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
 from meshwright.planning import predict as predicting
 from meshwright.planning import search
 from meshwright.planning.board import Board, fits_in
@@ -33,7 +34,6 @@ from meshwright.planning.floors import (
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, error_of_line, predict
 from meshwright.planning.rates import assumed
-from meshwright.planning.remedies import changed
 from meshwright.preflight import Plan
 
 H100 = find_device("h100")

@@ -41,8 +41,9 @@ def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, 
         file.write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
         os.utime(file, (when, when))
         failures[rank] = ProcessFailure(rank, 7, 1, str(file))
+    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
     with pytest.raises(SystemExit, match="1"):
-        _report(ChildFailedError("job", failures), is_asked=False)
+        _report(ChildFailedError("job", failures), is_asked=False, args=Namespace(), watch=watch)
     assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
 
 

@@ -14,7 +14,8 @@ from meshwright.config.loader import load_config
 from meshwright.config.torchtitan import rules
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import ConfigError
-from meshwright.preflight import preflight, resolve_model
+from meshwright.preflight import preflight
+from meshwright.resolve_model import resolve_model
 from tests.helpers.torchtitan_keys import KEYS
 
 FOLDER = Path(__file__).parents[1] / "torchtitan"

@@ -3,27 +3,19 @@
 The translated table states torchtitan's defaults where ours differ, so it means what it meant.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.config.job_config import Float8
 from meshwright.config.torchtitan import rules
-from meshwright.errors import CombinedConfigError, ConfigError
-
-Table = dict[str, Any]
+from meshwright.config.torchtitan.job import Job, Note, Table, error_of, flat, nested
+from meshwright.errors import CombinedConfigError
 
 NAMES = {name for name, _ in rules.FLAVORS}
 ROTATE = "parallelism.context_parallel_rotate_method"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
-
-
-class Note(NamedTuple):
-    """A note on a key of theirs: its name or meaning here."""
-
-    key: str
-    text: str
 
 
 class Translation(NamedTuple):
@@ -64,7 +56,7 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     Raises:
         ConfigError: for every key that asks for a feature that Meshwright lacks.
     """
-    job = _Job(dict(_flat(raw)))
+    job = Job(dict(flat(raw)))
     _refuse(job)
     _model(job)
     _tokenizer(job, folder)
@@ -79,54 +71,13 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     _tables(job)
     table = job.ours | job.given
     noted = {note.key for note in job.notes}
-    for key, _ in _flat(raw):
+    for key, _ in flat(raw):
         if key not in table and key not in noted:
             job.note(key, "without effect: its feature is off, or its value is the usual one")
-    return Translation(_nested(table), job.notes, job.origins)
+    return Translation(nested(table), job.notes, job.origins)
 
 
-class _Job:
-    """Keys of theirs, dotted, which move one by one to ours.
-
-    Attributes:
-        given: keys not looked at so far; those left at the end have the same meaning here.
-    """
-
-    def __init__(self, given: Table) -> None:
-        self.given = given
-        self.ours: Table = {}
-        self.notes: list[Note] = []
-        self.origins: dict[str, str] = {}
-
-    def is_on(self, key: str) -> bool:
-        return self.given.get(key) is True
-
-    def number(self, key: str, default: int) -> int:
-        """A whole number that others follow from."""
-        value = self.given.get(key, default)
-        if type(value) is not int:
-            raise ConfigError(key, f"{key} = {value!r}: must be a whole number")
-        return value
-
-    def note(self, key: str, text: str) -> None:
-        self.notes.append(Note(key, text))
-
-    def put(self, key: str, value: Any, origin: str, text: str) -> None:
-        """Give our `key` a value that comes from `origin`, unless it is given beside that."""
-        if key != origin:
-            if key in self.given:
-                self.note(origin, f"without effect: {key} is given too")
-                return
-            self.origins[key] = origin
-        self.ours[key] = value
-        self.note(origin, text)
-
-
-def _error(key: str, value: object, rule: str, fix: str) -> ConfigError:
-    return ConfigError(key, f"{key} = {value!r} (torchtitan's): {rule}\n  fix: {fix}")
-
-
-def _refuse(job: _Job) -> None:
+def _refuse(job: Job) -> None:
     errors = []
     for key, refusal in rules.REFUSED.items():
         if key not in job.given:
@@ -135,7 +86,7 @@ def _refuse(job: _Job) -> None:
         if value in refusal.harmless:
             job.note(key, "without effect: it asks for nothing")
         else:
-            errors.append(_error(key, value, refusal.rule, refusal.fix))
+            errors.append(error_of(key, value, refusal.rule, refusal.fix))
     if errors:
         raise CombinedConfigError(errors)
 
@@ -149,7 +100,7 @@ def _find_flavor(name: str, flavor: str) -> tuple[tuple[str, str, Table], bool] 
     return None
 
 
-def _model(job: _Job) -> None:
+def _model(job: Job) -> None:
     name = job.given.pop("model.name", rules.DEFAULT_NAME)
     flavor = job.given.pop("model.flavor", "debugmodel")
     found = _find_flavor(name, flavor)
@@ -157,7 +108,7 @@ def _model(job: _Job) -> None:
         sizes = [size for theirs, size in rules.FLAVORS if theirs == name]
         key, value = ("model.flavor", flavor) if sizes else ("model.name", name)
         fix = f"choose from {', '.join(sizes or sorted(NAMES))}"
-        raise _error(key, value, "no such model here", fix)
+        raise error_of(key, value, "no such model here", fix)
     (ours, size, args), keeps_apart = found
     job.put("model.name", ours, "model.name", f"{name!r} is {ours!r}")
     stated = ", ".join(f"{key} = {value}" for key, value in args.items())
@@ -172,7 +123,7 @@ def _model(job: _Job) -> None:
         job.put("training.mask_documents", True, "model.flavor", text)
 
 
-def _tokenizer(job: _Job, folder: Path) -> None:
+def _tokenizer(job: Job, folder: Path) -> None:
     theirs, ours = "model.hf_assets_path", "model.tokenizer_path"
     path = str(folder / str(job.given.pop(theirs, "tests/assets/tokenizer")))
     job.put(ours, path, theirs, f"renamed: {ours}, from the working directory")
@@ -182,7 +133,7 @@ def _tokenizer(job: _Job, folder: Path) -> None:
         job.put(key, path, "checkpoint.initial_load_in_hf", f"reads {theirs}: {key}")
 
 
-def _dataset(job: _Job, section: str, default: str, folder: Path) -> None:
+def _dataset(job: Job, section: str, default: str, folder: Path) -> None:
     key = f"{section}.dataset"
     is_used = section == "training" or job.is_on("validation.enable")
     if job.given.get(f"{key}s") or not (is_used or key in job.given):
@@ -198,7 +149,7 @@ def _dataset(job: _Job, section: str, default: str, folder: Path) -> None:
         job.given.setdefault(f"{key}_split", "validation")
 
 
-def _validation(job: _Job) -> None:
+def _validation(job: Job) -> None:
     steps = job.number("validation.steps", -1)
     batch = job.number("validation.local_batch_size", 8)
     length = job.number("validation.seq_len", 2048)
@@ -220,14 +171,14 @@ def _validation(job: _Job) -> None:
     job.put(ours, count, key, text)
 
 
-def _context(job: _Job) -> None:
+def _context(job: Job) -> None:
     method = job.given.pop(ROTATE, "allgather")
     if method == "alltoall":
         key = "parallelism.context_parallel_attention"
         job.put(key, "ring", ROTATE, f"{method!r} is {key} = 'ring'")
 
 
-def _pipeline(job: _Job) -> None:
+def _pipeline(job: Job) -> None:
     """A pipeline cuts their `local_batch_size` into microbatches; ours is a microbatch."""
     size = job.number(MICROBATCH, 1)
     job.given.pop(MICROBATCH, None)
@@ -243,12 +194,12 @@ def _pipeline(job: _Job) -> None:
     shards = job.number("parallelism.data_parallel_shard_degree", -1)
     if shards == -1:
         rule = f"with a pipeline it is {batch} x data-parallel ranks, and their number is open"
-        raise _error(whole, -1, rule, "give the number of sequences")
+        raise error_of(whole, -1, rule, "give the number of sequences")
     ranks = job.number("parallelism.data_parallel_replicate_degree", 1) * shards
     job.put(whole, batch * ranks, whole, f"{batch} x {ranks} data-parallel ranks = {batch * ranks}")
 
 
-def _schedule(job: _Job) -> None:
+def _schedule(job: Job) -> None:
     steps = job.number("lr_scheduler.total_steps", job.number("training.steps", 10000))
     key = "lr_scheduler.warmup_steps"
     if job.number(key, 200) > steps > 0:
@@ -261,7 +212,7 @@ def _schedule(job: _Job) -> None:
         job.note(key, "leaves no room for the warm-up: decay begins after that, as there")
 
 
-def _compile(job: _Job) -> None:
+def _compile(job: Job) -> None:
     key = "compile.components"
     components = job.given.pop(key, ["model"])
     if not job.is_on("compile.enable") or not isinstance(components, list):
@@ -273,19 +224,19 @@ def _compile(job: _Job) -> None:
         job.note(key, "blocks of the model are compiled, each by itself; the loss is not")
 
 
-def _float8(job: _Job) -> None:
+def _float8(job: Job) -> None:
     key, prefix = "model.converters", "quantize.linear.float8."
     converters = job.given.pop(key, [])
     if not converters:
         return
     if not isinstance(converters, list) or not set(converters) <= {*rules.FLOAT8}:
         rule = "only float8 layers are supported, not MX, and not mixtures of experts"
-        raise _error(key, converters, rule, f'set it to ["{rules.FLOAT8[0]}"], or to []')
+        raise error_of(key, converters, rule, f'set it to ["{rules.FLOAT8[0]}"], or to []')
     job.put("float8.enable", True, key, "float8.enable = true")
     recipe = job.given.pop(f"{prefix}recipe_name", None) or "tensorwise"  # their default
     if recipe == "rowwise_with_gw_hp":
         rule, fix = "gradients of weights are in float8, too", 'use "rowwise"'
-        raise _error(f"{prefix}recipe_name", recipe, rule, fix)
+        raise error_of(f"{prefix}recipe_name", recipe, rule, fix)
     text = f"{recipe!r}: float8.recipe_name; absent it is tensorwise there"
     job.put("float8.recipe_name", recipe, f"{prefix}recipe_name", text)
     left_out = job.given.pop(f"{prefix}filter_fqns", [])
@@ -303,7 +254,7 @@ def _float8(job: _Job) -> None:
             job.note(prefix + name, text)
 
 
-def _tables(job: _Job) -> None:
+def _tables(job: Job) -> None:
     """Apply the tables of keys, values and defaults."""
     for theirs, ours in rules.RENAMED.items():
         if theirs in job.given:
@@ -325,24 +276,3 @@ def _tables(job: _Job) -> None:
         if key not in table and is_needed:
             job.ours[key] = default.value
             job.note(key, f"{default.value!r}, torchtitan's default, is stated")
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys; a table is gone into only where theirs, or `model.args`, has one."""
-    for name, value in table.items():
-        is_table = not prefix or prefix.startswith("quantize.") or name in ("dataloader", "args")
-        if isinstance(value, Mapping) and value and is_table:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _nested(flat: Mapping[str, Any]) -> Table:
-    table: Table = {}
-    for key, value in flat.items():
-        *tables, name = key.split(".")
-        inner = table
-        for part in tables:
-            inner = inner.setdefault(part, {})
-        inner[name] = value
-    return table

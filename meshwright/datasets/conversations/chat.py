@@ -6,13 +6,11 @@ from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.datasets.conversations.marks import Marks, free_marks, overlaps, take_out
-from meshwright.datasets.conversations.template import TEMPLATE_KEY, compile_template, find_template
+from meshwright.datasets.conversations.template import TEMPLATE_KEY, compile_template
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError, RecordError
-
-__all__ = ["ChatTemplate", "find_template"]
 
 DATA_KEY = "training.dataset"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -28,7 +26,7 @@ class ChatTokenizer(Tokenizer, Protocol):
     """`bos_token`, `eos_token` and so on: which special token the family calls so."""
 
     def encode_chat(self, text: str, breaks: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, and the characters [start, end) that each id has a part in.
+        """Return the ids of `text`, and the characters [start, end) that each id has a part in.
 
         Special tokens are parsed, except where they would reach over one of the positions
         `breaks` (ascending).
@@ -75,7 +73,7 @@ class ChatTemplate:
     def encode(
         self, messages: list[dict[str, str]], where: str = ""
     ) -> tuple[list[int], list[bool]]:
-        """Ids of the whole conversation, and for each whether loss counts on it.
+        """Return the ids of the whole conversation, and for each whether loss counts on it.
 
         Args:
             messages: each with "role" and "content"; other keys are handed to the template.
@@ -124,7 +122,8 @@ class ChatTemplate:
         return value
 
     def _render(self, messages: list[Any], marks: Marks, prompt: bool = False) -> str:
-        """The text, with the marks for {% generation %} in it; `prompt` asks for an answer."""
+        """Return the text, with the marks for {% generation %} in it; `prompt` asks for an
+        answer."""
         try:
             return self._template.render(
                 messages=messages,
@@ -139,7 +138,7 @@ class ChatTemplate:
             raise ValueError(f"is refused by the chat template: {first_line}") from error
 
     def _mark_by_prefixes(self, messages: list[Any], marks: Marks) -> str:
-        """The text, with marks around the part that each message of the assistant adds."""
+        """Return the text, with marks around the part that each message of the assistant adds."""
         whole = self._render(messages, marks)
         parts, done = [], 0
         for k, message in enumerate(messages):
@@ -197,7 +196,7 @@ def _short(value: object) -> str:
 
 
 def without_none(value: Any) -> Any:
-    """A message without the keys that it has no value for; its strings fit for UTF-8.
+    """Return a message without the keys that it has no value for; its strings fit for UTF-8.
 
     A table's column holds None where a row lacks a key; templates ask whether the key is there.
     """

@@ -29,7 +29,7 @@ def free_marks(messages: object) -> Marks:
 
 
 def take_out(marked: str, marks: Marks) -> tuple[str, list[list[int]]]:
-    """The text without marks, and where in it each of the three was."""
+    """Return the text without marks, and where in it each of the three was."""
     places: dict[str, list[int]] = {mark: [] for mark in marks}
     parts, length = [], 0
     for part in re.split(f"([{''.join(marks)}])", marked):
@@ -42,7 +42,7 @@ def take_out(marked: str, marks: Marks) -> tuple[str, list[list[int]]]:
 
 
 def overlaps(places: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each of `places` has a character in one of `spans`; both ascend."""
+    """Return whether each of `places` has a character in one of `spans`; both ascend."""
     counts, remaining = [], iter([*spans, (2**62, 2**62)])
     start, end = next(remaining)
     for a, b in places:

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from meshwright.config.job_config import BYTES
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, find_file
 from meshwright.datasets.tokenizers.special_tokens import read_json_object
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, check, config_error
 
 TEMPLATE_KEY = "model.chat_template_path"
 FILE_NAME = "chat_template.jinja"
@@ -25,7 +25,7 @@ FIX = f"fix: name a Jinja template in {TEMPLATE_KEY}"
 
 
 def find_template(tokenizer_path: str, template_path: str = "") -> str:
-    """The template in the file `template_path`, else the one beside the tokenizer.
+    """Return the template in the file `template_path`, else the one beside the tokenizer.
 
     Beside it, chat_template.jinja goes before the "chat_template" of tokenizer_config.json, of
     which, if it names several, the "default" is meant.
@@ -44,7 +44,7 @@ def find_template(tokenizer_path: str, template_path: str = "") -> str:
     try:
         found = read_json_object(tokenizer_file.with_name(CONFIG_NAME)).get("chat_template")
     except ValueError as error:
-        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {tokenizer_path!r}: {error}") from error
+        raise config_error(PATH_KEY, tokenizer_path, str(error)) from error
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
@@ -68,15 +68,14 @@ def _read_template(file: Path) -> str:
     try:
         template = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise ConfigError(TEMPLATE_KEY, f"{TEMPLATE_KEY} = {str(file)!r}: {reason}") from error
-    if not template.strip():
-        raise ConfigError(TEMPLATE_KEY, f"{TEMPLATE_KEY} = {str(file)!r}: is empty")
+        reason = str(error.strerror) if isinstance(error, OSError) else "is no UTF-8 text"
+        raise config_error(TEMPLATE_KEY, str(file), reason) from error
+    check(bool(template.strip()), TEMPLATE_KEY, str(file), "is empty")
     return template
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:
-    """The template, in a sandbox with the functions that transformers offers to chat templates.
+    """Compile a template, in a sandbox with the functions that transformers offers to them.
 
     `render` takes, besides the usual, `generation_marks`: two strings that are put around the text
     that the template writes between {% generation %} and {% endgeneration %}.

@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         self._check_that_text_stays_text()
 
     def _find(self, name: str, names: dict[str, str | None], known: tuple[str, ...]) -> int | None:
-        """The id of BOS or EOS; puts a well-known one into `names`."""
+        """Return the id of BOS or EOS; puts a well-known one into `names`."""
         for token in [names[name]] if name in names else known:
             token_id: int | None = self._tokenizer.token_to_id(token) if token else None
             if token_id is not None:
@@ -174,7 +174,7 @@ def _read(content: str) -> tokenizers.Tokenizer:
 
 
 def _types(step: object) -> set[str]:
-    """The types of a step, or of all the steps in it, as the JSON file describes it."""
+    """Return the types of a step, or of all the steps in it, as the JSON file describes it."""
     if isinstance(step, list):
         return set().union(*map(_types, step))
     if not isinstance(step, dict):

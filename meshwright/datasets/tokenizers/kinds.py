@@ -13,7 +13,7 @@ from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_tiktoken
 from meshwright.datasets.tokenizers.well_formed import well_formed
-from meshwright.errors import ConfigError, where_it_ends
+from meshwright.errors import ConfigError, check, config_error, where_it_ends
 
 PATH_KEY = "model.tokenizer_path"
 OF_PRESETS = {
@@ -53,10 +53,12 @@ class Tokenizer(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without BOS and EOS; the spelling of a special token is text."""
+        """Return the ids of `text` alone, without BOS and EOS; the spelling of a special token is
+        text."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`; those from `vocab_size` on, which a larger model may choose, have none."""
+        """Return the text of `ids`; those from `vocab_size` on, which a larger model may choose,
+        have none."""
 
 
 class ByteTokenizer:
@@ -79,7 +81,7 @@ class ByteTokenizer:
 
 
 def build_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in the file `path`, or in the folder `path` under its usual name; or bytes.
+    """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
     Raises:
         ConfigError: if there is none, or it cannot be read.
@@ -88,18 +90,13 @@ def build_tokenizer(path: str) -> Tokenizer:
         return ByteTokenizer()
     file = find_file(path)
     content = file.read_bytes()
-    if not content.strip():
-        raise ConfigError(
-            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: is empty\n  fix: download it again"
-        )
+    check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     kind = kind_of(file, content)
     try:
         return kind(file)
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
-        raise ConfigError(
-            PATH_KEY, f"{PATH_KEY} = {str(file)!r}: not a {kind.__name__}: {reason}"
-        ) from error
+        raise config_error(PATH_KEY, str(file), f"not a {kind.__name__}: {reason}") from error
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -108,7 +105,7 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def find_file(path: str) -> Path:
-    """The tokenizer's file, if `path` is one or a folder that holds one.
+    """Return the tokenizer's file, if `path` is one or a folder that holds one.
 
     Raises:
         ConfigError: if there is none.
@@ -122,21 +119,17 @@ def find_file(path: str) -> Path:
     file = Path(path)
     if file.is_dir():
         inside = [file / name for name in FILE_NAMES if (file / name).is_file()]
-        if not inside:
-            fix = "name the file itself"
-            raise ConfigError(
-                PATH_KEY,
-                f"{PATH_KEY} = {path!r}: holds no {' or '.join(FILE_NAMES[:2])}\n  fix: {fix}",
-            )
+        rule = f"holds no {' or '.join(FILE_NAMES[:2])}"
+        check(bool(inside), PATH_KEY, path, rule, "name the file itself")
         return inside[0]
     if not file.is_file():
         fix = _download(file) or where_it_ends(file)
-        raise ConfigError(PATH_KEY, f"{PATH_KEY} = {path!r}: no such file or folder\n  fix: {fix}")
+        raise config_error(PATH_KEY, path, "no such file or folder", fix)
     return file
 
 
 def _download(file: Path) -> str:
-    """The command that fetches the tokenizer of a preset; "" for any other."""
+    """Return the command that fetches the tokenizer of a preset; "" for any other."""
     folder = file.parent
     repository = OF_PRESETS.get(folder.name, "")
     if not repository or folder.parent.name != "tokenizers":

@@ -1,11 +1,9 @@
 """A `tokenizer.model` of sentencepiece."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -63,7 +61,8 @@ class SentencePieceTokenizer:
         return [(model.id_to_piece(i), model.get_score(i)) for i in range(self.vocab_size)]
 
     def is_usual(self, token_id: int) -> bool:
-        """Whether the piece is found in text as it stands: it is not special, nor of a byte."""
+        """Return whether the piece is found in text as it stands: it is not special, nor of a
+        byte."""
         model = self._model
         return not (
             model.is_control(token_id)
@@ -87,19 +86,21 @@ class SentencePieceTokenizer:
         """How the model treats text, as its file says.
 
         Raises:
-            ValueError: if the file cannot be read.
+            ValueError: if it is neither a unigram model nor a BPE.
         """
-        fields = dict(_read_fields(self._content))  # of several pieces the last, which is not used
-        trainer, normalizer = (dict(_read_fields(fields.get(key, b""))) for key in (2, 3))
-        kind = trainer.get(3, 1)
-        if kind not in (1, 2):
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here: only exports need it
+
+        model = ModelProto.FromString(self._content)
+        trainer, normalizer = model.trainer_spec, model.normalizer_spec
+        kind = trainer.model_type
+        if kind not in (trainer.UNIGRAM, trainer.BPE):
             raise ValueError(f"it is a sentencepiece model of kind {kind}, not unigram or BPE")
         return Settings(
-            is_unigram=kind == 1,
-            has_byte_fallback=bool(trainer.get(35, 0)),
-            charsmap=normalizer.get(2, b""),
-            has_dummy_prefix=bool(normalizer.get(3, 1)),
-            drops_extra_spaces=bool(normalizer.get(4, 1)),
+            is_unigram=kind == trainer.UNIGRAM,
+            has_byte_fallback=trainer.byte_fallback,
+            charsmap=normalizer.precompiled_charsmap,
+            has_dummy_prefix=normalizer.add_dummy_prefix,
+            drops_extra_spaces=normalizer.remove_extra_whitespaces,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -109,37 +110,6 @@ class SentencePieceTokenizer:
     def decode(self, ids: list[int]) -> str:
         text: str = self._model.decode([i for i in ids if i < self.vocab_size])
         return text
-
-
-def _read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protocol buffer: bytes, or for a varint an int.
-
-    Source: https://protobuf.dev/programming-guides/encoding.
-    """
-    place = 0
-
-    def varint() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = message[place]
-            place += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    try:
-        while place < len(message):
-            key = varint()
-            if key & 7 == 0:
-                yield key >> 3, varint()
-                continue
-            length = {1: 8, 5: 4}.get(key & 7) or varint()
-            yield key >> 3, message[place : place + length]
-            place += length
-    except IndexError:
-        raise ValueError("it is cut off") from None
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -10,7 +10,8 @@ NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def special_names(tokenizer_file: Path) -> dict[str, str | None]:
-    """The tokens that the files beside `tokenizer_file` call `bos_token`, `eos_token` and so on.
+    """Return the tokens that the files beside `tokenizer_file` call `bos_token`, `eos_token` and so
+    on.
 
     None where a file says that the family has no such token. The first of `NAME_FILES` that names
     a token decides.
@@ -29,7 +30,7 @@ def special_names(tokenizer_file: Path) -> dict[str, str | None]:
 
 
 def read_json_object(file: Path) -> dict[str, object]:
-    """The object in the JSON `file`; empty if there is no such file.
+    """Return the object in the JSON `file`; empty if there is no such file.
 
     Raises:
         ValueError: if it does not hold a JSON object.

@@ -110,7 +110,8 @@ def special_tokens() -> list[str]:
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Whether the first line is a base64 token and its rank; no sentencepiece model begins so."""
+    """Return whether the first line is a base64 token and its rank; no sentencepiece model begins
+    so."""
     return _LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 

@@ -59,7 +59,7 @@ def _kernel() -> ctypes.CDLL:
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel is made for such heads; arguments as `causal_attention`'s."""
+    """Return whether the kernel is made for such heads; arguments as `causal_attention`'s."""
     width = q.shape[-1]
     # forward wants rows of one piece
     are_plain = all(x.is_cpu and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in (q, k, v))

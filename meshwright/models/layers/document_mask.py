@@ -13,7 +13,7 @@ Mask = Tensor | BlockMask
 
 
 def positions_in_document(documents: Tensor, positions: Tensor | None = None) -> Tensor:
-    """How far each token is from the first of its document.
+    """Return how far each token is from the first of its document.
 
     Args:
         documents: (B, S) int, rising along a sequence.
@@ -30,7 +30,7 @@ def positions_in_document(documents: Tensor, positions: Tensor | None = None) ->
 
 
 def build_mask(documents: Tensor, positions: Tensor | None = None) -> Mask:
-    """A causal mask inside documents, in the form that suits the device of `documents`.
+    """Build a causal mask inside documents, in the form that suits the device of `documents`.
 
     Args:
         documents: (B, S) int of the keys.
@@ -91,7 +91,7 @@ def _at(values: Tensor, positions: Tensor | None) -> Tensor:
 
 @cache  # not at import, which would take a second
 def _compiled(function: Any) -> Any:
-    """Of flex attention's functions, which uncompiled make a whole (S, S) matrix first."""
+    """Compile a function of flex attention: uncompiled, it makes a whole (S, S) matrix first."""
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
     # can keep its output. A torch without the option computes it again.
     try:

@@ -35,13 +35,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors. Ids have no type to follow, so `dtype` is that of the activations.
+    """A table of vectors. Ids have no type to follow, so `dtype` gives the activations' type.
 
     A token's gradients are added up in the type of the vectors, as by FSDP2, which casts tables.
     """
 
     dtype: torch.dtype | None = None
-    """None: that of the table."""
+    """None: the type of the table."""
 
     def forward(self, tokens: Tensor, *, table: Tensor | None = None) -> Tensor:
         """(B, S) int64 -> (B, S, D).

@@ -16,8 +16,8 @@ def rope_cache(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position x frequency, with frequency_i = theta^(-2i / H).
 
-    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; the stretching of long wavelengths is
-    that of Grattafiori et al. 2024, arXiv:2407.21783, and Meta's published code: frequencies
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; long wavelengths are stretched
+    as in Grattafiori et al. 2024, arXiv:2407.21783, and Meta's published code: frequencies
     whose wavelength exceeds original / low are divided by `factor`, those below original / high
     are kept, and in between the two are mixed linearly in original / wavelength.
 

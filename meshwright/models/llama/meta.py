@@ -63,7 +63,7 @@ def _hidden_dim(params: Mapping[str, Any]) -> int:
 
 
 def same(name: str, ours: object, theirs: object) -> bool:
-    """Whether a dimension of ours agrees with params.json; see `MetaForm`."""
+    """Return whether a dimension of ours agrees with params.json; see `MetaForm`."""
     if name == "rope_scaling":  # it does not say by how much: 8 times in Llama 3.1, 32 in 3.2
         return (ours is None) == (theirs is None)
     return ours == theirs

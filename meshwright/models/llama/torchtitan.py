@@ -21,7 +21,7 @@ OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "
 
 
 def names(ours: str) -> Iterator[str]:
-    """A parameter's possible names there, without prefix; see `TorchtitanForm`."""
+    """Yield a parameter's possible names there, without prefix; see `TorchtitanForm`."""
     yield ours
     for part, renamed in RENAMED.items():
         if part in ours:

@@ -1,14 +1,14 @@
-"""The page's style and its one script: which values lie under the pointer."""
+"""The style of all pages, and their one script: which values lie under the pointer."""
 
 CSS = """
 :root { color-scheme: light dark; --paper: #fbfbfa; --card: #fff; --ink: #1d2330; --soft: #667085;
   --line: #e4e7ec; --warn: #b54708; --bad: #c01048; --good: #067647;
   --c0: #2563eb; --c1: #d97706; --c2: #0d9488; --c3: #9333ea; --c4: #94a3b8; --c5: #be123c;
-  --c6: #65a30d }
+  --c6: #65a30d; --c7: #0891b2; --c8: #713f12 }
 @media (prefers-color-scheme: dark) { :root { --paper: #12151c; --card: #1a1f29; --ink: #e6e9ef;
   --soft: #98a2b3; --line: #2c3442; --warn: #fdb022; --bad: #fd6f8e; --good: #47cd89;
   --c0: #6ea0ff; --c1: #f5b14c; --c2: #3fc6b6; --c3: #c08bff; --c4: #7b8798; --c5: #ff7d97;
-  --c6: #a3d65c } }
+  --c6: #a3d65c; --c7: #22d3ee; --c8: #ca9a5b } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
@@ -41,10 +41,11 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left
 .grid { stroke: var(--line) } .curve { fill: none; stroke: var(--c); stroke-width: 1.8;
   stroke-linejoin: round } .dot { stroke: var(--c); stroke-width: 7; stroke-linecap: round }
 .area { fill: var(--c); stroke: var(--card); stroke-width: 1 }
-.seam { stroke: var(--soft); stroke-dasharray: 4 4 } .skipped { stroke: var(--bad);
+.seam { stroke: var(--soft); stroke-dasharray: 4 4 } .skipped, .limit { stroke: var(--bad);
   stroke-width: 2 } svg * { vector-effect: non-scaling-stroke }
 .c0 { --c: var(--c0) } .c1 { --c: var(--c1) } .c2 { --c: var(--c2) } .c3 { --c: var(--c3) }
-.c4 { --c: var(--c4) } .c5 { --c: var(--c5) } .c6 { --c: var(--c6) }
+.c4 { --c: var(--c4) } .c5 { --c: var(--c5) } .c6 { --c: var(--c6) } .c7 { --c: var(--c7) }
+.c8 { --c: var(--c8) }
 .cross { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft);
   display: none; pointer-events: none }
 .tip { position: absolute; top: .2rem; display: none; pointer-events: none; z-index: 1;
@@ -63,7 +64,7 @@ td.wide { min-width: 14rem } pre { white-space: pre-wrap; overflow-wrap: anywher
 
 SCRIPT = """
 for (const figure of document.querySelectorAll(".chart")) {
-  const { first, last, names, rows } = JSON.parse(figure.dataset.chart);
+  const { x, first, last, names, rows } = JSON.parse(figure.dataset.chart);
   const plot = figure.querySelector(".plot"), tip = figure.querySelector(".tip");
   const cross = figure.querySelector(".cross");
   const hide = () => { tip.style.display = cross.style.display = "none"; };
@@ -79,7 +80,7 @@ for (const figure of document.querySelectorAll(".chart")) {
     const left = last > first ? (row[0] - first) / (last - first) * 100 : 0;
     const lines = names.map((name, i) => row[i + 1] === null ? null
       : (names.length > 1 ? name + " " : "") + row[i + 1]).filter((line) => line !== null);
-    tip.textContent = ["step " + row[0], ...lines].join("\\n");
+    tip.textContent = [x + " " + row[0], ...lines].join("\\n");
     tip.style.display = cross.style.display = "block";
     cross.style.left = left + "%";
     tip.style.left = left < 50 ? `calc(${left}% + .5rem)` : "auto";

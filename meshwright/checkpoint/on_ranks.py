@@ -1,12 +1,37 @@
-"""Verifies a checkpoint on all ranks at once, a part of its files on each."""
+"""A decision of the first rank for all, and a verification that all ranks share."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import DamagedError, Manifest
+from meshwright.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call `find` on the first rank alone; return its result on every rank.
+
+    Collective: every rank of `group`, which is the whole job, must call it.
+
+    Raises:
+        ConfigError: on every rank, if `find` does.
+    """
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [find()]
+        except ConfigError as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0, group=group)
+    if isinstance(told[0], ConfigError):
+        raise told[0]
+    return told[0]
 
 
 def verify_on_ranks(checkpoint: Path, manifest: Manifest, group: dist.ProcessGroup) -> str:

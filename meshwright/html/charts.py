@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps, on one axis."""
+    """Curves over steps, or whatever `x_name` is, on one axis."""
 
     title: str
     unit: str
@@ -37,6 +37,9 @@ class Chart:
     is_stacked: bool = False
     """Areas on top of each other; all curves have the same steps."""
     starts_at_zero: bool = False
+    limit: float | None = None
+    """A line across, if a value reaches it."""
+    x_name: str = "step"
 
 
 def short(value: float) -> str:
@@ -59,11 +62,11 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most `most` points with the same outline."""
-    if len(points) <= most:
+def thin(points: Points) -> Points:
+    """Return at most `MOST_POINTS` points with the same outline."""
+    if len(points) <= MOST_POINTS:
         return points
-    width = math.ceil(len(points) / (most // 2))
+    width = math.ceil(len(points) / (MOST_POINTS // 2))
     kept = []
     for start in range(0, len(points), width):
         part = points[start : start + width]
@@ -131,6 +134,9 @@ def draw(chart: Chart) -> str:
         for s in chart.skipped
         if first <= s <= last
     )
+    if chart.limit is not None and chart.limit <= max(values):
+        at = f"{_y(y, chart.limit):.1f}"
+        marks += f'<line class="limit" x1="0" x2="{WIDTH}" y1="{at}" y2="{at}"/>'
     grid = "".join(
         f'<line class="grid" x1="0" x2="{WIDTH}" y1="{_y(y, t):.1f}" y2="{_y(y, t):.1f}"/>'
         for t in y.ticks()
@@ -157,7 +163,7 @@ def draw(chart: Chart) -> str:
 <figcaption>{escape(chart.title)} <small>{escape(chart.unit)}{scale}</small></figcaption>{legend}
 <div class="plot"><div class="y">{y_labels}</div>
 <svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img"
- aria-label="{escape(chart.title)}, steps {first} to {last}">{grid}{drawn}{marks}</svg>
+ aria-label="{escape(chart.title)}, {chart.x_name} {first} to {last}">{grid}{drawn}{marks}</svg>
 <div class="cross"></div><div class="tip"></div><div class="x">{x_labels}</div></div>
 </figure>"""
 
@@ -167,7 +173,7 @@ def _y(axis: _Axis, value: float) -> float:
 
 
 def _stacked(curves: Sequence[Curve]) -> list[Curve]:
-    """Each curve on top of those before it."""
+    """Return each curve on top of those before it."""
     below: dict[int, float] = {}
     stacked = []
     for curve in curves:
@@ -212,6 +218,7 @@ def _for_tooltip(chart: Chart, first: int, last: int) -> dict[str, object]:
         for step, value in curve.points[:: max(stride, 1)]:
             rows.setdefault(step, [None] * len(chart.curves))[number] = float(f"{value:.5g}")
     return {
+        "x": chart.x_name,
         "first": first,
         "last": last,
         "names": [curve.name for curve in chart.curves],
