@@ -104,7 +104,10 @@ class HuggingFaceForm:
             raise ValueError("quantization_config: the weights are quantized")
         if config.get(PARTIAL) not in (None, 1):
             raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
-        for kind in config.get("layer_types") or ():
+        layer_types = config.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise ValueError(f"layer_types is {layer_types!r}, not a list")
+        for kind in layer_types:
             if kind != "full_attention":
                 raise ValueError(f"layer_types has {kind!r}; this model has full_attention alone")
         found = self._read_integers(config)

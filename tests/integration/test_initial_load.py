@@ -244,6 +244,7 @@ def sound(tmp_path_factory) -> Path:
         (config(model_type="mistral"), ("model_type is 'mistral', not 'llama'",)),
         (config(attention_bias=True), ("attention_bias is True; this model has False alone",)),
         (config(layer_types=["sliding_attention"]), ("layer_types has 'sliding_attention'",)),
+        (config(layer_types=True), ("layer_types is True, not a list",)),
         (config(hidden_act="gelu"), ("hidden_act is 'gelu'",)),
         (
             config(head_dim=16),

@@ -144,8 +144,12 @@ def test_float8_keys_are_translated(tmp_path: Path) -> None:
     theirs["recipe_name"] = "rowwise_with_gw_hp"
     with pytest.raises(ConfigError, match="recipe_name.*gradients of weights"):
         load(tmp_path, given(table, converters=["float8"]))
-    with pytest.raises(ConfigError, match="model.converters.*only float8 layers"):
-        load(tmp_path, given(table, converters=["mx"]))
+    for others in (["mx"], [{}], "float8"):
+        with pytest.raises(ConfigError, match="model.converters.*only float8 layers"):
+            load(tmp_path, given(table, converters=others))
+    theirs |= {"recipe_name": "rowwise", "filter_fqns": "output"}
+    with pytest.raises(ConfigError, match="filter_fqns = 'output'.*a list of names"):
+        load(tmp_path, given(table, converters=["float8"]))
 
 
 def test_flavors_mean_what_they_mean_there(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def _float8(job: Job) -> None:
     converters = job.given.pop(key, [])
     if not converters:
         return
-    if not isinstance(converters, list) or not set(converters) <= {*rules.FLOAT8}:
+    if not isinstance(converters, list) or any(one not in rules.FLOAT8 for one in converters):
         rule = "only float8 layers are supported, not MX, and not mixtures of experts"
         raise error_of(key, converters, rule, f'set it to ["{rules.FLOAT8[0]}"], or to []')
     job.put("float8.enable", True, key, "float8.enable = true")
@@ -239,12 +239,15 @@ def _float8(job: Job) -> None:
         raise error_of(f"{prefix}recipe_name", recipe, rule, fix)
     text = f"{recipe!r}: float8.recipe_name; absent it is tensorwise there"
     job.put("float8.recipe_name", recipe, f"{prefix}recipe_name", text)
-    left_out = job.given.pop(f"{prefix}filter_fqns", [])
+    key = f"{prefix}filter_fqns"
+    left_out = job.given.pop(key, [])
+    if not isinstance(left_out, list):
+        raise _error(key, left_out, "must be a list of names", "write it in brackets")
     names = [name for name in left_out if name not in ("output", rules.SMALL_LAYERS)]
     if rules.SMALL_LAYERS in left_out:
         names += Float8().filter_fqns
     text = f"float8.filter_fqns = {names}; the output never multiplies in float8"
-    job.put("float8.filter_fqns", names, f"{prefix}filter_fqns", text)
+    job.put("float8.filter_fqns", names, key, text)
     emulate = f"{prefix}emulate"
     if emulate in job.given:
         job.put("float8.emulate", job.given.pop(emulate), emulate, "renamed: float8.emulate")
