@@ -44,6 +44,13 @@ from meshwright.planning.scope import Scope
 from meshwright.planning.work import SENT, Collective, Operator, Trace
 from meshwright.trainer import Trainer
 
+# torch 2.13 deprecates the only names that 2.11 has
+_all_gather, _reduce_scatter = (
+    (dist.all_gather_single, dist.reduce_scatter_single)
+    if hasattr(dist, "all_gather_single")
+    else (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+)
+
 DTYPES = ("bfloat16", "float32")
 ROUNDS = 5
 STEPS = 2
@@ -221,8 +228,8 @@ def time_collectives(device: torch.device) -> dict[str, list[tuple[float, float]
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
         part = whole.chunk(ranks)[0].clone()
         calls: dict[str, Callable[[], object]] = {
-            "all_gather": partial(dist.all_gather_into_tensor, whole, part),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
+            "all_gather": partial(_all_gather, whole, part),
+            "reduce_scatter": partial(_reduce_scatter, part, whole),
             "all_reduce": partial(dist.all_reduce, whole),
         }
         if slots is not None:

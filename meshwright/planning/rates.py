@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Annotated
 
@@ -193,8 +193,11 @@ NEAREST = 3
 
 def between(points: Sequence[Point], num_bytes: float, flops: float) -> float:
     """Return the seconds of an operator from the `NEAREST` of `points`, by the logarithms of bytes
-    and FLOPs: scaled to its size, and weighted by the inverse 4th power of the distance
-    (Shepard 1968, doi:10.1145/800186.810616)."""
+    and FLOPs: scaled to its size, their geometric mean weighted by the inverse 4th power of the
+    distance (Shepard 1968, doi:10.1145/800186.810616).
+
+    An arithmetic mean would let a distant tiny operator, whose time is all overhead and scaled up a
+    thousandfold, outweigh the near ones."""
     near: list[tuple[float, float]] = []  # distance, seconds
     for size, count, seconds in points:
         by_bytes = (num_bytes + 1) / (size + 1)
@@ -202,8 +205,8 @@ def between(points: Sequence[Point], num_bytes: float, flops: float) -> float:
         near.append((log(by_bytes) ** 2 + log(by_flops) ** 2, seconds * by_flops))
     near = sorted(near)[:NEAREST]
     weights = [1 / (distance + 1e-4) ** 2 for distance, _ in near]
-    found = sum(weight * seconds for weight, (_, seconds) in zip(weights, near, strict=True))
-    return found / sum(weights)
+    found = sum(weight * log(seconds) for weight, (_, seconds) in zip(weights, near, strict=True))
+    return exp(found / sum(weights))
 
 
 def along(curve: Sequence[tuple[float, float]], x: float) -> float:

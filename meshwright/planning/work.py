@@ -96,6 +96,8 @@ class Trace:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         name = getattr(func, "__name__", str(func)).partition(".")[0]
         first = next((x for x in outputs if x.is_floating_point()), None)
+        if "attention" in name and first is not None:  # its rate depends on the width of heads
+            name += f"_{first.shape[-1]}"
         self.entries.append(
             Operator(
                 name,

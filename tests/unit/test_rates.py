@@ -37,10 +37,12 @@ def test_an_operator_takes_the_time_of_those_nearest_in_size() -> None:
     assert between(points, 3e6, 1e9) == pytest.approx(1e-3)
     assert between(points, 3e6, 2e9) == pytest.approx(2e-3, rel=1e-3)
     faster = [(1e6, 0.0, 1e-3), (4e6, 0.0, 2e-3)]  # by half per byte, where it is larger
-    assert between(faster, 2e6, 0) == pytest.approx(1.5e-3)
+    assert between(faster, 2e6, 0) == pytest.approx((2e-3 * 1e-3) ** 0.5)
     tiny = [(4.0, 0.0, 1e-5)] * 9  # 10 microseconds, but not per 4 bytes
     large = [(1e6, 0.0, 1e-3), (2e6, 0.0, 2e-3), (4e6, 0.0, 4e-3)]
     assert between([*tiny, *large], 1.28e8, 0) == pytest.approx(0.128, rel=0.01)
+    # scaled by bytes, the tiny one would be 0.25 s; it counts least, since it is the farthest
+    assert between([tiny[0], *large[:2]], 1e5, 0) == pytest.approx(1e-4, rel=0.05)
 
 
 def test_operators_that_were_not_measured_take_the_time_of_like_ones() -> None:
