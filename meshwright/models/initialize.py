@@ -85,6 +85,7 @@ def fill_normal(
         some.copy_(_normal(_mix_(states)).mul_(std))
 
     starts = range(0, box.shape[0], rows_per_block)
+    _quantiles(device)  # once, not by each thread
     if device.type == "cpu" and len(starts) > 1:
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(fill, starts))
@@ -136,4 +137,5 @@ def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
     left = [normal.inv_cdf(lowest + (1 - 2 * lowest) * i / n) for i in range(n // 2)]
     knots = torch.tensor([*left, 0.0, *(-x for x in reversed(left))], dtype=torch.float32)
     rises = knots.diff().mul_(2.0**-FRACTION_BITS)  # a power of two: nothing is rounded
-    return knots[:-1].to(device), rises.to(device)
+    both = torch.stack([knots[:-1], rises]).to(device)  # one wait for the device
+    return both[0], both[1]

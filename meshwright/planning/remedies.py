@@ -38,7 +38,7 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
     for index, result in in_processes(tasks, predict_config, workers):
         if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
             peak, rounded = result.peak_bytes, result.rounded_bytes
-            modelled = overheads(device, peak, rounded, len(shown.traffic))
+            modelled = overheads(device, peak, rounded, len({row.axis for row in shown.traffic}))
             found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
     return sorted(found, key=lambda one: one.peak_bytes)
 

@@ -242,7 +242,7 @@ def _float8(job: Job) -> None:
     key = f"{prefix}filter_fqns"
     left_out = job.given.pop(key, [])
     if not isinstance(left_out, list):
-        raise _error(key, left_out, "must be a list of names", "write it in brackets")
+        raise error_of(key, left_out, "must be a list of names", "write it in brackets")
     names = [name for name in left_out if name not in ("output", rules.SMALL_LAYERS)]
     if rules.SMALL_LAYERS in left_out:
         names += Float8().filter_fqns
