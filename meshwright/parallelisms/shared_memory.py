@@ -38,8 +38,10 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
     Returns:
         Whether they do: several ranks of gloo do that can map memory of one another.
     """
+    if mesh.size(-1) == 1:
+        return False
     group = mesh.get_group(mesh.ndim - 1)
-    if group.size() == 1 or dist.get_backend(group) != "gloo":
+    if dist.get_backend(group) != "gloo":
         return False
     # the most that a gradient in fp32 takes on all ranks; the first has the largest shards
     largest = sum(_padded_size(parameter, group.size()) for parameter in model.parameters())

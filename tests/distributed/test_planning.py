@@ -85,7 +85,7 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
 
 def _calibrate() -> Measured:
     """Rates of two ranks by one small job."""
-    jobs = (calibration.Job(64, 2, 512, 32, 1),)
+    jobs = (calibration.Job(64, 4, 512, 32, 1),)
     with mock.patch.multiple(calibration, JOBS=jobs, ROUNDS=1, SIZES=(1 << 12, 1 << 16)):
         return calibration.measure(torch.device("cpu"))
 

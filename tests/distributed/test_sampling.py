@@ -19,7 +19,6 @@ from tests.distributed.test_validation import (
     TP,
     args_of,
     job_of,
-    num_ranks,
     texts_of,
 )
 from tests.helpers.tiny import TIED, plain_model
@@ -65,7 +64,7 @@ def test_texts_are_those_of_plain_pytorch(on_ranks, dims, options) -> None:
     eos_id = want[1][3]
     cut = [text[: text.index(eos_id)] if eos_id in text else text for text in want]
     assert len(cut[1]) <= 3 < max(map(len, cut))
-    for whole, ended, masked in on_ranks(num_ranks(dims), _texts, dims, options, eos_id):
+    for whole, ended, masked in on_ranks(dims.num_ranks, _texts, dims, options, eos_id):
         assert whole == masked == want
         assert ended == cut
 
