@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.planning.ledger import AT_START, PURPOSES, Record
@@ -179,6 +179,11 @@ def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) 
         for (axis, kind, near), size in sent.items()
     ]
     return sorted(rows, key=lambda row: -row.sent_bytes)
+
+
+def num_groups(rows: Iterable[Traffic]) -> int:
+    """Return how many process groups of this rank communicate: one for each axis."""
+    return len({row.axis for row in rows})
 
 
 def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:

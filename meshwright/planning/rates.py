@@ -157,16 +157,20 @@ class Measured(Rates):
         found = self.operators.get(f"{operator.name} {operator.dtype}")
         if found is not None:
             return found
-        is_backward = "backward" in operator.name
-        alike = [
-            [kind for kind in self.operators if kind.startswith(f"{operator.name} ")],
-            [
+        of_dtype = [kind for kind in self.operators if kind.endswith(f" {operator.dtype}")]
+        attention = list[str]()  # with heads of other widths
+        if "attention" in operator.name:
+            is_backward = "backward" in operator.name
+            attention = [
                 kind
                 for kind in self.operators
                 if "attention" in kind and is_backward == ("backward" in kind)
             ]
-            * ("attention" in operator.name),
-            [kind for kind in self.operators if kind.endswith(f" {operator.dtype}")],
+        alike = [
+            [kind for kind in attention if kind in of_dtype],
+            [kind for kind in self.operators if kind.startswith(f"{operator.name} ")],
+            attention,
+            of_dtype,
             list(self.operators),
         ]
         for kinds in alike:

@@ -9,6 +9,7 @@ import tomli_w
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import Update, changed
+from meshwright.planning.analysis import num_groups
 from meshwright.planning.devices import GIB, Device, overheads, verdict
 from meshwright.planning.predict import Figures, in_processes, predict_config
 from meshwright.planning.report import RankPlan
@@ -38,7 +39,7 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
     for index, result in in_processes(tasks, predict_config, workers):
         if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
             peak, rounded = result.peak_bytes, result.rounded_bytes
-            modelled = overheads(device, peak, rounded, len({row.axis for row in shown.traffic}))
+            modelled = overheads(device, peak, rounded, num_groups(shown.traffic))
             found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
     return sorted(found, key=lambda one: one.peak_bytes)
 

@@ -51,8 +51,8 @@ def summarize(
     record, count = simulation.record, plan.num_microbatches
     peak = analysis.find_peak(record)
     traffic = analysis.traffic(simulation, count, device.per_node)
-    groups = {row.axis for row in traffic}
-    modelled = overheads(device, peak.num_bytes, analysis.rounded_peak(record), len(groups))
+    groups = analysis.num_groups(traffic)
+    modelled = overheads(device, peak.num_bytes, analysis.rounded_peak(record), groups)
     timings = []
     for rate in rates:
         step = step_time(simulation, count, rate, device.per_node)

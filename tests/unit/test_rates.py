@@ -54,6 +54,19 @@ def test_operators_that_were_not_measured_take_the_time_of_like_ones() -> None:
     assert other == pytest.approx(1e-5 + RATES.host_s)
 
 
+def test_heads_of_a_width_that_was_not_measured_are_like_others_of_their_type() -> None:
+    points = {
+        "attention_64 float32": 4e-3,
+        "attention_96 float32": 3e-3,
+        "attention_64 bfloat16": 1e-3,
+        "attention_backward_96 bfloat16": 2e-3,
+    }
+    operators = {kind: [(1e6, 1e9, seconds)] for kind, seconds in points.items()}
+    rates = replace(RATES, operators=operators, host_s=0.0)
+    found = rates.operator_seconds(_operator("attention_96", "bfloat16", 1_000_000, 10**9))
+    assert found == pytest.approx(1e-3)
+
+
 def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> None:
     curve = [(10.0, 1.0), (20.0, 3.0)]
     assert [along(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 6]
