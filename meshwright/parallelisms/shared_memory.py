@@ -36,9 +36,9 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         ahead: groups that are gathered before they are needed.
 
     Returns:
-        Whether they do: several ranks of gloo do that can map memory of one another.
+        Whether they do: several CPU ranks of gloo do that can map memory of one another.
     """
-    if mesh.size(-1) == 1:
+    if mesh.size(-1) == 1 or mesh.device_type != "cpu":
         return False
     group = mesh.get_group(mesh.ndim - 1)
     if dist.get_backend(group) != "gloo":
@@ -102,11 +102,15 @@ class File(NamedTuple):
 def _make_file(count: int, slot_bytes: int) -> File | None:
     try:
         number = os.memfd_create("meshwright")
-        os.truncate(number, count * slot_bytes)
     except (AttributeError, OSError):  # not Linux, or forbidden
         return None
     file = File(os.getpid(), number, secrets.token_bytes(16), (count, slot_bytes))
-    os.pwrite(number, file.token, 0)
+    try:
+        os.truncate(number, count * slot_bytes)
+        os.pwrite(number, file.token, 0)
+    except OSError:  # files may not be so large
+        os.close(number)
+        return None
     return file
 
 
