@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.batch import Batch
-from meshwright.config.job_config import BadSteps
 from meshwright.health import BadStepDetector
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.shared_memory import Slots, open_slots
-from meshwright.step import StepOptions, train_step
-from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, global_batch
+from meshwright.step import StepOptions
+from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, take_steps
 from tests.helpers.tiny import TINY, parallel_model, whole
 
 RANKS = 2
@@ -24,29 +22,17 @@ MICROBATCHES = 2
 
 
 def _train(**options: object) -> tuple[int, list[torch.Tensor]]:
-    """Count FSDP2's collectives by gloo in three steps; return figures and weights after them."""
+    """Count FSDP2's collectives by gloo in some steps; return figures and weights after them."""
     size = GLOBAL_BATCH // (RANKS * MICROBATCHES)
     model, meshes = parallel_model(
         DIMS, microbatches=(MICROBATCHES, size), param_dtype=torch.bfloat16, **options
     )
-    optimizer = adamw(model)
-    detector = BadStepDetector(torch.device("cpu"), BadSteps())
-    figures: list[torch.Tensor] = []
+    detector = BadStepDetector(torch.device("cpu"))
+    step_options = StepOptions(0.5, reduce_every_microbatch=True)
     with CountCollectives() as counter:
-        for step in range(1, 4):
-            parts = [part.split(size)[dist.get_rank() :: RANKS] for part in global_batch(step)]
-            result = train_step(
-                model,
-                [*map(Batch, *parts)],
-                optimizer,
-                None,
-                step=step,
-                meshes=meshes,
-                detector=detector,
-                options=StepOptions(0.5, reduce_every_microbatch=True, norm_groups=()),
-            )
-            figures += [result.loss, result.grad_norm]
+        results = [*take_steps(model, meshes, size, adamw(model), step_options, detector)]
     calls = counter.counts["_allgather_base_"] + counter.counts["_reduce_scatter_base_"]
+    figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
     return calls, [*figures, *(whole(parameter) for parameter in model.parameters())]
 
 
@@ -113,8 +99,9 @@ def _written_by_all() -> list[int]:
     kept, tensor = slots.take(1), slots.take(RANKS)
     tensor[dist.get_rank()] = 7 + dist.get_rank()
     slots.meet(tensor)
-    with pytest.raises(RuntimeError, match="8193 bytes do not fit in 3 slots of 8192"):
-        slots.take(2 * mmap.PAGESIZE + len(kept))
+    size = RANKS * mmap.PAGESIZE
+    with pytest.raises(RuntimeError, match=f"{size + 1} bytes do not fit in 3 slots of {size}"):
+        slots.take(size + len(kept))
     return tensor.tolist()
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 
 import pytest
@@ -26,8 +26,10 @@ from meshwright.health import BadStepDetector
 from meshwright.models.layers.loss import IGNORE
 from meshwright.models.llama import LlamaArgs
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.step import StepOptions, StepResult, train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
@@ -84,6 +86,35 @@ def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str,
     return {group: size**0.5 for group, size in squares.items()}
 
 
+def batches_of(meshes: Meshes, step: int, size: int) -> list[Batch]:
+    """Return this rank's microbatches of a step, of `size` samples each."""
+    rank, ranks = meshes.dp.get_local_rank(), meshes.dp.size()
+    return [*map(Batch, *(part.split(size)[rank::ranks] for part in global_batch(step)))]
+
+
+def take_steps(
+    model: LocalModel,
+    meshes: Meshes,
+    size: int,
+    optimizer: torch.optim.Optimizer,
+    options: StepOptions,
+    detector: BadStepDetector,
+    early: OptimizerInBackward | None = None,
+) -> Iterator[StepResult]:
+    """Yield the results of `STEPS` steps, by microbatches of `size` samples."""
+    for step in range(1, STEPS + 1):
+        yield train_step(
+            model,
+            batches_of(meshes, step, size),
+            optimizer,
+            early,
+            step=step,
+            options=options,
+            meshes=meshes,
+            detector=detector,
+        )
+
+
 def steps_on_mesh(
     dims: ParallelDims,
     num_microbatches: int,
@@ -102,21 +133,10 @@ def steps_on_mesh(
     model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
     optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
     early = OptimizerInBackward(optimizer) if is_early else None
-    rank = meshes.dp.get_local_rank()
-    for step, want in enumerate(want_figures, 1):
-        parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
-        result = train_step(
-            model,
-            [*map(Batch, *parts)],
-            optimizer,
-            early,
-            step=step,
-            meshes=meshes,
-            detector=detector,
-            options=StepOptions(
-                max_norm, reduce_every_microbatch, () if is_early else list(want_norms)
-            ),
-        )
+    groups = () if is_early else list(want_norms)
+    step_options = StepOptions(max_norm, reduce_every_microbatch, groups)
+    results = take_steps(model, meshes, size, optimizer, step_options, detector, early)
+    for step, (want, result) in enumerate(zip(want_figures, results, strict=True), 1):
         if step == 1 and result.group_norms is not None:
             got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
             # a small group has a larger part of the rounding than the whole
@@ -493,10 +513,9 @@ def _step_with_fp32_modules(
         if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm):
             dtype = torch.float32 if f"{name}.".startswith(inside) else torch.bfloat16
             module.register_forward_pre_hook(functools.partial(_assert_dtype, name, dtype))
-    parts = [part.split(size)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(1)]
     result = train_step(
         model,
-        [*map(Batch, *parts)],
+        batches_of(meshes, 1, size),
         adamw(model),
         step=1,
         options=StepOptions(max_norm=0.5),
@@ -617,18 +636,9 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
         microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
     )
     optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    size, rank = GLOBAL_BATCH // (dims.dp * num_microbatches), meshes.dp.get_local_rank()
-    for step, want in enumerate(reference(TINY)[0], 1):
-        parts = [part.split(size)[rank :: dims.dp] for part in global_batch(step)]
-        result = train_step(
-            model,
-            [*map(Batch, *parts)],
-            optimizer,
-            step=step,
-            options=StepOptions(max_norm=0.5),
-            meshes=meshes,
-            detector=detector,
-        )
+    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
+    results = take_steps(model, meshes, size, optimizer, StepOptions(max_norm=0.5), detector)
+    for step, (want, result) in enumerate(zip(reference(TINY)[0], results, strict=True), 1):
         # the 8 bits of a weight after an update of half its size
         assert result.loss.item() == pytest.approx(want[0], rel=5e-3), f"step {step}"
         assert result.grad_norm.item() == pytest.approx(want[1], rel=5e-2), f"step {step}"
