@@ -58,8 +58,14 @@ GATHER = ("--parallelism.context_parallel_attention=gather",)
 FP32 = ("--training.mixed_precision_param=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 
-CASES = {
+ONE_GPU = {
+    "one GPU": Case({}),
     "one GPU, fp32": Case({}, FP32),
+    "one GPU, full recomputation": Case({}, _checkpointed("full")),
+}
+"""Whose memory `tests/gpu` compares with a real GPU's."""
+
+CASES = ONE_GPU | {
     "FSDP 8": Case({"dp_shard": 8}),
     "FSDP 8, accumulation": Case({"dp_shard": 8}, microbatches=2),
     "FSDP 8, every microbatch reduced": Case(
