@@ -25,7 +25,8 @@ from tests.helpers.simulated_gpu.run import simulate
 
 SELECTIVE = ("--activation_checkpoint.mode=selective",)
 COMPILED = ("--compile.enable=true",)
-FP32 = ("--training.mixed_precision_param=float32",)
+PRECISION = "--training.mixed_precision_param"
+FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 OFFLOADED = ("--training.enable_cpu_offload=true",)
 EARLY = ("--optimizer.early_step_in_backward=true", "--training.max_norm=inf")
@@ -47,9 +48,12 @@ def _process_group(device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(device: torch.device, *words: str, seq_len: tuple[str, ...] = SHORT) -> OneRank:
+def build(device: torch.device, *words: str) -> OneRank:
+    """A rank that computes in bf16, unless `words` say otherwise."""
     torch._dynamo.reset()
-    config, _ = load_config([*SMALL, *seq_len, *words])
+    is_bf16 = not any(word.startswith(PRECISION) for word in words)
+    bf16 = [f"{PRECISION}=bfloat16"] * is_bf16
+    config, _ = load_config([*SMALL, *SHORT, *bf16, *words])
     plan = preflight(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, device.type), device)
     rank.initialize()
