@@ -49,7 +49,7 @@ KNOWN = {
         "torch.distributed.tensor._sharding_prop torch.testing._internal.distributed.fake_pg "
         "torch.utils._python_dispatch torch.utils._pytree"
     ),
-    "profiling.py": "_dump_snapshot _record_memory_history _snapshot",
+    "profiling.py": "_record_memory_history _snapshot",
     "proof/ranks.py": "_Options _devices _threads _timeout",
 }
 
