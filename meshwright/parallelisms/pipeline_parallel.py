@@ -125,6 +125,9 @@ class Pipeline:
         """A line for the log."""
         self._has_last = num_stages - 1 in stages
         self._num_labels = torch.empty(())
+        # the first call of an NCCL group needs all of its ranks (torch's batch_isend_irecv), and a
+        # schedule's first messages are between two
+        dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
     def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
         """Return the share of the mean loss that `loss`, of a microbatch, makes."""

@@ -29,6 +29,10 @@ class Device:
     per_node: int = 8
     source: str = ""
 
+    def peak(self, dtype: str) -> float:
+        """Return its FLOP/s in bfloat16 or float32."""
+        return self.flops_per_s / (16 if dtype == "float32" else 1)  # without TF32
+
 
 DEVICES = {
     "h100": Device(

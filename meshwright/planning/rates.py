@@ -92,10 +92,9 @@ def assumed(device: Device) -> tuple[Assumed, Assumed] | None:
         return None
 
     def rates(flops: float, width: float, stream: float, launch_s: float, name: str) -> Assumed:
-        peak = device.flops_per_s * flops
         return Assumed(
             name,
-            {"bfloat16": peak, "float32": peak / 16},  # without TF32
+            {dtype: device.peak(dtype) * flops for dtype in ("bfloat16", "float32")},
             device.link_bytes_per_s * width,
             device.network_bytes_per_s * width,
             stream,

@@ -9,7 +9,7 @@ from meshwright.planning import analysis
 from meshwright.planning.analysis import Peak, Traffic
 from meshwright.planning.devices import GIB, Device, Overhead, overheads, verdict
 from meshwright.planning.ledger import PURPOSES
-from meshwright.planning.rates import Rates
+from meshwright.planning.rates import Assumed, Rates
 from meshwright.planning.simulate import Simulation
 from meshwright.planning.timing import StepTime, step_time
 from meshwright.preflight import Plan
@@ -80,8 +80,8 @@ def tokens_per_step(plan: Plan) -> int:
 def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
     """At most 1: the bound skips masked pairs of attention, which MFU counts."""
     dtype = plan.config.training.mixed_precision_param
-    has_sheet = device.flops_per_s and dtype == "bfloat16"
-    peak = device.flops_per_s if has_sheet else rates.peak[dtype]
+    is_by_sheet = isinstance(rates, Assumed) or (device.flops_per_s and dtype == "bfloat16")
+    peak = device.peak(dtype) if is_by_sheet else rates.peak[dtype]
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
     return min(1.0, tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak)
 

@@ -179,8 +179,10 @@ def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> Non
         assert ((2, 8, 16), torch.float32) in kept()
 
 
-def test_mfu_is_at_most_one() -> None:
-    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mfu_is_at_most_one_and_against_the_same_peak_for_all_rates(dtype) -> None:
+    words = [f"--training.mixed_precision_param={dtype}"]
+    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml", *words])
     plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
     best, poor = assumed(device)
     assert _mfu(plan, device, best, 1e-9) == 1
