@@ -140,6 +140,11 @@ def where_it_ends(path: str | Path) -> str:
     return f"check the path: {parent} exists, but holds no {name}"
 
 
+def numbered(count: int, noun: str, ending: str = "s") -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
 def in_ranges(ranks: Iterable[int]) -> str:
     """Ranks as a person would write them: "0-3, 7"."""
     parts = []

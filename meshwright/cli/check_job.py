@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from meshwright.config.loader import InvalidConfigError, config_errors, load_given
-from meshwright.errors import ConfigError, Mistakes
+from meshwright.errors import ConfigError, Mistakes, check
 from meshwright.launch.machine import count_ranks
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
@@ -15,6 +15,10 @@ def run(given: Namespace) -> None:
     Say which options have no effect, and how the job differs from the one that saved the checkpoint
     to resume from.
     """
+    check(
+        bool(given.config or given.overrides),
+        *("CONFIG", given.config, "is needed", "name a TOML, or a preset: debug_model"),
+    )
     ranks = count_ranks(given)
     plan = load_and_check(given, ranks.total)
     if plan.idle_options or plan.resume_step:

@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -73,6 +74,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_fits(cls, value: object) -> object:
+        """Refuse a number that TOML has not: tensors and files hold 64 bits."""
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must be a number of 64 bits, so below 2^63")
+        return value
 
 
 class Job(Section):

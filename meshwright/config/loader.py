@@ -16,7 +16,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Key, Parser, add_config, parse
-from meshwright.config.explain import explain_mistake, explain_syntax
+from meshwright.config.explain import (
+    explain_encoding,
+    explain_mistake,
+    explain_sections,
+    explain_syntax,
+)
 from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
     ADDRESS,
@@ -133,14 +138,11 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         raise ConfigError(
             "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
         )
+    text = _read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         raw = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise explain_syntax(error, shown_path(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("", f"{shown_path(path)}: cannot be read: {reason}") from None
     base: dict[str, Any] = {}
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
@@ -151,6 +153,9 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
         raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
+    known = [name for name in raw if name in JobConfig.model_fields]
+    if not known and (fault := explain_sections(list(raw))):
+        raise ConfigError("", f"{shown_path(path)}: {fault}")
     for name in JobConfig.model_fields:  # else a table of the base, or an override, would hide it
         if not isinstance(raw.get(name, {}), dict):
             where = provenance.of(name)
@@ -161,6 +166,19 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
     _merge(base, raw)
     return base
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a TOML, without the mark that some editors put before it."""
+    shown = shown_path(path)
+    if path.is_dir():
+        raise ConfigError("", f"{shown}: is a folder\n  fix: name a TOML in it")
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise explain_encoding(error, shown) from None
+    except OSError as error:
+        raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _preset(extends: str, path: Path, text: str) -> Path:
