@@ -40,7 +40,6 @@ RULES = {
     "finite_number": "must be a finite number",
     "missing": "must be given",
     "too_short": "must not be empty",
-    "string_too_short": "must not be empty",
 }
 
 

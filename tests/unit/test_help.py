@@ -186,8 +186,8 @@ def test_right_syntax(message, line, fix) -> None:
         ("[training]\nsteps = 3\nsteps = 4\n", "a.toml:4: not TOML: the key is in line 3, too"),
         ("[training]\n[model]\n[training]\n", "a.toml:4: not TOML: the table is in line 2, too"),
         (
-            "[[optimizer.groups]]\n[[optimizer.groups]]\nlr_scale = 1\nlr_scale = 2\n",
-            "a.toml:5: not TOML: the key is in line 4, too",
+            "[[optimizer.groups]]\neps = 1\n[[optimizer.groups]]\neps = 1\neps = 2\n",
+            "a.toml:6: not TOML: the key is in line 5, too",
         ),
     ],
 )
