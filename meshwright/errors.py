@@ -135,6 +135,8 @@ def where_it_ends(path: str | Path) -> str:
         near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
     except OSError:  # a file, or a folder that may not be read
         near = []
+    if name.startswith("$"):
+        return "write the path itself: variables are not replaced"
     if near and near[0] != name:
         return f"did you mean {parent / near[0]}?"
     return f"check the path: {parent} exists, but holds no {name}"

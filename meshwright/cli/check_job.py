@@ -43,7 +43,9 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
         if error.rest is not None:
             with faults.collect():
                 check_alone(error.rest)
-        written = [e for e in faults.errors if error.provenance.has(e.key)]
+        written = [
+            e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys
+        ]
         more = map(error.provenance.explain, written)
         raise ConfigError("", "\n".join([str(error), *more])) from None
     for note in provenance.notes:

@@ -1,19 +1,17 @@
-"""Turn mistakes that pydantic and tomli find into messages with a fix."""
+"""Turn mistakes that pydantic finds into messages with a fix."""
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 
-import tomli
 import tomli_w
 from pydantic_core import ErrorDetails
 
 from meshwright.config.fields import find_section
-from meshwright.config.provenance import ASSIGNMENT, HEADER, underline
 from meshwright.config.suggest import nearest, suggest_key, suggest_section
 from meshwright.errors import ConfigError, UnknownKeyError, config_error
 
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 SAME_VALUES = {
     "bf16": "bfloat16",
@@ -113,67 +111,6 @@ def _toml(value: object) -> str:
     return tomli_w.dumps({"value": value}).partition("= ")[2].strip()
 
 
-UNQUOTED = re.compile(r"^(?P<key>\s*[\w.\"'-]+\s*=\s*)(?P<value>[^#\n]*?)\s*(#.*)?$")
-THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
-DOUBLE, SINGLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb", "\u2018\u2019\u201a\u201b"
-STRAIGHT = str.maketrans(DOUBLE + SINGLE, '"' * len(DOUBLE) + "'" * len(SINGLE))
-"""Quotes of word processors and web pages, and ours."""
-
-
-def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
-    """Return the error of a TOML that cannot be parsed: the line, a caret, the right spelling."""
-    lines = error.doc.split("\n")
-    number, column = min(error.lineno, len(lines)), error.colno - 1
-    line = lines[number - 1]
-    if not line.strip() and number > 1:  # the end of the line, or of the file, came too early
-        number, line = number - 1, lines[number - 2]
-        column = len(line) - 1
-    message, fix = error.msg, _right_syntax(line)
-    if first := _line_that_wrote_it_first(lines[:number]):
-        is_table = bool(HEADER.match(line))
-        message = f"{'the table' if is_table else 'the key'} is in line {first}, too"
-        fix = f"move its keys to line {first}" if is_table else "leave out one of the two"
-        column = len(line) - len(line.lstrip())
-    return ConfigError(
-        "",
-        "\n".join(
-            [
-                f"{path}:{number}: not TOML: {message}",
-                *underline(line, column, column + 1),
-                *([f"  fix: {fix}"] if fix else []),
-            ]
-        ),
-    )
-
-
-def _line_that_wrote_it_first(lines: Sequence[str]) -> int:
-    """Return the number of the line that has the key, or the table, of the last line; 0 if none."""
-    table, wrote = "", dict[str, int]()
-    first = 0
-    for number, line in enumerate(lines, 1):
-        if header := HEADER.match(line):
-            if header["brackets"] == "[[":  # one more table of a list
-                wrote = {name: n for name, n in wrote.items() if not name.startswith(header["key"])}
-            table = name = header["key"]
-            is_again = header["brackets"] == "["
-        elif assignment := ASSIGNMENT.match(line):
-            name, is_again = f"{table}.{assignment['key']}", True
-        else:
-            name, is_again = "", False
-        first = wrote.setdefault(name, number) if is_again else number
-    return first if first < len(lines) else 0
-
-
-def explain_encoding(error: UnicodeDecodeError, path: str) -> ConfigError:
-    """Return the error of a file that is not UTF-8: the line, and the way to mend it."""
-    if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
-        place, found = path, "it is UTF-16"
-    else:
-        place = f"{path}:{error.object.count(10, 0, error.start) + 1}"
-        found = f"it has byte 0x{error.object[error.start]:02x}"
-    return ConfigError("", f"{place}: cannot be read as UTF-8: {found}\n  fix: save it as UTF-8")
-
-
 def explain_sections(names: Sequence[str]) -> str:
     """Return the fault of a TOML, if none of its sections is ours or near to one of ours."""
     advice = [suggest_section(name, []) for name in names]
@@ -182,59 +119,3 @@ def explain_sections(names: Sequence[str]) -> str:
     return f"has no section of ours, only {', '.join(names)}\n  fix: {advice[0]}".replace(
         "leave it out; ", ""
     )
-
-
-def _right_syntax(line: str) -> str:
-    stripped = line.strip()
-    if stripped.startswith(("//", "--", ";", "/*")):
-        return "a comment begins with #"
-    if stripped.startswith("{"):
-        return "this is JSON; TOML has [section], and below it key = value"
-    plain = unicodedata.normalize("NFKC", stripped).translate(STRAIGHT)
-    if plain != stripped and _is_toml(plain):
-        return f"write it in plain characters: {plain}"
-    if stripped.startswith("["):
-        table = f"[{stripped.strip('[] :;,')}]"
-        return f"write {table}" if table != stripped and _is_toml(table) else ""
-    if colon := re.fullmatch(r"([\w.-]+)\s*:\s*(.*)", stripped):
-        is_table = not colon[2] or colon[2].startswith("#")
-        return f"write [{colon[1]}]" if is_table else f"write {colon[1]} = {colon[2]}"
-    if not (found := UNQUOTED.match(line)):
-        words = stripped.split(maxsplit=1)
-        return f"write {words[0]} = {words[1]}" if len(words) == 2 else ""
-    if stripped[-1] in ",;" and _is_toml(stripped[:-1]):
-        return f"write {stripped[:-1].rstrip()}"
-    return _right_value(found["value"].strip())
-
-
-def _right_value(value: str) -> str:
-    if value.lower() in ("none", "null", "nil", "~", ""):
-        return "leave the key out: it then has its default"
-    if value.lower() in (*YES, *NO):
-        return f"write {'true' if value.lower() in YES else 'false'}"
-    if thousands := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value):
-        factor = 10**3 if thousands[2] in "kK" else 10**6
-        return f"write {round(float(thousands[1]) * factor)}"
-    if THOUSANDS.fullmatch(value):
-        return f"write {value.replace(',', '_')}"
-    if re.fullmatch(r"[+-]?\d+,\d+([eE][+-]?\d+)?", value):
-        return f"write {value.replace(',', '.')}"
-    if percent := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value):
-        return f"write {float(percent[1]) / 100:g}"
-    if re.fullmatch(r'"[^"\']*\\[^"\']*"', value):
-        return f"write it in single quotes, which leave \\ alone: '{value[1:-1]}'"
-    if value[0] in "\"'" and not value.endswith(value[0]):
-        return f"close the quote: {value}{value[0]}"
-    if value[0] == "[" and value.count("[") > value.count("]"):
-        return "close the list: ]"
-    if re.fullmatch(r"[A-Za-z/~.][^\"']*", value):
-        return f'quote it: "{value}"'
-    return ""
-
-
-def _is_toml(line: str) -> bool:
-    try:
-        tomli.loads(line)
-    except tomli.TOMLDecodeError:
-        return False
-    return True

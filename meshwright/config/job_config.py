@@ -112,12 +112,12 @@ class Model(Section):
     """[model] Which model, how large, and its tokenizer."""
 
     name: str = FIRST
-    """Model family: llama, qwen3, olmo2, or one of `experimental.custom_import`."""
+    """Model family; a wrong name lists them all. `experimental.custom_import` may add one."""
 
     flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"
-    """Size, e.g. llama3_8b (a wrong one lists them all). Or a model folder of Hugging Face, as a
-    path with a slash in it: its config.json gives the dimensions and, if `name` is absent, the
-    family; its tokenizer is taken unless `tokenizer_path` is given, and its weights if
+    """Size, from the family's table (a wrong one lists them all). Or a model folder of Hugging
+    Face, as a path with a slash in it: its config.json gives the dimensions and, if `name` is
+    absent, the family; its tokenizer is taken unless `tokenizer_path` is given, and its weights if
     `checkpoint.initial_load_in_hf`."""
 
     args: dict[str, Any] = Field(default_factory=dict)

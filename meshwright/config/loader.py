@@ -16,12 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Key, Parser, add_config, parse
-from meshwright.config.explain import (
-    explain_encoding,
-    explain_mistake,
-    explain_sections,
-    explain_syntax,
-)
+from meshwright.config.explain import explain_mistake, explain_sections
 from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
     ADDRESS,
@@ -35,6 +30,7 @@ from meshwright.config.job_config import (
 from meshwright.config.model_folder import follow_folder, is_path
 from meshwright.config.presets import find_config
 from meshwright.config.provenance import Provenance, shown_path
+from meshwright.config.syntax import explain_encoding, explain_syntax
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import CombinedConfigError, ConfigError
 
@@ -44,13 +40,16 @@ class InvalidConfigError(ConfigError):
 
     Args:
         message: every mistake, with its place.
+        keys: those of the mistakes.
         rest: the config without the wrong keys; None if there is none.
         provenance: of its values.
     """
 
-    def __init__(self, message: str, rest: JobConfig | None, provenance: Provenance) -> None:
+    def __init__(
+        self, message: str, keys: Sequence[str], rest: JobConfig | None, provenance: Provenance
+    ) -> None:
         super().__init__("", message)
-        self.rest, self.provenance = rest, provenance
+        self.keys, self.rest, self.provenance = keys, rest, provenance
 
 
 def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
@@ -89,8 +88,9 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     except ValidationError as error:
         mistakes = error.errors()
         explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
+        keys = [one.key for one in explained.errors]
         rest = _without(raw, [mistake["loc"] for mistake in mistakes])
-        raise InvalidConfigError(provenance.explain(explained), rest, provenance) from None
+        raise InvalidConfigError(provenance.explain(explained), keys, rest, provenance) from None
 
 
 def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:

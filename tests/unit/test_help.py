@@ -171,6 +171,20 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("[model:]", "write [model]"),
         ("model:", "write [model]"),
         ('{"model": {}}', "this is JSON"),
+        ("steps == 3", "write steps = 3"),
+        ("steps 3", "write steps = 3"),
+        ("steps = 8*1024", "write 8192"),
+        ("steps = 2**10", "write 1024"),
+        ("steps = 1_000k", "write 1000000"),
+        ("steps = 5 steps", "write 5"),
+        ("lr = .5e-3", "write 0.5e-3"),
+        ("lr = 1.", "write 1.0"),
+        ("steps = ${N}", "TOML has no variables"),
+        ("<<<<<<< HEAD", "a merge left this line"),
+        ('x = """a', 'close the quote: """a"""'),
+        ("x = 'a\"", "close the quote: 'a'"),
+        ("\u00a0steps = 3", "write it in plain characters: steps = 3"),
+        ("\u0455teps = 3", "write the key in plain letters: '\u0455' is cyrillic small letter dze"),
     ],
 )
 def test_right_syntax(message, line, fix) -> None:
@@ -178,6 +192,19 @@ def test_right_syntax(message, line, fix) -> None:
     assert said.startswith("a.toml:3: not TOML: ")
     assert f"  fix: {fix}" in said
     assert "^" in said
+
+
+@pytest.mark.parametrize("line", ["import torch", "+steps = 3", "root:x:0:0", "steps = 2**99"])
+def test_no_guess_is_better_than_a_wrong_one(message, line) -> None:
+    said = message(f"[training]\n{line}\n")
+    assert said.startswith("a.toml:3: not TOML: ")
+    assert "fix" not in said
+
+
+def test_a_value_of_the_wrong_kind_is_one_mistake(message) -> None:
+    assert (
+        message('[training]\ndataset = "text"\ndataset_path = ["a"]\n').count("dataset_path =") == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,6 +232,9 @@ def test_what_is_written_twice(message, text, says) -> None:
         ("[job]\ndump_folder = ''\n", "job.dump_folder = '': must not be empty"),
         (f"[training]\nsteps = {10**20}\n", "must be a number of 64 bits"),
         ("[tool.ruff]\nline = 3\n", "a.toml:2: unknown section tool"),
+        ("[training.optimizer]\nlr = 1e-3\n", "fix: write [optimizer]"),
+        ("[optimizer]\nbetas = [0.9]\n", "did you mean optimizer.beta1 and optimizer.beta2?"),
+        ("[training]\ndataset_path = '$HOME/a'\ndataset = 'text'\n", "variables are not replaced"),
     ],
 )
 def test_values_of_the_wrong_kind(message, text, says) -> None:
