@@ -134,7 +134,7 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     lines = {line.split(" = ")[0]: line.split("  # ")[-1] for line in out.splitlines()}
     assert lines["seq_len"].endswith("own.toml:3")
     assert lines["steps"] == "--training.steps"
-    assert lines["warmup_steps"].endswith("debug_model.toml:32")
+    assert lines["warmup_steps"].endswith("debug_model.toml:33")
     assert lines["beta1"] == "default"
     assert lines["lr_scale"].endswith("own.toml:9")
     first, second = out.split("[[training.datasets]]")[1:]
