@@ -21,6 +21,7 @@ from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.due import saves
+from meshwright.errors import numbered
 from meshwright.file_system import whole_file
 from meshwright.launch.process import CHECKED, HOST_SETTINGS
 from meshwright.log import WIDTH, logger
@@ -44,8 +45,8 @@ def announce(plan: Plan, device: torch.device) -> None:
         "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
     )
     logger.info(
-        "%d ranks (%s) on %s; torch %s",
-        dist.get_world_size(),
+        "%s (%s) on %s; torch %s",
+        numbered(dist.get_world_size(), "rank"),
         str(plan.dims) or "no mesh",
         hardware.device_name(device),
         torch.__version__,
@@ -57,12 +58,12 @@ def announce(plan: Plan, device: torch.device) -> None:
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
     num_tokens = training.global_batch_size * training.seq_len
     logger.info(
-        "global batch: %d sequences, %s tokens (%d per rank x %d ranks of data x %d microbatches)",
+        "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",
         training.global_batch_size,
         f"{num_tokens:,}",
         training.local_batch_size,
-        plan.dims.dp,
-        accumulation,
+        numbered(plan.dims.dp, "rank"),
+        numbered(accumulation, "microbatch", "es"),
     )
     logger.info(
         "to train: %s tokens in %s steps",

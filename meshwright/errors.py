@@ -135,9 +135,16 @@ def where_it_ends(path: str | Path) -> str:
         near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
     except OSError:  # a file, or a folder that may not be read
         near = []
+    if name.startswith("$"):
+        return "write the path itself: variables are not replaced"
     if near and near[0] != name:
         return f"did you mean {parent / near[0]}?"
     return f"check the path: {parent} exists, but holds no {name}"
+
+
+def numbered(count: int, noun: str, ending: str = "s") -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
 def in_ranges(ranks: Iterable[int]) -> str:

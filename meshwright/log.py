@@ -91,6 +91,21 @@ def print_error(text: object) -> None:
         print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
 
 
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Hold back warnings while torchao is imported: of kernels that it cannot load, none of which
+    is needed here, and of a function of torch's that it should not call."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [one.level for one in noisy]
+    for one in noisy:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in zip(noisy, levels, strict=True):
+            one.setLevel(level)
+
+
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """The console; with a progress bar, messages appear above it. An error ends the bar."""
 

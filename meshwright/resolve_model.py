@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.checkpoint.place import Place
+from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
 from meshwright.config.model_folder import is_folder
 from meshwright.errors import (
@@ -73,6 +74,7 @@ def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
         valid = [field.name for field in dataclasses.fields(args)]
         fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
         return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
-    message = mistake["msg"].removeprefix("Value error, ")
-    value = "" if mistake["type"] == "value_error" else f" = {mistake['input']!r}"
-    return ConfigError(key, f"{key}{value}: {message}")
+    if mistake["type"] != "value_error":
+        return explain_value(key, mistake)
+    message = mistake["msg"].removeprefix("Value error, ")  # it begins with the name of a dimension
+    return ConfigError(f"{key}.{message.partition(' = ')[0]}", f"{key}.{message}")

@@ -12,7 +12,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, where_it_ends
 from meshwright.models.args import DecoderArgs
 
 
@@ -40,12 +40,26 @@ def find_candidates(place: Place) -> list[Place]:
         return []
     folders = [path] if commit.saved_steps(path) else []
     folders = folders or [inner for inner in sorted(path.iterdir()) if commit.saved_steps(inner)]
+    if len(folders) > 1:  # {dump_folder}/hf has models of other formats
+        folders = [inner for inner in folders if has_manifest(inner)] or folders
     if not folders:
         return []
     names = ", ".join(str(folder) for folder in folders)
     place.check(len(folders) == 1, f"holds several folders of checkpoints: {names}", "name one")
     steps = reversed(commit.saved_steps(folders[0]))
     return [Place(place.key, commit.step_folder(folders[0], step)) for step in steps]
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return whether a step's folder in `folder` has a manifest."""
+    return any((inner / MANIFEST).is_file() for inner in folder.iterdir())
+
+
+def no_checkpoint(place: Place) -> ConfigError:
+    """Return the error of a path without a checkpoint in it."""
+    if not place.path.exists():
+        return place.error("no such folder", where_it_ends(place.path))
+    return place.error("holds no checkpoint", "name a job.dump_folder, or a step's folder in it")
 
 
 def find_checkpoint(place: Place, damaged: Mapping[Path, str] | None = None) -> Opened | None:
@@ -90,7 +104,7 @@ def open_checkpoint(
     """
     candidates = find_candidates(place)
     if not candidates:
-        raise place.error("holds no checkpoint")
+        raise no_checkpoint(place)
     passed_over: list[str] = []
     with ExitStack() as stack:
         for found in candidates:

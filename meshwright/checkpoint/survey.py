@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.find import has_manifest, no_checkpoint
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
@@ -37,12 +38,16 @@ def find_entries(place: Place) -> list[Path]:
         ConfigError: if there are none, or several folders in it hold some.
     """
     path = place.path
-    place.check(path.is_dir(), "no such folder")
+    if not path.is_dir():
+        raise no_checkpoint(place)
     if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
         return [path]
     folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
+    if len(folders) > 1:  # {dump_folder}/hf has models of other formats
+        folders = [inner for inner in folders if has_manifest(inner)] or folders
     names = ", ".join(map(str, folders))
-    place.check(bool(folders), "holds no checkpoint")
+    if not folders:
+        raise no_checkpoint(place)
     place.check(
         path in folders or len(folders) == 1,
         f"holds several folders of checkpoints: {names}",

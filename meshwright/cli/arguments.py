@@ -1,5 +1,6 @@
 """The options of every command. Free of torch, so that `--help` and completion take no time."""
 
+import os
 import re
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -19,6 +20,21 @@ def output_folder(text: str) -> Path:
     if ADDRESS.match(text):
         raise ArgumentTypeError(f"{text!r} is an address; write to a folder, and copy that")
     return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """Return the path.
+
+    Raises:
+        ArgumentTypeError: if no file can be written there: better now than after minutes of work.
+    """
+    path = output_folder(text)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ArgumentTypeError(f"{text!r}: there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentTypeError(f"{text!r}: cannot be written")
+    return path
 
 
 def ranks(parser: Parser) -> None:
@@ -51,8 +67,8 @@ def config(parser: Parser) -> None:
         *("--help", "-h"),
         nargs="?",
         const="",
-        metavar="SECTION",
-        help="document every key, or the keys of one section",
+        metavar="NAME",
+        help="document every key, or those of a section, or one key",
     )
     parser.add_argument("--presets", action="store_true", help="list the presets")
 
@@ -74,7 +90,9 @@ def completion(parser: Parser) -> None:
 
 def tokenize(parser: Parser) -> None:
     """Options of `meshwright tokenize`."""
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
+    )
     parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
     parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
@@ -83,16 +101,21 @@ def plan(parser: Parser) -> None:
     """Options of `meshwright plan`."""
     parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
     parser.add_argument(
-        "--device", default="", help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU"
+        "--device",
+        metavar="D",
+        default="",
+        help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU",
     )
-    parser.add_argument("--rank", type=int, metavar="R", default=0, help="the rank to simulate")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", default=0, help="the rank to simulate (default: 0)"
+    )
     parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
         "--calibrate",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
     )
@@ -103,7 +126,7 @@ def plan(parser: Parser) -> None:
         "--no-remedies", action="store_true", help="try no switches if it does not fit"
     )
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="processes; 0: one per core"
+        "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"
     )
 
 
@@ -111,7 +134,10 @@ def prove(parser: Parser) -> None:
     """Options of `meshwright prove`."""
     parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
     parser.add_argument(
-        "--output", type=output_folder, metavar="FOLDER", help="default: {dump_folder}/proof"
+        "--output",
+        type=output_folder,
+        metavar="FOLDER",
+        help="folder for the tables (default: {dump_folder}/proof)",
     )
 
 
@@ -140,7 +166,9 @@ def checkpoint_diff(parser: Parser) -> None:
 
 def _saved_model(parser: Parser) -> None:
     """Options for parts of a saved model that are elsewhere."""
-    parser.add_argument("--tokenizer", help="its path, if it is no longer where the job read it")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="its path, if it is no longer where the job read it"
+    )
     parser.add_argument(
         "--custom-import", default="", metavar="MODULE", help="your module that has the model"
     )
@@ -150,8 +178,18 @@ def export(parser: Parser) -> None:
     """Options of `meshwright export`."""
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
     parser.add_argument("out", type=output_folder, help="the folder to make")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--max-shard-size", default="5GB", help="per file: a number and KB, MB, GB")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="type of the weights there (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="most bytes per file: a number and KB, MB or GB (default: 5GB)",
+    )
     _saved_model(parser)
     parser.add_argument(
         "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
@@ -161,16 +199,45 @@ def export(parser: Parser) -> None:
 def report(parser: Parser) -> None:
     """Options of `meshwright report`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a job.dump_folder")
-    parser.add_argument("--output", type=Path, help="HTML file (default: RUN_DIR/report.html)")
+    parser.add_argument(
+        "--output",
+        type=output_file,
+        metavar="FILE",
+        help="HTML file (default: RUN_DIR/report.html)",
+    )
 
 
 def generate(parser: Parser) -> None:
     """Options of `meshwright generate`."""
-    parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_HF_FOLDER")
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CHECKPOINT_OR_HF_FOLDER",
+        help=f"{CHECKPOINT}; or a model folder of Hugging Face",
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=100, help="default: 100")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.0,
+        help="0, the default: the likeliest token each time; 0.8: varied; above 1: wild",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        help="sample from the likeliest tokens whose probabilities sum to P (default: 1, all)",
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="another seed, another text (default: 0)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="auto, the default: bfloat16 on a GPU, float32 on a CPU",
+    )
     _saved_model(parser)

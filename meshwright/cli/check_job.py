@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from meshwright.config.loader import InvalidConfigError, config_errors, load_given
-from meshwright.errors import ConfigError, Mistakes
+from meshwright.errors import ConfigError, Mistakes, check
 from meshwright.launch.machine import Ranks, count_ranks, multiplies_bf16
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
@@ -15,6 +15,10 @@ def run(given: Namespace) -> None:
     Say which options have no effect, whether another type would be much faster, and how the job
     differs from the one that saved the checkpoint to resume from.
     """
+    check(
+        bool(given.config or given.overrides),
+        *("CONFIG", given.config, "is needed", "name a TOML, or a preset: debug_model"),
+    )
     ranks = count_ranks(given)
     plan = load_and_check(given, ranks.total)
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
@@ -57,7 +61,9 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
         if error.rest is not None:
             with faults.collect():
                 check_alone(error.rest)
-        written = [e for e in faults.errors if error.provenance.has(e.key)]
+        written = [
+            e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys
+        ]
         more = map(error.provenance.explain, written)
         raise ConfigError("", "\n".join([str(error), *more])) from None
     for note in provenance.notes:

@@ -1,6 +1,7 @@
 """`meshwright export`: a checkpoint as a model folder of Hugging Face."""
 
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from meshwright.errors import check
 from meshwright.exchange.export import export
 from meshwright.exchange.export_job import export_job, tokenizer_files
 from meshwright.extension import extend_by
+from meshwright.log import console_width, wrap
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -25,13 +27,13 @@ def run(given: Namespace) -> None:
     """
     max_shard_bytes = _bytes(given.max_shard_size)
     extend_by(given.custom_import, "--custom-import")
-    with open_checkpoint(Place("CHECKPOINT", given.checkpoint), print) as (place, manifest):
-        print(f"checkpoint: {place.path}")
+    with open_checkpoint(Place("CHECKPOINT", given.checkpoint), _say) as (place, manifest):
+        _say(f"checkpoint: {place.path}")
         tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)
         files: dict[str, Path | str] = {}
         if not given.without_tokenizer:
             files = tokenizer_files(tokenizer, path)
-            print(f"tokenizer: {path}, as {', '.join(files)}")
+            _say(f"tokenizer: {path}, as {', '.join(files)}")
         job = export_job(
             place,
             manifest,
@@ -41,7 +43,11 @@ def run(given: Namespace) -> None:
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,
         )
-        export(job, given.out.absolute(), print)
+        export(job, given.out.absolute(), _say)
+
+
+def _say(line: str) -> None:
+    print(wrap(line, console_width(sys.stdout), "  "))
 
 
 def _bytes(size: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright import hardware
-from meshwright.checkpoint.find import find_candidates, open_checkpoint, saved_args
+from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.saved import open_tokenizer, saved_spec
@@ -115,8 +115,10 @@ def _open(place: Place, tokenizer_path: str | None) -> Iterator[Source]:
 
 
 def _open_hf(place: Place, tokenizer_path: str | None) -> Source:
-    place.check(place.path.is_dir(), "no such folder")
-    place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}")
+    if not place.path.is_dir():
+        raise no_checkpoint(place)
+    fix = "name a job.dump_folder, a step's folder in it, or a model folder"
+    place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}", fix)
     family = place.read_json(CONFIG).get("model_type")
     specs = [spec for spec in MODELS.values() if family == spec.hf.model_type]
     known = ", ".join(spec.hf.model_type for spec in MODELS.values())

@@ -132,7 +132,7 @@ def run(words: Sequence[str]) -> None:
             _print_commands(within)
             return
         wrong = " ".join(words[:2]) if within else name
-        fix = did_you_mean(wrong, within or COMMANDS)
+        fix = did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
         raise ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
     rest = words[len(name.split()) :]
     given = parse(build_parser(name, rest), rest)  # before the import: --help needs none
@@ -145,7 +145,7 @@ def main() -> None:
     """Run one command; a `ConfigError` becomes its message and exit code 2, Ctrl-C code 130."""
     words = sys.argv[1:] or ["--help"]
     try:
-        if words[0] in ("--help", "-h"):
+        if words[0] in ("--help", "-h", "help"):
             _print_commands(list(COMMANDS))
         elif words[0] == "--version":
             print(f"meshwright {__version__}")
@@ -167,7 +167,9 @@ def _print_commands(names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
         print(f"  {name:{width}}  {_sentence(COMMANDS[name].purpose)}")
-    print("\n  --version  Print the version.")
+    if "train" in names:
+        print("\n  --version          Print the version.")
+        print("\nA first run, in minutes on a CPU: meshwright train debug_model")
 
 
 def _sentence(purpose: str) -> str:

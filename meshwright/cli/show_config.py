@@ -9,12 +9,14 @@ from textwrap import fill
 from meshwright.cli.plain_text import align
 from meshwright.config.changes import differences
 from meshwright.config.command_line import Parser, add_config, parse
+from meshwright.config.fields import find_field
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given, to_toml
 from meshwright.config.presets import preset_names
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.reference import entries, summary
-from meshwright.errors import check, did_you_mean
+from meshwright.config.suggest import suggest_key
+from meshwright.errors import config_error, did_you_mean
 
 
 def run(given: Namespace) -> None:
@@ -71,24 +73,31 @@ def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
 
 
 def _documentation(section_name: str) -> Iterator[str]:
-    """Usage and every key, or the keys of one section."""
+    """Usage and every key, or the keys of one section, or one key."""
     sections = list(JobConfig.model_fields)
     if section_name:
-        fix = did_you_mean(section_name, sections)
-        check(section_name in sections, "--help", section_name, "no such section", fix)
-        sections = [section_name]
-    else:
-        yield "usage: meshwright config [CONFIG] [--section.key VALUE ...] [--presets]"
-        yield "       meshwright config diff A B        meshwright config --help [SECTION]\n"
-        yield "Show every value of a config, with its origin.\n"
-        yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
-        yield "--section.key value. A flag may stand alone: --compile.enable is the same with true."
+        name, _, key = section_name.removeprefix("--").partition(".")
+        if name not in sections or (key and find_field((name, key)) is None):
+            near = did_you_mean(name, sections)
+            of_key = suggest_key([name, key] if key else [name])
+            fix = of_key if of_key.startswith("did you mean") else near
+            raise config_error("--help", section_name, "no such section or key", fix)
+        yield from _documentation_of(name, key)
+        return
+    yield "usage: meshwright config [CONFIG] [--section.key VALUE ...] [--presets]"
+    yield "       meshwright config --help [SECTION | SECTION.KEY]\n"
+    yield "Show every value of a config, with its origin.\n"
+    yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
+    yield "--section.key value. A flag may stand alone: --compile.enable is the same with true."
     for name in sections:
         yield from _documentation_of(name)
 
 
-def _documentation_of(section_name: str) -> Iterator[str]:
+def _documentation_of(section_name: str, key: str = "") -> Iterator[str]:
+    """The keys of a section, or one of them."""
     yield f"\n{fill(summary(section_name), 100)}"
     for entry in entries(section_name):
+        if key not in ("", entry.name):
+            continue
         yield f"  --{section_name}.{entry.name} {entry.kind} (default: {entry.default})"
         yield fill(entry.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)

@@ -31,6 +31,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
+        name, is_value, _ = message.removeprefix("argument ").partition(": expected one argument")
+        if is_value:
+            raise ConfigError("", f"{name}: needs a value\n  fix: {name} VALUE")
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
@@ -99,11 +102,11 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     # "intermixed": CONFIG may stand before, between and after options
     given, rest = parser.parse_known_intermixed_args(list(words))
     if rest:
-        _refuse(rest[0])
+        _refuse(rest[0], words, getattr(given, "config", None))
     if not hasattr(given, "overrides"):
         return given
     if re.fullmatch(r"[\w.]+=.*", given.config or ""):
-        _refuse(given.config)
+        _refuse(given.config, words)
     named = given.overrides.pop(tuple(CONFIG_FILE.split(".")), None)
     is_one = named is None or given.config is None
     check(is_one, "CONFIG", given.config, f"given beside --{CONFIG_FILE} {named}", "name one")
@@ -111,14 +114,31 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     return given
 
 
-def _refuse(word: str) -> NoReturn:
+def _refuse(word: str, words: Sequence[str], config: str | None = None) -> NoReturn:
+    """Raise for a word that stands for nothing.
+
+    Args:
+        words: the command line.
+        config: the CONFIG on it.
+    """
     name, equals, _ = word.partition("=")
-    if equals and "." in name and not name.startswith("-"):
-        raise ConfigError("", f"{word!r}: expected --section.key value\n  fix: write --{word}")
+    bare = name.lstrip("-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}")
+    if "." in bare and not name.startswith("--") and (equals or bare != name):
+        raise ConfigError(
+            "", f"{word!r}: expected --section.key value\n  fix: write --{word[word.find(bare) :]}"
+        )
+    before = words[list(words).index(word) - 1] if word in words[1:] else ""
     fix = ""
-    if name.startswith("--"):
+    if before.endswith("=") and not equals:
+        fix = f"no space after =: {before}{word}"
+    elif name in ("--config", "--config-file", "--config_file"):
+        fix = "write the path of the TOML alone, or --job.config_file PATH"
+    elif name.startswith("--"):
         from meshwright.config.suggest import suggest_key  # as above: pydantic takes 0.1 s
 
-        advice = suggest_key([name.removeprefix("--")])
-        fix = "\n  fix: " + advice.replace("did you mean ", "did you mean --")
-    raise ConfigError("", f"{word!r}: expected CONFIG or --section.key value{fix}")
+        fix = suggest_key([bare]).replace("did you mean ", "did you mean --")
+    elif config:
+        fix = f"leave it out; CONFIG is {config}"
+    raise ConfigError(
+        "", f"{word!r}: expected CONFIG or --section.key value" + (f"\n  fix: {fix}" if fix else "")
+    )

@@ -1,17 +1,17 @@
-"""Turn mistakes that pydantic and tomli find into messages with a fix."""
+"""Turn mistakes that pydantic finds into messages with a fix."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import tomli
 import tomli_w
 from pydantic_core import ErrorDetails
 
-from meshwright.config.provenance import underline
+from meshwright.config.fields import find_section
 from meshwright.config.suggest import nearest, suggest_key, suggest_section
 from meshwright.errors import ConfigError, UnknownKeyError, config_error
 
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 SAME_VALUES = {
     "bf16": "bfloat16",
@@ -37,6 +37,7 @@ RULES = {
     "model_type": "must be a table",
     "finite_number": "must be a finite number",
     "missing": "must be given",
+    "too_short": "must not be empty",
 }
 
 
@@ -50,11 +51,19 @@ def explain_mistake(mistake: ErrorDetails) -> ConfigError:
                 key, f"unknown section {key}\n  fix: {suggest_section(key, value)}"
             )
         return UnknownKeyError(key, f"unknown key {key}\n  fix: {suggest_key(location)}")
+    if kind == "missing":
+        return ConfigError(key, f"{key}: {RULES[kind]}")
+    return explain_value(key, mistake)
+
+
+def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
+    """Return the error of a value that breaks one of pydantic's rules."""
+    kind, value = mistake["type"], mistake["input"]
     message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
     rule = RULES.get(kind) or message[0].lower() + message[1:]
-    if kind == "missing":
-        return ConfigError(key, f"{key}: {rule}")
     fix = _right_spelling(kind, value, mistake.get("ctx", {}))
+    if kind == "list_type" and isinstance(value, Mapping) and find_section(tuple(key.split("."))):
+        fix = f"write [[{key}]], in two brackets"
     return config_error(key, value, rule, fix)
 
 
@@ -80,8 +89,13 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
 
 
 def _as_number(value: object, whole: bool) -> str:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], int | float):
+        return f"write {value[0]}"
+    text = str(value).strip()
+    if THOUSANDS.fullmatch(text):  # of the command line, where text has no quotes
+        return f"write {text.replace(',', '')}"
     try:
-        number = float(str(value).strip().replace("_", ""))
+        number = float(text.replace("_", ""))
     except ValueError:
         return ""
     if isinstance(value, bool) or not math.isfinite(number):
@@ -89,7 +103,7 @@ def _as_number(value: object, whole: bool) -> str:
     if number.is_integer() and whole:
         return f"write {int(number)}" + (", without quotes" if isinstance(value, str) else "")
     if not whole:
-        return f"write {str(value).strip()}, without quotes"
+        return f"write {text}, without quotes"
     return f"the nearest is {round(number)}"
 
 
@@ -97,55 +111,11 @@ def _toml(value: object) -> str:
     return tomli_w.dumps({"value": value}).partition("= ")[2].strip()
 
 
-UNQUOTED = re.compile(r"^(?P<key>\s*[\w.\"'-]+\s*=\s*)(?P<value>[^#\n]*?)\s*(#.*)?$")
-
-
-def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
-    """Return the error of a TOML that cannot be parsed: the line, a caret, the right spelling."""
-    lines = error.doc.split("\n")
-    number, column = min(error.lineno, len(lines)), error.colno - 1
-    line = lines[number - 1]
-    if not line.strip() and number > 1:  # the end of the line, or of the file, came too early
-        number, line = number - 1, lines[number - 2]
-        column = len(line) - 1
-    fix = _right_syntax(line)
-    return ConfigError(
-        "",
-        "\n".join(
-            [
-                f"{path}:{number}: not TOML: {error.msg}",
-                *underline(line, column, column + 1),
-                *([f"  fix: {fix}"] if fix else []),
-            ]
-        ),
+def explain_sections(names: Sequence[str]) -> str:
+    """Return the fault of a TOML, if none of its sections is ours or near to one of ours."""
+    advice = [suggest_section(name, []) for name in names]
+    if len(names) < 2 or any("did you mean" in text for text in advice):
+        return ""
+    return f"has no section of ours, only {', '.join(names)}\n  fix: {advice[0]}".replace(
+        "leave it out; ", ""
     )
-
-
-def _right_syntax(line: str) -> str:
-    stripped = line.strip()
-    if stripped.startswith(("//", "--", ";", "/*")):
-        return "a comment begins with #"
-    if stripped.startswith("[") and not stripped.rstrip("]").endswith("]"):
-        return f"write [{stripped.strip('[] ')}]"
-    if colon := re.fullmatch(r"([\w.-]+)\s*:\s*(.+)", stripped):
-        return f"write {colon[1]} = {colon[2]}"
-    if not (found := UNQUOTED.match(line)):
-        words = stripped.split(maxsplit=1)
-        return f"write {words[0]} = {words[1]}" if len(words) == 2 else ""
-    value = found["value"].strip()
-    if value.lower() in ("none", "null", "nil", "~", ""):
-        return "leave the key out: it then has its default"
-    if value.lower() in (*YES, *NO):
-        return f"write {'true' if value.lower() in YES else 'false'}"
-    if thousands := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value):
-        factor = 10**3 if thousands[2] in "kK" else 10**6
-        return f"write {round(float(thousands[1]) * factor)}"
-    if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
-        return f"write {value.replace(',', '_')}"
-    if value[0] in "\"'" and not value.endswith(value[0]):
-        return f"close the quote: {value}{value[0]}"
-    if value[0] == "[" and value.count("[") > value.count("]"):
-        return "close the list: ]"
-    if re.fullmatch(r"[A-Za-z/~.][^\"']*", value):
-        return f'quote it: "{value}"'
-    return ""

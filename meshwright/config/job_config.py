@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -74,6 +75,14 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_fits(cls, value: object) -> object:
+        """Refuse a number that TOML has not: tensors and files hold 64 bits."""
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must be a number of 64 bits, so below 2^63")
+        return value
+
 
 class Job(Section):
     """[job] This run, and where its output goes."""
@@ -90,36 +99,39 @@ class Job(Section):
     """Free text, repeated in the log."""
 
     device_memory_gib: NonNegativeFloat = 0
-    """Memory of one GPU in GiB, for decisions and checks made before one is seen: a job that
-    surely does not fit is refused, and fsdp_reduce_gradients = "auto" counts with it. 0: not known;
-    what the GPU has is compared when the job runs on it."""
+    """Memory of one GPU in GiB. With it, a job that surely does not fit is refused before it
+    starts, and `parallelism.fsdp_reduce_gradients` = auto takes it into account. 0: not known; each
+    rank then compares the GPU that it finds."""
 
     max_run_seconds: NonNegativeInt = 0
-    """Seconds after which the job saves and exits with code 75, to be started again; what saving
-    takes comes on top. 0: no limit."""
+    """Seconds from the first step after which the job saves and exits with code 75; started again,
+    it resumes. Leave time for the save. 0: no limit."""
 
 
 class Model(Section):
     """[model] Which model, how large, and its tokenizer."""
 
     name: str = FIRST
-    """Model family."""
+    """Model family; a wrong name lists them all. `experimental.custom_import` may add one."""
 
     flavor: Annotated[InputPath, PATH_OR_NAME] = "debugmodel"
-    """Size, from the family's table. Or a model folder of Hugging Face, as a path with a slash in
-    it: its config.json gives the dimensions and, if `name` is absent, the family; its tokenizer is
-    taken unless `tokenizer_path` is given, and its weights if `checkpoint.initial_load_in_hf`."""
+    """Size, from the family's table (a wrong one lists them all). Or a model folder of Hugging
+    Face, as a path with a slash in it: its config.json gives the dimensions and, if `name` is
+    absent, the family; its tokenizer is taken unless `tokenizer_path` is given, and its weights if
+    `checkpoint.initial_load_in_hf`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Dimensions that differ from the flavor's, e.g. `n_layers = 4`."""
+    """Dimensions that differ from the flavor's: dim, n_layers, n_heads, n_kv_heads, head_dim,
+    hidden_dim, vocab_size, norm_eps, rope_theta, tie_embeddings, and those of the family. On the
+    command line: --model.args.n_layers 4."""
 
     frozen: list[str] = []
-    """Parameters to leave as they are, as glob patterns of their names: "tok_embeddings.*",
+    """Parameters that are not trained, as glob patterns of their names: "tok_embeddings.*",
     "layers.[01].*", "*norm.weight"."""
 
     tokenizer_path: InputPath = ""
-    """sentencepiece `tokenizer.model`, Hugging Face `tokenizer.json`, or a folder with one; or
-    "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
+    """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece or tiktoken, or a
+    folder with one; or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
     chat_template_path: InputPath = ""
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
@@ -129,10 +141,10 @@ class Source(Section):
     """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
     dataset: str = "python_stdlib"
-    """python_stdlib, c4, fineweb, fineweb-edu, slimpajama; json, parquet, text, arrow: local files;
-    megatron, tokens: local files of token ids, read where they lie (.bin with .idx of Megatron's;
-    .npy or .bin as OLMo, nanoGPT and llm.c have them); or any dataset of the Hugging Face hub, as
-    "owner/name"."""
+    """text, json, parquet, arrow: local files of texts. megatron, tokens: local files of token ids
+    (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c). c4, fineweb,
+    fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib: the
+    library of the running Python, for trying."""
 
     dataset_path: InputPath = ""
     """File, folder or glob for local data; for a named dataset a local copy of it."""
@@ -183,8 +195,9 @@ class Training(Source):
     """[training] Data, batch, length and precision."""
 
     datasets: list[WeightedSource] = []
-    """A mixture, instead of `dataset` and its keys. At any moment the samples drawn from
-    each are within one of its share."""
+    """A mixture, instead of `dataset` and its keys: tables [[training.datasets]], each with the
+    keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
+    the whole job). At any moment the samples drawn from each are within one of its share."""
 
     max_epochs: NonNegativeInt = 0
     """Times that any source may be read through; training ends on all ranks before the step that
@@ -200,7 +213,8 @@ class Training(Source):
     metrics and named in the logs of the ranks that meet them. 0: the first stops it."""
 
     shuffle_window: PositiveInt = 256
-    """Documents that each shard of a streamed source reads at once, to shuffle them."""
+    """Documents that each shard of a streamed source reads at once, to shuffle them. More: better
+    shuffled, more memory."""
 
     stream_shards: PositiveInt = 64
     """Independent parts that a streamed source is read in, whatever the number of ranks; at most
@@ -211,12 +225,13 @@ class Training(Source):
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
     local_batch_size: PositiveInt = 8
-    """Sequences per data-parallel rank and microbatch."""
+    """Sequences per data-parallel rank and microbatch: as many as fit the memory."""
 
     global_batch_size: OrFilledIn = -1
-    """Sequences per optimizer step over all ranks; above ranks x local_batch_size it is reached by
-    gradient accumulation. -1: data-parallel ranks x local_batch_size, with a pipeline as many times
-    that as it has stages."""
+    """Sequences per optimizer step over all ranks: a multiple of data-parallel ranks x
+    `local_batch_size`, and gradients are accumulated where it is more. Set it for a result that
+    does not depend on the number of ranks. -1: that product, with a pipeline as many times that as
+    it has stages."""
 
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
@@ -243,7 +258,7 @@ class Training(Source):
     in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
     loss_chunk_tokens: NonNegativeInt = 0
-    """Tokens of a microbatch whose logits exist at once; the loss goes over them chunk by chunk. 0:
+    """Tokens of a microbatch whose logits exist at once, to save memory. 0, which is best for most:
     as many as the model is wide, so that logits take no more memory than the output's weight; with
     a small vocabulary as many as have 16 Mi logits."""
 
@@ -276,7 +291,8 @@ class Validation(Source):
     a streamed one)."""
 
     datasets: list[NamedSource] = []
-    """Several datasets, each with its own loss, instead of `dataset` and its keys."""
+    """Several datasets, each with its own loss, instead of `dataset` and its keys: tables
+    [[validation.datasets]], each with the keys of a dataset and `name` (in figures)."""
 
     sample_prompts: list[str] = []
     """Prompts that the model continues at each validation, always by the likeliest token."""
@@ -303,7 +319,7 @@ class Optimizer(Section):
     """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """Adam differs in adding weight decay to the gradient."""
+    """AdamW subtracts weight decay from the weights, Adam adds it to the gradient."""
 
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
@@ -315,17 +331,18 @@ class Optimizer(Section):
     """Decay per step of the squared gradient's running mean."""
 
     eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator of the update."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Of parameters with two dimensions: matrices and embeddings."""
+    """Weight decay of parameters with two dimensions: matrices and embeddings."""
 
     decay_norm_and_bias: bool = False
     """Apply weight decay to parameters with one dimension too: weights of norms, biases."""
 
     groups: list[ParameterGroup] = []
-    """Parameters, by name, with a learning rate or a weight decay of their own. The first group
-    that matches a parameter counts."""
+    """Parameters with settings of their own: tables [[optimizer.groups]], each with `parameters`
+    (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate)
+    or `weight_decay`. The first group that matches a parameter counts."""
 
     early_step_in_backward: bool = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
@@ -428,13 +445,13 @@ class Parallelism(Section):
     one machine; otherwise by gloo. Sums over three ranks or more may differ in the last bit."""
 
     fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
-    """When gradients are reduce-scattered. last_microbatch: once per step; until then each rank
-    holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps only the
-    sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto:
-    every_microbatch if there are several and whole gradients either take more than a tenth of a
-    device (`job.device_memory_gib`, or 80 GiB) beyond the shard, or would be summed in bfloat16.
-    Otherwise last_microbatch, and always with a pipeline, `optimizer.early_step_in_backward` or
-    bfloat16 weights."""
+    """When gradients are reduce-scattered. last_microbatch: once per step, the fastest; until then
+    each rank holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps
+    only the sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto, which
+    is best for most: every_microbatch if there are several and whole gradients either take more
+    than a tenth of a device (`job.device_memory_gib`, or 80 GiB) beyond the shard, or would be
+    summed in bfloat16. Otherwise last_microbatch, and always with a pipeline,
+    `optimizer.early_step_in_backward` or bfloat16 weights."""
 
 
 SAVED_OPS = [
@@ -455,7 +472,9 @@ class ActivationCheckpoint(Section):
     """[activation_checkpoint] Activations that backward recomputes instead of keeping them."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: every block. memory_budget: as the compiler finds cheapest (`compile.enable`)."""
+    """Activations that backward computes again. none: none, the fastest. full: every block, the
+    least memory. selective: between them (`selective_ac_option`). memory_budget: those that the
+    compiler finds cheapest; needs `compile.enable`."""
 
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
@@ -475,7 +494,8 @@ class Compile(Section):
     """[compile] torch.compile, block by block."""
 
     enable: bool = False
-    """Compile every block; one graph serves all of them."""
+    """Compile every block, for faster steps; one graph serves all of them. The first step then
+    takes longer."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile; all but inductor are for finding faults."""
@@ -528,10 +548,10 @@ class Checkpoint(Section):
     """Steps between saves; the last step is always saved."""
 
     keep_latest_k: NonNegativeInt = 10
-    """Checkpoints to keep; older ones are deleted. 0: all."""
+    """Newest checkpoints to keep; older ones are deleted. 0: all are kept."""
 
     keep_every_n_steps: NonNegativeInt = 0
-    """Checkpoints of steps that this divides are never deleted. 0: no such."""
+    """Checkpoints of steps that this divides are never deleted. 0: every one may be deleted."""
 
     keep_best: bool = False
     """Also save whenever the validation loss is the lowest so far (of several datasets, their
@@ -543,8 +563,8 @@ class Checkpoint(Section):
     async_mode: Annotated[Literal["disabled", "thread"], BeforeValidator(_no_write_process)] = (
         "disabled"
     )
-    """Write checkpoints while training continues: a thread of each rank writes from a copy in host
-    memory, as large as the rank's part."""
+    """thread: write checkpoints while training continues. A thread of each rank writes from a copy
+    in host memory, as large as the rank's part. disabled: training waits."""
 
     on_save_failure: Literal["warn", "stop"] = "warn"
     """If a checkpoint cannot be written (disk full, folder not writable), the job
@@ -647,11 +667,11 @@ class Comm(Section):
     """[comm] Limits on collectives."""
 
     init_timeout_seconds: PositiveInt = 300
-    """For a collective up to the end of the first step, compilation included."""
+    """Seconds that a collective may take, up to the end of the first step, compilation included."""
 
     train_timeout_seconds: PositiveInt = 100
-    """For a collective after that, and for a rank that is stopped: then the job ends, and the rank
-    that the others wait for is named."""
+    """Seconds that a collective may take after that, or that a rank may be stopped. Then the job
+    ends with exit code 6, and names the rank that the others wait for."""
 
 
 class Experimental(Section):

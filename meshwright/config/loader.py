@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Key, Parser, add_config, parse
-from meshwright.config.explain import explain_mistake, explain_syntax
+from meshwright.config.explain import explain_mistake, explain_sections
 from meshwright.config.fields import find_field
 from meshwright.config.job_config import (
     ADDRESS,
@@ -30,6 +30,7 @@ from meshwright.config.job_config import (
 from meshwright.config.model_folder import follow_folder, is_path
 from meshwright.config.presets import find_config
 from meshwright.config.provenance import Provenance, shown_path
+from meshwright.config.syntax import explain_encoding, explain_syntax
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.errors import CombinedConfigError, ConfigError
 
@@ -39,13 +40,16 @@ class InvalidConfigError(ConfigError):
 
     Args:
         message: every mistake, with its place.
+        keys: those of the mistakes.
         rest: the config without the wrong keys; None if there is none.
         provenance: of its values.
     """
 
-    def __init__(self, message: str, rest: JobConfig | None, provenance: Provenance) -> None:
+    def __init__(
+        self, message: str, keys: Sequence[str], rest: JobConfig | None, provenance: Provenance
+    ) -> None:
         super().__init__("", message)
-        self.rest, self.provenance = rest, provenance
+        self.keys, self.rest, self.provenance = keys, rest, provenance
 
 
 def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
@@ -84,8 +88,9 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     except ValidationError as error:
         mistakes = error.errors()
         explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
+        keys = [one.key for one in explained.errors]
         rest = _without(raw, [mistake["loc"] for mistake in mistakes])
-        raise InvalidConfigError(provenance.explain(explained), rest, provenance) from None
+        raise InvalidConfigError(provenance.explain(explained), keys, rest, provenance) from None
 
 
 def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:
@@ -133,14 +138,11 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
         raise ConfigError(
             "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
         )
+    text = _read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         raw = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise explain_syntax(error, shown_path(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("", f"{shown_path(path)}: cannot be read: {reason}") from None
     base: dict[str, Any] = {}
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
@@ -151,6 +153,9 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
         raise ConfigError("", f"{where}: extends = {extends!r}: must be the path of one TOML")
+    known = [name for name in raw if name in JobConfig.model_fields]
+    if not known and (fault := explain_sections(list(raw))):
+        raise ConfigError("", f"{shown_path(path)}: {fault}")
     for name in JobConfig.model_fields:  # else a table of the base, or an override, would hide it
         if not isinstance(raw.get(name, {}), dict):
             where = provenance.of(name)
@@ -161,6 +166,19 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     _resolve_paths(raw, Path.cwd() if is_torchtitan(raw) else path.parent)
     _merge(base, raw)
     return base
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a TOML, without the mark that some editors put before it."""
+    shown = shown_path(path)
+    if path.is_dir():
+        raise ConfigError("", f"{shown}: is a folder\n  fix: name a TOML in it")
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise explain_encoding(error, shown) from None
+    except OSError as error:
+        raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _preset(extends: str, path: Path, text: str) -> Path:

@@ -22,6 +22,8 @@ def find_config(name: str) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
+    if "://" in name:
+        raise ConfigError("", f"{name}: is an address\n  fix: fetch the file, and name its path")
     if path.parent != Path():
         raise ConfigError("", f"{name}: no such file\n  fix: {where_it_ends(path)}")
     stem = name.removesuffix(".toml")

@@ -89,6 +89,8 @@ class Provenance:
 
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
+        if len(parts) == 1 and parts not in self._origins:  # of [tool.ruff], the table "tool"
+            parts = next((given for given in self._origins if given[:1] == parts), parts)
         while parts and not {parts, (*parts, "0")} & self._origins.keys():
             parts = parts[:-1]
         origin = self._origins.get(parts) or self._origins.get((*parts, "0"))

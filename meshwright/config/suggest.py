@@ -47,6 +47,8 @@ def suggest_key(key: Sequence[str]) -> str:
         return _did_you_mean([found for found, _ in all_keys() if found[-1] == near])
     if near := nearest(bare, [word for word in known if len(word) > 5], ALIKE_SYNONYM):
         return f"did you mean {known[near]}?"
+    if inside and name in JobConfig.model_fields:
+        return f"write [{name}]"
     place = inside[0] if inside and inside[0] in JobConfig.model_fields else ""
     return f"leave it out; `meshwright config --help{place and ' '}{place}` documents " + (
         f"the keys of [{place}]" if place else "every key"
@@ -101,6 +103,8 @@ def _likeness(a: str, b: str) -> float:
 
 def _in_section(target: str, inside: Key, siblings: Sequence[str]) -> str:
     """`target`, or the key of that name in the section at hand."""
+    if " " in target:  # several
+        return target
     name = target.rpartition(".")[2]
     return ".".join((*inside, name)) if name in siblings else target
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.errors import numbered
 from meshwright.exchange.hf_folder import CONFIG, GENERATION_CONFIG
 from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.exchange.hf_write import write_weights
 from meshwright.file_system import make_folder, sync_file, sync_folder
+from meshwright.log import quiet_torchao
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.hugging_face import HuggingFaceForm
@@ -104,6 +106,10 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     say(f"exported to {out}")
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _left_by_killed(out: Path) -> list[Path]:
     name = re.compile(re.escape(out.name) + r"\.[0-9a-f]{16}" + re.escape(UNFINISHED))
     parent = out.parent
@@ -125,7 +131,8 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     tensors = job.form.tensors(job.args)
     files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
     size = sum(file.stat().st_size for file in files)
-    say(f"wrote {len(tensors)} tensors, {size:,} bytes in {len(files)} files, as {job.dtype}")
+    in_files = f"{size:,} bytes in {numbered(len(files), 'file')}"
+    say(f"wrote {len(tensors)} tensors, {in_files}, as {_name(job.dtype)}")
     for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # files before their folder
         if path.is_dir():
             sync_folder(path)
@@ -151,7 +158,7 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
             "export again; if it stays so, the disk or meshwright is at fault",
         )
         del want, got
-    rounded = "" if job.dtype == torch.float32 else f", rounded to {job.dtype},"
+    rounded = "" if job.dtype == torch.float32 else f", rounded to {_name(job.dtype)},"
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
     if job.encode is not None:
         _verify_tokenizer(job, job.encode, place, say)
@@ -266,13 +273,14 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
     transformers: Any = importlib.import_module("transformers")  # only to compare with
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        place.path,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with quiet_torchao():  # which transformers imports here
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            place.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")
     logits: Tensor = model(tokens).logits

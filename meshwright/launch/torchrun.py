@@ -52,7 +52,8 @@ def launch() -> None:
         others = "SIGHUP,SIGQUIT"  # for torchrun to handle
         args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
         _set_up_console(args)
-        logger.info("starting %s ranks on this machine", args.nproc_per_node)
+        ending = "" if args.nproc_per_node == "1" else "s"
+        logger.info("starting %s rank%s on this machine", args.nproc_per_node, ending)
         watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
             with watch:

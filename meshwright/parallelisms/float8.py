@@ -1,10 +1,10 @@
 """Matrix products in float8, by torchao."""
 
 import dataclasses
-import logging
 from collections.abc import Collection
 
 from meshwright.config.job_config import Float8
+from meshwright.log import quiet_torchao
 from meshwright.models.decoder import Decoder
 
 
@@ -21,17 +21,9 @@ def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str
     Returns:
         A line for the log.
     """
-    # Its import warns of kernels that it cannot load, of which none is needed here, and calls a
-    # function that torch deprecates.
-    noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
-    levels = {name: logger.level for name, logger in noisy.items()}
-    for logger in noisy.values():
-        logger.setLevel(logging.ERROR)
-    # here, for it is optional, and its import takes 2 s
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    with quiet_torchao():  # here, for it is optional, and its import takes 2 s
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    for name, logger in noisy.items():
-        logger.setLevel(levels[name])
     recipe = Float8LinearConfig.from_recipe_name(options.recipe_name)
     convert_to_float8_training(
         model,

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from meshwright.checkpoint import commit, survey
+from meshwright.checkpoint.find import find_candidates
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
@@ -103,7 +105,7 @@ def test_verify_reads_every_byte(made, capsys, tmp_path) -> None:
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_what_is_no_checkpoint_is_refused(command, tmp_path, made, capsys) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(ConfigError, match="no such folder|holds no checkpoint"):
+        with pytest.raises(ConfigError, match=r"(no such folder|holds no checkpoint)\n  fix: "):
             run(capsys, command, path)
     if command != "ls":
         with pytest.raises(ConfigError, match="is not a complete|holds no checkpoint"):
@@ -305,3 +307,13 @@ def test_ranks_that_the_other_mesh_lacks_are_no_difference(tmp_path, capsys) -> 
     assert any(line.startswith("  rng.cpu.rank_1: in B alone") for line in lines)
     manifest = json.loads((folders[1] / "checkpoint.json").read_text())
     assert manifest["files"]["__0_0.distcp"]["crc32"]  # which differ, and count for nothing
+
+
+def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
+    """A dump folder with {dump_folder}/hf/step-N, which a job writes at its end."""
+    for name in ("checkpoint/step-7/checkpoint.json", "hf/step-7/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
+    assert find_candidates(place) == [Place("FOLDER", step)]
+    assert survey.find_entries(place) == [step]

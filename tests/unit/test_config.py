@@ -181,7 +181,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
     ("words", "says"),
     [
         (["--training.stepz", "3"], "--training.stepz: unknown key training.stepz"),
-        (["--training.steps"], "argument --training.steps: expected one argument"),
+        (["--training.steps"], "--training.steps: needs a value\n  fix: --training.steps VALUE"),
         (["--training.steps", "3", "--training.steps=3"], "--training.steps: given twice"),
         (["--compile.enable", "--compile.enable=false"], "--compile.enable: given twice"),
         (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),

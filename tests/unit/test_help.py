@@ -160,6 +160,31 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("lr: 3", "write lr = 3"),
         ("// words", "a comment begins with #"),
         ("x = [1, 2", "close the list"),
+        ("x = \u201ca\u201d", 'write it in plain characters: x = "a"'),
+        ("x = \u2018a\u2019", "write it in plain characters: x = 'a'"),
+        ("x \uff1d \uff02a\uff02", 'write it in plain characters: x = "a"'),
+        ("lr = 0,001", "write 0.001"),
+        ("ratio = 10%", "write 0.1"),
+        ("steps = 3,", "write steps = 3"),
+        ("steps = 3;", "write steps = 3"),
+        (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
+        ("[model:]", "write [model]"),
+        ("model:", "write [model]"),
+        ('{"model": {}}', "this is JSON"),
+        ("steps == 3", "write steps = 3"),
+        ("steps 3", "write steps = 3"),
+        ("steps = 8*1024", "write 8192"),
+        ("steps = 2**10", "write 1024"),
+        ("steps = 1_000k", "write 1000000"),
+        ("steps = 5 steps", "write 5"),
+        ("lr = .5e-3", "write 0.5e-3"),
+        ("lr = 1.", "write 1.0"),
+        ("steps = ${N}", "TOML has no variables"),
+        ("<<<<<<< HEAD", "a merge left this line"),
+        ('x = """a', 'close the quote: """a"""'),
+        ("x = 'a\"", "close the quote: 'a'"),
+        ("\u00a0steps = 3", "write it in plain characters: steps = 3"),
+        ("\u0455teps = 3", "write the key in plain letters: '\u0455' is cyrillic small letter dze"),
     ],
 )
 def test_right_syntax(message, line, fix) -> None:
@@ -167,6 +192,83 @@ def test_right_syntax(message, line, fix) -> None:
     assert said.startswith("a.toml:3: not TOML: ")
     assert f"  fix: {fix}" in said
     assert "^" in said
+
+
+@pytest.mark.parametrize("line", ["import torch", "+steps = 3", "root:x:0:0", "steps = 2**99"])
+def test_no_guess_is_better_than_a_wrong_one(message, line) -> None:
+    said = message(f"[training]\n{line}\n")
+    assert said.startswith("a.toml:3: not TOML: ")
+    assert "fix" not in said
+
+
+def test_a_value_of_the_wrong_kind_is_one_mistake(message) -> None:
+    assert (
+        message('[training]\ndataset = "text"\ndataset_path = ["a"]\n').count("dataset_path =") == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[training]\nsteps = 3\nsteps = 4\n", "a.toml:4: not TOML: the key is in line 3, too"),
+        ("[training]\n[model]\n[training]\n", "a.toml:4: not TOML: the table is in line 2, too"),
+        (
+            "[[optimizer.groups]]\neps = 1\n[[optimizer.groups]]\neps = 1\neps = 2\n",
+            "a.toml:6: not TOML: the key is in line 5, too",
+        ),
+    ],
+)
+def test_what_is_written_twice(message, text, says) -> None:
+    assert message(text).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model.args]\ndim = '256'\n", "a.toml:3: model.args.dim = '256': must be a whole number"),
+        ("[model.args]\nn_layers = 99999\n", "a.toml:3: model.args.n_layers = 99999: must be at"),
+        ("[optimizer.groups]\nparameters = []\n", "fix: write [[optimizer.groups]]"),
+        ("[training]\nseq_len = [512]\n", "fix: write 512"),
+        ("[job]\ndump_folder = ''\n", "job.dump_folder = '': must not be empty"),
+        (f"[training]\nsteps = {10**20}\n", "must be a number of 64 bits"),
+        ("[tool.ruff]\nline = 3\n", "a.toml:2: unknown section tool"),
+        ("[training.optimizer]\nlr = 1e-3\n", "fix: write [optimizer]"),
+        ("[optimizer]\nbetas = [0.9]\n", "did you mean optimizer.beta1 and optimizer.beta2?"),
+        ("[training]\ndataset_path = '$HOME/a'\ndataset = 'text'\n", "variables are not replaced"),
+    ],
+)
+def test_values_of_the_wrong_kind(message, text, says) -> None:
+    assert says in message(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            "# é".encode("utf-16"),
+            "a.toml: cannot be read as UTF-8: it is UTF-16\n  fix: save it as",
+        ),
+        (b"\n# caf\xe9", "a.toml:2: cannot be read as UTF-8: it has byte 0xe9\n  fix: save it as"),
+        (
+            b"[project]\nname = 'x'\n[tool.ruff]\n",
+            "a.toml: has no section of ours, only project, tool",
+        ),
+    ],
+)
+def test_files_of_another_kind(tmp_path, monkeypatch, content, says) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["a.toml"])
+    assert str(caught.value).startswith(says)
+    with pytest.raises(ConfigError, match="is a folder\n  fix: name a TOML in it"):
+        load_config([str(tmp_path)])
+
+
+def test_the_mark_of_windows_editors_is_no_text(tmp_path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
+    config, _ = load_config([str(tmp_path / "a.toml")])
+    assert config.training.steps == 7
 
 
 def test_errors_survive_processes() -> None:
