@@ -5,6 +5,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint.exclude import DATALOADER, OPTIMIZER, left_out
 from meshwright.checkpoint.manifest import Manifest
@@ -170,9 +173,28 @@ def _model_changes(manifest: Manifest, config: JobConfig, args: DecoderArgs) -> 
     prefix = "model.args."
     fields = dataclasses.fields(args)
     defaults = {prefix + f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    saved = {prefix + name: value for name, value in manifest["model_args"].items()}
-    here = {prefix + name: value for name, value in dataclasses.asdict(args).items()}
-    found = [*changes(saved, here, defaults)]
+    saved, here = _alike(manifest["model_args"], args)
+    found = [*changes(_prefixed(saved, prefix), _prefixed(here, prefix), defaults)]
     if manifest["model_name"] != config.model.name:
         found.insert(0, Difference("model.name", manifest["model_name"], config.model.name))
     return found
+
+
+def _alike(saved: Mapping[str, Any], args: DecoderArgs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dimensions of both models, a dimension that one of them leaves to follow from
+    others filled in."""
+    there, here = dict(saved), dataclasses.asdict(args)
+    try:
+        filled = TypeAdapter(type(args)).validate_python(saved).resolved
+    except ValidationError:  # of another family, or version
+        return there, here
+    for name in [*here]:
+        if (there.get(name) is None) != (here[name] is None):
+            there[name], here[name] = (
+                dataclasses.asdict(side)[name] for side in (filled, args.resolved)
+            )
+    return there, here
+
+
+def _prefixed(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + name: value for name, value in table.items()}

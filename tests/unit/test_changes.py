@@ -165,6 +165,24 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
     )
 
 
+def test_the_same_width_of_heads_may_be_given_or_follow(resume) -> None:
+    """A head of the debug model has 256 / 8."""
+    given = ("--model.args.head_dim", "32")
+    assert resume(*given).model == resume().model == []
+    assert resume("--model.args.n_heads", "8").model == []
+    error = error_of(resume, "--model.args.head_dim", "64")
+    assert error.startswith("model.args.head_dim = 64: checkpoint ")
+    assert "was saved with 32\n" in error
+
+
+def test_the_same_width_of_heads_may_be_left_out(resume) -> None:
+    given = ("--model.args.head_dim", "32")
+    assert resume(saved_with=given).model == []
+    error = error_of(resume, "--model.args.n_heads", "4")
+    assert "model.args.n_heads = 4: " in error
+    assert "  model.args.head_dim = 64: it was saved with 32\n" in error
+
+
 def parts(*of_each: str) -> tuple[str, str]:
     tables = [f"{{dataset='python_stdlib', name='{n}', {text}}}" for n, text in enumerate(of_each)]
     return "--training.datasets", f"[{', '.join(tables)}]"
