@@ -88,10 +88,18 @@ class TokenizationSpec:
 
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
-        tokenizer = build_tokenizer(self.tokenizer_path)
         files = fingerprint(self.entry, self._spec.files(self.entry))
+        return short_hash([FORMAT, files, *self._method])
+
+    def method(self) -> str:
+        """Hash of the same without the documents."""
+        return short_hash(self._method)
+
+    @property
+    def _method(self) -> list[object]:
+        tokenizer = build_tokenizer(self.tokenizer_path)
         parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
-        return short_hash([FORMAT, files, *parts, *self._own_code])
+        return [*parts, *self._own_code]
 
 
 def tokenizer_parts(

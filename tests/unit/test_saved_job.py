@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -5,10 +7,15 @@ import pytest
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint, Source
 from meshwright.config.loader import load_config
+from meshwright.datasets import DATASETS
 from meshwright.datasets.entry import Entry
+from meshwright.datasets.opening import StreamedSource, open_training_data
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import ConfigError
 from meshwright.preflight import preflight
 from meshwright.saved_job import best_of, place_in_data
+from meshwright.user_module import import_user_module
+from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
 FORGOTTEN = (
@@ -34,6 +41,74 @@ def test_a_dataset_that_has_changed_names_the_commit_to_pin() -> None:
     assert "fix: restore" in error_of(data_revisions={"name": NEW})
     assert "fix: restore" in error_of(data_revisions={"name": ""})
     assert "fix: restore" in error_of()  # saved by a version that noted none
+
+
+def opened(*words: str) -> StreamedSource:
+    base = ["--training.dataset_mode", "streamed", "--training.seq_len", "8"]
+    (source,) = open_training_data(load_config([*base, *words])[0])
+    return source
+
+
+def place_of(source: StreamedSource, content: str) -> Cursor:
+    """Where a job resumes that was saved with `content`."""
+    plan = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0))
+    )
+    data = {"sample": 3, "counts": [3], "places": {}}
+    saved = {"data_content": {source.entry.name: content}, "config": {}, "data": data}
+    with pytest.MonkeyPatch.context() as patch:
+        same = SimpleNamespace(is_reweighted=False)
+        patch.setattr("meshwright.saved_job.resume_diff", lambda plan, saved: same)
+        return place_in_data(plan, saved, [source])
+
+
+def check_is_noticed(source: StreamedSource, before: str) -> None:
+    with pytest.raises(ConfigError, match="its content is not what it was"):
+        place_of(source, before)
+
+
+OWN = """
+from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+DATASETS = {{"own": DatasetSpec(lambda *_: IndexedDocuments(1, lambda _: {text!r}), lambda _: [])}}
+"""
+
+
+def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypatch) -> None:
+    module = tmp_path / "own.py"
+    module.write_text(OWN.format(text="before"))
+    monkeypatch.setitem(DATASETS, "own", import_user_module(str(module)).DATASETS["own"])
+    words = ("--model.tokenizer_path", "bytes", "--training.dataset", "own")
+    words += ("--experimental.custom_import", str(module))
+    source = opened(*words)
+    assert place_of(source, source.content).sample == 3
+    module.write_text(OWN.format(text="after"))
+    check_is_noticed(opened(*words), source.content)
+
+
+def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path) -> None:
+    tokenizer = byte_level_json(tmp_path / "tokenizer.json", ["<bos>", "<eos>", "<end>"])
+    beside = tmp_path / "tokenizer_config.json"
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}"}
+    (tmp_path / "data.jsonl").write_text('{"text": "a document"}\n')
+    data = ("--training.dataset", "json", "--training.dataset_path", str(tmp_path / "data.jsonl"))
+    words = ("--model.tokenizer_path", str(tokenizer), *data)
+    beside.write_text(json.dumps(names))
+    source = opened(*words)
+    assert place_of(opened(*words), source.content).sample == 3
+    for change in ({"eos_token": "<end>"}, {"chat_template": "{{ messages[0] }}"}):
+        beside.write_text(json.dumps(names | change))
+        check_is_noticed(opened(*words), source.content)
+
+
+def test_a_stream_saved_by_a_version_that_did_not_note_its_code_resumes(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a document"}\n')
+    data = ("--training.dataset", "json", "--training.dataset_path", str(tmp_path / "data.jsonl"))
+    source = opened("--model.tokenizer_path", "bytes", *data)
+    older, _, _ = source.content.rpartition(", ")
+    assert place_of(source, older).sample == 3
+    check_is_noticed(source, older[:-1])
 
 
 @pytest.mark.parametrize(
