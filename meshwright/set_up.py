@@ -113,10 +113,8 @@ def set_up(
     since = time.perf_counter()
     config = plan.config
     plan, found = _resume_or_begin(plan, checkpoints)
-    if plan.resume_step >= config.training.steps:
-        held = plan.checkpoint_folder, plan.resume_step, config.training.steps
-        words = "nothing to do: %s holds step %d of %d. To train further, raise training.steps; "
-        logger.info(words + "to start over, use another job.dump_folder.", *held)
+    if found is not None and resume_diff(plan, found).is_done:
+        _say_done(plan)
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     announce(plan, device)
@@ -158,6 +156,15 @@ def set_up(
         since=since,
         heart=heart,
     )
+
+
+def _say_done(plan: Plan) -> None:
+    step, steps = plan.resume_step, plan.config.training.steps
+    key, what = "training.steps", f"step {step} of {steps}"
+    if step < steps:
+        key, what = "training.max_epochs", f"step {step}, where the data ends"
+    words = "nothing to do: %s holds %s. To train further, raise %s; to start over, use another "
+    logger.info(words + "job.dump_folder.", plan.checkpoint_folder, what, key)
 
 
 def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:

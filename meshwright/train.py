@@ -230,6 +230,8 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
             bad_steps=job.bad_steps.state(),
             best_validation=job.reporter.best_validation,
         )
+        if is_done and taken.step < job.plan.config.training.steps:
+            manifest["data_ended"] = True
         tensors: HasState = job.trainer.tensors
         if is_done and config.last_save_model_only:
             tensors = ModelTensors(job.trainer.model, getattr(torch, config.export_dtype))

@@ -73,6 +73,8 @@ class Manifest(TypedDict):
     """Commits of datasets of the hub, by source; "" for others."""
     model_only: NotRequired[bool]
     """It holds the weights alone. Absent: all that a resume needs."""
+    data_ended: NotRequired[bool]
+    """There was no data for another step."""
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -36,8 +36,10 @@ class ResumeDiff:
     """The weights are of another model."""
     data: list[Difference]
     """The place in the data is one in other data, or in another order."""
+    is_done: bool
+    """There is nothing left to train: no step, or no data."""
     lacks_optimizer: bool
-    """It holds the weights alone, and there are steps left to train."""
+    """It holds the weights alone, and there is something left to train."""
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
@@ -153,20 +155,32 @@ def find_resume_diff(
         (harmless if is_harmless else on_training).append(difference)
     said = {difference.key for difference in on_training}
     of_data = identity if DATALOADER in excluded else weights
+    is_done = config.training.steps <= manifest["step"] or (
+        _data_has_ended(manifest, config) and not identity and DATALOADER not in excluded
+    )
     on_training += [difference for difference in of_data if difference.key not in said]
     return ResumeDiff(
         checkpoint=checkpoint,
         config=config,
         model=model,
         data=[difference for difference in identity if difference not in of_data],
+        is_done=is_done,
         lacks_optimizer=OPTIMIZER not in excluded
         and bool(manifest.get("model_only"))
-        and config.training.steps > manifest["step"],
+        and not is_done,
         trained_now=[] if OPTIMIZER in excluded else trained_now,
         is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
     )
+
+
+def _data_has_ended(manifest: Manifest, config: JobConfig) -> bool:
+    """Return whether the data of the saved job ended there, and would end there again."""
+    if not manifest.get("data_ended"):
+        return False
+    saved, training = manifest["config"]["training"], config.training
+    return all(saved[key] == getattr(training, key) for key in ("max_epochs", "global_batch_size"))
 
 
 def _model_changes(manifest: Manifest, config: JobConfig, args: DecoderArgs) -> list[Difference]:

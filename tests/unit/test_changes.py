@@ -183,6 +183,21 @@ def test_the_same_width_of_heads_may_be_left_out(resume) -> None:
     assert "  model.args.head_dim = 64: it was saved with 32\n" in error
 
 
+def test_a_job_whose_data_has_ended_is_done(resume) -> None:
+    """With the same data and batch: others end elsewhere, for which the weights alone are not
+    enough."""
+    ended = {"model_only": True, "data_ended": True, "saved_with": parts("weight=1", "weight=3")}
+    once = ("--training.max_epochs", "1")
+    ended["saved_with"] += once
+    assert resume(*parts("weight=1", "weight=3"), *once, **ended).is_done
+    for words in (
+        (*parts("weight=1", "weight=3"), "--training.max_epochs", "2"),
+        (*parts("weight=1", "weight=3"), *once, "--training.global_batch_size", "4"),
+        (*parts("weight=1", "weight=2"), *once),
+    ):
+        assert "holds the weights alone" in error_of(resume, *words)
+
+
 def parts(*of_each: str) -> tuple[str, str]:
     tables = [f"{{dataset='python_stdlib', name='{n}', {text}}}" for n, text in enumerate(of_each)]
     return "--training.datasets", f"[{', '.join(tables)}]"
