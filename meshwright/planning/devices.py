@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from meshwright.errors import check
 
 GIB = 2**30
+OTHER_FORMS = {"nvl", "pcie"}
+"""Words of drivers' names, as "NVIDIA H100 PCIe": slower than those of the table."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,13 @@ class Device:
     """To other nodes, one direction, per device."""
     per_node: int = 8
     source: str = ""
+
+    def may_be(self, driver_name: str) -> bool:
+        """Return whether its driver may call it so, as "NVIDIA H100 80GB HBM3": true of a device
+        that is known by its memory alone."""
+        words = {*re.split(r"\W+", driver_name.lower())}
+        is_known = self.flops_per_s > 0
+        return not is_known or (self.name.split()[0].lower() in words and not words & OTHER_FORMS)
 
 
 DEVICES = {
