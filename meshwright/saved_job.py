@@ -101,7 +101,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         return Cursor()
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
-        # a streamed source's, saved by an older version, has a fact less at the end
+        # a streamed source's, saved by an older version, has fewer facts
         if was != source.content and not source.content.startswith(f"{was}, "):
             commit = saved.get("data_revisions", {}).get(source.entry.name, "")
             pin = ""

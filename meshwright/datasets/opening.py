@@ -51,9 +51,9 @@ class StreamedSource:
 
     @property
     def content(self) -> str:
-        """The facts known without reading it."""
+        """The facts known without reading all of it."""
         shards = f"{self.num_shards} shards, {self.window} documents a window"
-        return f"{shards}, {self.outline}, {self.method}"
+        return f"{shards}, {self.outline}, {self.sampled}, {self.method}"
 
 
 OpenSource = CachedSource | StreamedSource

@@ -43,6 +43,9 @@ def test_a_dataset_that_has_changed_names_the_commit_to_pin() -> None:
     assert "fix: restore" in error_of()  # saved by a version that noted none
 
 
+BYTES = ("--model.tokenizer_path", "bytes")
+
+
 def opened(*words: str) -> StreamedSource:
     base = ["--training.dataset_mode", "streamed", "--training.seq_len", "8"]
     (source,) = open_training_data(load_config([*base, *words])[0])
@@ -67,6 +70,11 @@ def check_is_noticed(source: StreamedSource, before: str) -> None:
         place_of(source, before)
 
 
+def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
+    (folder / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    return ("--training.dataset", "json", "--training.dataset_path", str(folder / "data.jsonl"))
+
+
 OWN = """
 from meshwright.datasets.documents import IndexedDocuments
 from meshwright.datasets.sources import DatasetSpec
@@ -79,7 +87,7 @@ def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypat
     module = tmp_path / "own.py"
     module.write_text(OWN.format(text="before"))
     monkeypatch.setitem(DATASETS, "own", import_user_module(str(module)).DATASETS["own"])
-    words = ("--model.tokenizer_path", "bytes", "--training.dataset", "own")
+    words = (*BYTES, "--training.dataset", "own")
     words += ("--experimental.custom_import", str(module))
     source = opened(*words)
     assert place_of(source, source.content).sample == 3
@@ -91,9 +99,7 @@ def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path
     tokenizer = byte_level_json(tmp_path / "tokenizer.json", ["<bos>", "<eos>", "<end>"])
     beside = tmp_path / "tokenizer_config.json"
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}"}
-    (tmp_path / "data.jsonl").write_text('{"text": "a document"}\n')
-    data = ("--training.dataset", "json", "--training.dataset_path", str(tmp_path / "data.jsonl"))
-    words = ("--model.tokenizer_path", str(tokenizer), *data)
+    words = ("--model.tokenizer_path", str(tokenizer), *lines(tmp_path))
     beside.write_text(json.dumps(names))
     source = opened(*words)
     assert place_of(opened(*words), source.content).sample == 3
@@ -102,11 +108,15 @@ def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path
         check_is_noticed(opened(*words), source.content)
 
 
-def test_a_stream_saved_by_a_version_that_did_not_note_its_code_resumes(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "a document"}\n')
-    data = ("--training.dataset", "json", "--training.dataset_path", str(tmp_path / "data.jsonl"))
-    source = opened("--model.tokenizer_path", "bytes", *data)
-    older, _, _ = source.content.rpartition(", ")
+def test_a_stream_of_other_text_of_the_same_size_is_other_data(tmp_path: Path) -> None:
+    before = opened(*BYTES, *lines(tmp_path)).content
+    check_is_noticed(opened(*BYTES, *lines(tmp_path, "a dokument")), before)
+
+
+def test_a_stream_saved_by_a_version_that_noted_less_resumes(tmp_path: Path) -> None:
+    source = opened(*BYTES, *lines(tmp_path))
+    older = ", ".join(source.content.split(", ")[:3])
+    assert older.startswith("1 shards, 256 documents a window, ")
     assert place_of(source, older).sample == 3
     check_is_noticed(source, older[:-1])
 
