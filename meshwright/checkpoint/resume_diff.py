@@ -24,6 +24,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.models.args import DecoderArgs
+from meshwright.user_module import code_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class ResumeDiff:
     """The job resumes, but not as it would have continued."""
     harmless: list[Difference]
     """The job resumes as it would have continued, rounding aside."""
+    has_other_code: bool
+    """The user's own module is another than it was."""
 
     def check(self) -> None:
         """Raise unless the job can resume from the checkpoint.
@@ -117,6 +120,10 @@ class ResumeDiff:
             if effect_of(difference.key) is None:
                 what = "a key less"
             logger.warning("%s %s: %s", resuming, what, _change(difference), extra=extra)
+        if self.has_other_code:
+            key, name = "experimental.custom_import", self.config.experimental.custom_import
+            what = "other code than it was saved with, which training may show"
+            logger.warning("%s %s: %s = %r", resuming, what, key, name, extra=extra)
         if self.harmless:
             each = ", ".join(map(_change, self.harmless))
             what = "changes that no result will show, rounding aside"
@@ -143,6 +150,7 @@ def find_resume_diff(
         frozen: names of parameters.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
+    code = code_of(config.experimental.custom_import)
     model = [*_model_changes(manifest, config, args)]
     identity = [*changes(manifest["data_identity"], data_identity, defaults)]
     weights = [difference for difference in identity if effect_of(difference.key) == "training"]
@@ -172,6 +180,7 @@ def find_resume_diff(
         is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
+        has_other_code=bool(code and manifest.get("own_code") not in (None, "", code)),
     )
 
 

@@ -56,6 +56,8 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT + TEXT)
     if case == "kernel":
         words |= {"--compile.enable": "true", "--training.mixed_precision_param": "bfloat16"}
+    if case == "own code":
+        words["--experimental.custom_import"] = str(data(folder, "", "mine.py"))
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
     config, _ = load_config([word for pair in words.items() for word in pair])
@@ -64,9 +66,11 @@ def difference(folder: Path, case: str) -> str:
         plan = dataclasses.replace(plan, tokenizer=Other())
     code = "0" if is_other and case == "code" else agreement._source_hash()
     why_not = "no compiler" if is_other and case == "kernel" else ""
+    own = f"of rank {rank}" if case == "own code" else ""
     with (
         patch.object(agreement, "_source_hash", lambda: code),
         patch.object(cpu_attention, "why_not", lambda width: why_not),
+        patch.object(agreement, "code_of", lambda name: own),
     ):
         try:
             check_agreement(plan, open_training_data(config), "cpu")
@@ -89,6 +93,7 @@ CASES = {
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
     "kernel": "compile.cpu_attention: ",
+    "own code": "experimental.custom_import: ",
 }
 
 

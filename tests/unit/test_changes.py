@@ -17,6 +17,7 @@ from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.preflight import preflight, resume_diff
 from meshwright.saved_job import place_in_data
+from meshwright.user_module import code_of
 from tests.helpers.checkpoints import BARE
 
 STEP = 5
@@ -181,6 +182,22 @@ def test_the_same_width_of_heads_may_be_left_out(resume) -> None:
     error = error_of(resume, "--model.args.n_heads", "4")
     assert "model.args.n_heads = 4: " in error
     assert "  model.args.head_dim = 64: it was saved with 32\n" in error
+
+
+def test_other_code_of_the_users_is_warned_of(resume, tmp_path, caplog) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text("SINKS = {}")
+    own = ("--experimental.custom_import", str(module))
+    saved = {"saved_with": own, "own_code": code_of(str(module))}
+    assert said(resume(*own, **saved), caplog) == []
+    module.write_text("SINKS = {} ")
+    assert said(resume(*own), caplog) == [
+        (
+            logging.WARNING,
+            "resuming step-5 with other code than it was saved with, which training may show: "
+            f"experimental.custom_import = {str(module)!r}",
+        )
+    ]
 
 
 def test_a_job_whose_data_has_ended_is_done(resume) -> None:
