@@ -19,7 +19,6 @@ from meshwright.datasets.tokenization_spec import short_hash, tokenizer_parts
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.models.layers import cpu_attention
 from meshwright.preflight import Plan
-from meshwright.user_module import code_of
 
 CONFIG = "config"
 OWN_PATHS = {
@@ -44,7 +43,7 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
             f"torch {torch.__version__}",
             "model.tokenizer_path": short_hash(of_tokenizer),
             **{f"{source.entry.key}.dataset": source.content for source in sources},
-            "experimental.custom_import": code_of(plan.config.experimental.custom_import),
+            "experimental.custom_import": plan.own_code,
             **_attention(plan, device_type),
         }
     )

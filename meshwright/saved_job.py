@@ -17,7 +17,6 @@ from meshwright.datasets.sample_stream import Cursor, bad_records
 from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.preflight import Plan, resume_diff
-from meshwright.user_module import code_of
 
 
 def manifest_of(
@@ -52,7 +51,7 @@ def manifest_of(
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
         "frozen": sorted(plan.frozen),
-        "own_code": code_of(plan.config.experimental.custom_import),
+        "own_code": plan.own_code,
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "config": to_json(plan.config),

@@ -24,7 +24,6 @@ from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.models.args import DecoderArgs
-from meshwright.user_module import code_of
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,8 @@ def find_resume_diff(
     args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
+    *,
+    own_code: str = "",
 ) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 
@@ -148,9 +149,9 @@ def find_resume_diff(
         config: with every -1 filled in, as in the manifest.
         data_identity: everything, apart from the documents, that determines the sample stream.
         frozen: names of parameters.
+        own_code: as the manifest's.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
-    code = code_of(config.experimental.custom_import)
     model = [*_model_changes(manifest, config, args)]
     identity = [*changes(manifest["data_identity"], data_identity, defaults)]
     weights = [difference for difference in identity if effect_of(difference.key) == "training"]
@@ -180,7 +181,7 @@ def find_resume_diff(
         is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
-        has_other_code=bool(code and manifest.get("own_code") not in (None, "", code)),
+        has_other_code=bool(own_code and manifest.get("own_code") not in (None, "", own_code)),
     )
 
 

@@ -56,21 +56,19 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT + TEXT)
     if case == "kernel":
         words |= {"--compile.enable": "true", "--training.mixed_precision_param": "bfloat16"}
-    if case == "own code":
-        words["--experimental.custom_import"] = str(data(folder, "", "mine.py"))
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
     config, _ = load_config([word for pair in words.items() for word in pair])
     plan = preflight(config, 2)
     if is_other and case == "tokenizer":
         plan = dataclasses.replace(plan, tokenizer=Other())
+    if is_other and case == "own code":
+        plan = dataclasses.replace(plan, own_code="other")
     code = "0" if is_other and case == "code" else agreement._source_hash()
     why_not = "no compiler" if is_other and case == "kernel" else ""
-    own = f"of rank {rank}" if case == "own code" else ""
     with (
         patch.object(agreement, "_source_hash", lambda: code),
         patch.object(cpu_attention, "why_not", lambda width: why_not),
-        patch.object(agreement, "code_of", lambda name: own),
     ):
         try:
             check_agreement(plan, open_training_data(config), "cpu")

@@ -13,8 +13,8 @@ from meshwright.datasets.opening import StreamedSource, open_training_data
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import ConfigError
 from meshwright.preflight import preflight
-from meshwright.saved_job import best_of, place_in_data
-from meshwright.user_module import import_user_module
+from meshwright.saved_job import best_of, manifest_of, place_in_data
+from meshwright.user_module import code_of, import_user_module
 from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -68,6 +68,26 @@ def place_of(source: StreamedSource, content: str) -> Cursor:
 def check_is_noticed(source: StreamedSource, before: str) -> None:
     with pytest.raises(ConfigError, match="its content is not what it was"):
         place_of(source, before)
+
+
+def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
+    module = tmp_path / "own.py"
+    module.write_text("SINKS = {}")
+    own = ("--experimental.custom_import", str(module))
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own])[0], 1)
+    before = code_of(str(module))
+    module.write_text("raise RuntimeError")
+    noted = manifest_of(
+        plan,
+        [],
+        step=1,
+        tokens_seen=0,
+        cursor=Cursor(),
+        loss=1.0,
+        bad_steps={},
+        best_validation=None,
+    )
+    assert noted["own_code"] == before
 
 
 def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
