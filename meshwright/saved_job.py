@@ -22,6 +22,7 @@ from meshwright.preflight import Plan, resume_diff
 def manifest_of(
     plan: Plan,
     sources: Sequence[OpenSource],
+    held_out: Sequence[OpenSource],
     *,
     step: int,
     tokens_seen: int,
@@ -33,6 +34,7 @@ def manifest_of(
     """Return the manifest of a checkpoint.
 
     Args:
+        held_out: sources that it is validated on.
         cursor: where the next step's samples begin, of all ranks.
         bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
@@ -46,6 +48,7 @@ def manifest_of(
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
+        "validation_content": {source.entry.name: source.content for source in held_out},
         "data_revisions": {source.entry.name: source.revision for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
@@ -65,7 +68,9 @@ VALIDATED_ON = {
 """Keys whose change makes losses of validations incomparable; beside the tokenizer."""
 
 
-def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
+def best_of(
+    saved: Manifest, plan: Plan, held_out: Sequence[OpenSource]
+) -> tuple[int, float] | None:
     """Return the best validation that a checkpoint knows of.
 
     None if there is none, or it was of other data: no loss of this job compares with it.
@@ -81,6 +86,10 @@ def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
+    was = saved.get("validation_content", {})  # {}: it was not validated, or by an older version
+    same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
+    if not differ and not all(same):
+        differ.add("content of the validation data")
     if differ:
         logger.info(
             "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "

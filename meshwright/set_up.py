@@ -62,6 +62,7 @@ class Job:
     trainer: Trainer
     checkpoints: CheckpointManager
     sources: Sequence[OpenSource]
+    held_out: Sequence[OpenSource]
     loader: Loader
     reporter: Reporter
     validate: Validate | None
@@ -137,6 +138,7 @@ def set_up(
         trainer,
         checkpoints,
         sources,
+        held_out,
         loader=build_loader(plan, sources, meshes, device, cursor),
         reporter=build_reporter(
             plan,
@@ -145,7 +147,7 @@ def set_up(
             extra_sinks,
             plan.resume_step,
             found["tokens_seen"] if found else 0,
-            best_of(found, plan) if found else None,
+            best_of(found, plan, held_out) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         write_texts=(

@@ -223,6 +223,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         manifest = manifest_of(
             job.plan,
             job.sources,
+            job.held_out,
             step=taken.step,
             tokens_seen=job.reporter.tokens_seen,
             cursor=whole_cursor(taken.data.cursor),

@@ -75,6 +75,8 @@ class Manifest(TypedDict):
     """It holds the weights alone. Absent: all that a resume needs."""
     data_ended: NotRequired[bool]
     """There was no data for another step."""
+    validation_content: NotRequired[dict[str, str]]
+    """As `data_content`, of the data that the job is validated on."""
     own_code: NotRequired[str]
     """Hash of the module of `experimental.custom_import`; "": there was none."""
 

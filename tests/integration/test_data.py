@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.manifest import read_manifest
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.files import flip_bit
 from tests.helpers.jobs import (
@@ -163,6 +164,8 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     again = train_alone(folder, *options, "--training.steps", 6)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "validation/loss" in records(folder)[-1]
+    manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
+    assert manifest.get("validation_content", {}).keys() == {"python_stdlib"}
 
 
 def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path: Path) -> None:

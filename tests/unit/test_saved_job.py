@@ -1,6 +1,8 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from meshwright.datasets.entry import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import ConfigError
-from meshwright.preflight import preflight
+from meshwright.preflight import Plan, preflight
 from meshwright.saved_job import best_of, manifest_of, place_in_data
 from meshwright.user_module import code_of, import_user_module
 from tests.helpers.tokenizer_files import byte_level_json
@@ -70,6 +72,23 @@ def check_is_noticed(source: StreamedSource, before: str) -> None:
         place_of(source, before)
 
 
+def noted(
+    plan: Plan, held_out: Sequence[StreamedSource] = (), best: tuple[int, float] | None = None
+) -> dict[str, Any]:
+    """A manifest."""
+    return manifest_of(
+        plan,
+        [],
+        held_out,
+        step=1,
+        tokens_seen=0,
+        cursor=Cursor(),
+        loss=1.0,
+        bad_steps={},
+        best_validation=best,
+    )
+
+
 def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
     module = tmp_path / "own.py"
     module.write_text("SINKS = {}")
@@ -77,17 +96,7 @@ def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
     plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own])[0], 1)
     before = code_of(str(module))
     module.write_text("raise RuntimeError")
-    noted = manifest_of(
-        plan,
-        [],
-        step=1,
-        tokens_seen=0,
-        cursor=Cursor(),
-        loss=1.0,
-        bad_steps={},
-        best_validation=None,
-    )
-    assert noted["own_code"] == before
+    assert noted(plan)["own_code"] == before
 
 
 def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
@@ -166,9 +175,24 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
         "config": to_json(saved.config),
         "data_identity": saved.data_identity,
     }
-    assert best_of(manifest, saved) == (20, 3.5)
-    assert best_of(manifest, here) == (None if keys else (20, 3.5))
+    assert best_of(manifest, saved, []) == (20, 3.5)
+    assert best_of(manifest, here, []) == (None if keys else (20, 3.5))
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [FORGOTTEN + keys] * bool(keys)
     manifest["data_identity"] = saved.data_identity | {"model.tokenizer_path": "another's"}
-    assert best_of(manifest, saved) is None
+    assert best_of(manifest, saved, []) is None
+
+
+def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2"])[0], 1)
+    before, after = (opened(*BYTES, *lines(tmp_path, text)) for text in ("one text", "another"))
+    saved = noted(plan, [before], best=(20, 3.5))
+    assert best_of(saved, plan, [before]) == (20, 3.5)
+    assert best_of(saved, plan, [after]) is None
+    assert [r.getMessage() for r in caplog.records] == [
+        FORGOTTEN + "content of the validation data"
+    ]
+    assert best_of(saved, plan, []) == (20, 3.5)  # it is not validated now
+    del saved["validation_content"]  # of an older version
+    assert best_of(saved, plan, [after]) == (20, 3.5)
