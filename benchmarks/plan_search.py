@@ -20,6 +20,7 @@ from meshwright.planning.search import find_floors
 RANKS = 4
 CONFIG = [
     "--job.config_file=train_configs/debug_model.toml",
+    "--training.mixed_precision_param=bfloat16",
     "--training.seq_len=1024",
     "--training.local_batch_size=1",
     "--training.global_batch_size=8",

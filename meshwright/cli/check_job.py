@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from meshwright.config.loader import InvalidConfigError, config_errors, load_given
 from meshwright.errors import ConfigError, Mistakes
-from meshwright.launch.machine import count_ranks
+from meshwright.launch.machine import Ranks, count_ranks, multiplies_bf16
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 
@@ -12,17 +12,35 @@ from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 def run(given: Namespace) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks.
 
-    Say which options have no effect, and how the job differs from the one that saved the checkpoint
-    to resume from.
+    Say which options have no effect, whether another type would be much faster, and how the job
+    differs from the one that saved the checkpoint to resume from.
     """
     ranks = count_ranks(given)
     plan = load_and_check(given, ranks.total)
-    if plan.idle_options or plan.resume_step:
+    slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
+    if slow or plan.idle_options or plan.resume_step:
         log_to_console()
+    if slow:
+        logger.warning("%s", slow)
     for text in plan.idle_options:
         logger.info("%s", text)
     if plan.resume_step:
         resume_diff(plan).log()
+
+
+def _slow_type(ranks: Ranks, dtype: str) -> str:
+    """Return what is to be said of the type of a job's products on this machine, or nothing."""
+    if ranks.gpus and dtype == "float32":
+        reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
+    elif not ranks.gpus and dtype == "bfloat16" and not multiplies_bf16():
+        reason = (
+            "this CPU has no instructions for it, and multiplies tens of times faster in float32"
+        )
+        faster = "float32"
+    else:
+        return ""
+    key = "training.mixed_precision_param"
+    return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
 
 
 def load_and_check(given: Namespace, world_size: int) -> Plan:

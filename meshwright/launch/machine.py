@@ -4,11 +4,17 @@ import os
 import subprocess
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshwright.errors import check
 
 CPU_RANKS = 2
 """On a machine without GPUs."""
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
+"""As the Linux kernel names them; the last is ARM's."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,14 @@ def count_gpus() -> int:
     except OSError:  # there is no driver
         return 0
     return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for products in bfloat16; True if the
+    system does not say."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return True
+    found = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
+    return not found or bool(BF16_INSTRUCTIONS & {*found[0].split()})

@@ -29,6 +29,7 @@ from meshwright.preflight import Plan
 
 BASE = {
     "job.config_file": "train_configs/debug_model.toml",
+    "training.mixed_precision_param": "bfloat16",
     "training.local_batch_size": 2,
     "training.seq_len": 128,
     "model.args.n_layers": 4,

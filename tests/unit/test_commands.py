@@ -13,6 +13,7 @@ from meshwright.cli.train import environment
 from meshwright.config.loader import load_config
 from meshwright.config.presets import preset_names
 from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.launch import machine
 from meshwright.launch.machine import Ranks, count_gpus
 from tests.helpers.cli import check_job, command
 
@@ -230,3 +231,43 @@ def test_every_command_is_documented() -> None:
         usage = " ".join(build_parser(name).format_usage().split()).removeprefix("usage: ")
         assert usage in " ".join(text.split()), usage
         assert declared.purpose[1:] in " ".join(text.split()), name
+
+
+@pytest.mark.parametrize(
+    ("cpu", "dtype", "is_said"),
+    [
+        ("flags\t: fpu avx2 fma", "bfloat16", True),
+        ("flags\t: fpu avx2 fma", "float32", False),
+        ("flags\t: fpu avx512f avx512_bf16", "bfloat16", False),
+        ("Features\t: fp asimd bf16", "bfloat16", False),
+        ("Features\t: fp asimd", "bfloat16", True),
+        ("cpu : POWER9", "bfloat16", False),
+        (None, "bfloat16", False),
+    ],
+)
+def test_a_type_that_the_cpu_is_slow_in_is_told(
+    cpu, dtype, is_said, monkeypatch, tmp_path, capsys
+) -> None:
+    if cpu is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\n\nprocessor\t: 1\n{cpu}\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_job([DEBUG, "--training.mixed_precision_param", dtype])
+    said = "".join(capsys.readouterr())
+    assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
+
+
+def test_a_type_that_gpus_are_slow_in_is_told(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for dtype in ("float32", "bfloat16"):
+        check_job([DEBUG, "--ngpu", "1", "--training.mixed_precision_param", dtype])
+        said = "".join(capsys.readouterr())
+        assert ('fix: training.mixed_precision_param = "bfloat16"' in said) == (dtype == "float32")
+
+
+def test_the_debug_model_is_fast_on_any_cpu(monkeypatch, tmp_path, capsys) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_job([DEBUG])
+    assert "mixed_precision_param" not in "".join(capsys.readouterr())

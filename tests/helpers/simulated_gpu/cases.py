@@ -42,6 +42,7 @@ BASE = (
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
     "--validation.enable=false",
+    "--training.mixed_precision_param=bfloat16",
     "--model.args.n_layers=2",
 )
 
