@@ -311,12 +311,5 @@ def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
-    return find_resume_diff(
-        manifest,
-        checkpoint,
-        plan.config,
-        plan.model_args,
-        data,
-        plan.frozen,
-        own_code=plan.own_code,
-    )
+    config, args, frozen = plan.config, plan.model_args, plan.frozen
+    return find_resume_diff(manifest, checkpoint, config, args, data, frozen, plan.own_code)

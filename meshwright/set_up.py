@@ -115,6 +115,8 @@ def set_up(
     config = plan.config
     plan, found = _resume_or_begin(plan, checkpoints)
     if found is not None and resume_diff(plan, found).is_done:
+        if plan.resume_step < config.training.steps:
+            place_in_data(plan, found, sources)  # raises if it is other data, which may go on
         _say_done(plan)
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())

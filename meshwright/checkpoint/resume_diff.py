@@ -140,8 +140,7 @@ def find_resume_diff(
     args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
-    *,
-    own_code: str = "",
+    own_code: str,
 ) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 

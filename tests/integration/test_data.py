@@ -314,6 +314,11 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"holds step {last['step']}, where the data ends" in again.stdout
     assert len(records(tmp_path / "out")) == last["step"]
+    with open(tmp_path / "data" / "0.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    other = train_alone(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    assert other.returncode == 2, other.stdout + other.stderr
+    assert "its content is not what it was when the checkpoint was saved" in other.stderr
 
 
 def test_other_data_than_the_checkpoints_is_refused(tmp_path) -> None:
