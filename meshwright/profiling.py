@@ -1,5 +1,6 @@
 """Traces of single steps, and snapshots of GPU memory; each with its summary as text."""
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -131,8 +132,14 @@ class Profiler:
 
     def _write_snapshot(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}.pickle"
-        text = summarize_memory(torch.cuda.memory._snapshot())
-        _write("memory snapshot", path, torch.cuda.memory._dump_snapshot, text)
+        snapshot = torch.cuda.memory._snapshot()
+
+        def write(path: str) -> None:
+            # as torch's _dump_snapshot, which would look up the names of all frames once more
+            with open(path, "wb") as file:
+                pickle.dump(snapshot, file)
+
+        _write("memory snapshot", path, write, summarize_memory(snapshot))
 
 
 def summarize_operators(events: Sequence[Any]) -> str:

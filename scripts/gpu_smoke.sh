@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten minutes on GPUs that show the most: set up if need be, test, time, and leave a report.
+# Minutes on GPUs that show the most: set up if need be, test, time, and leave a report.
 #
 #   scripts/gpu_smoke.sh [FOLDER]        default: outputs/gpu_smoke; what to send back is in it
 #
@@ -29,8 +29,8 @@ part() { # NAME SECONDS COMMAND...: its output is shown, and kept as NAME.txt
 
 part driver 60 nvidia-smi
 part versions 60 "$python" -m torch.utils.collect_env
-part one_gpu 300 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
-part two_gpus 240 "$python" -m pytest tests/gpu/test_two_gpus.py -rs --durations=10
-part overhead 120 "$python" benchmarks/overhead.py
+part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
+part two_gpus 600 "$python" -m pytest tests/gpu/test_two_gpus.py -rs --durations=10
+part overhead 300 "$python" benchmarks/overhead.py
 echo "== $folder holds the output of each part"
 exit $failed

@@ -3,6 +3,7 @@
 import json
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,24 +53,42 @@ def set_timeout(meshes: Meshes, timeout_s: int) -> None:
         _set_timeout(timedelta(seconds=timeout_s), group)
 
 
-NUM_LAST = 5
-"""Collectives that are worth telling of."""
+NUM_SHOWN = 5
+"""Collectives of a kind that are worth telling of."""
 
 
 def last_collectives() -> str:
-    """Return the last collectives that this rank began, newest first, from torch's flight recorder.
+    """Return the collectives that tell the most of a hang, from torch's flight recorders.
 
-    Empty if torch records none: the name is private, and for NCCL the buffer may be off.
+    Of NCCL the first that this rank's GPU has not completed, since the host begins collectives long
+    before; otherwise the last that the host began. Empty if torch records none: the names are
+    private, and the buffers may be off.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return ""
-    entries = json.loads(dump(True, False)).get("entries", [])
-    entries.sort(key=lambda entry: entry["time_created_ns"], reverse=True)
-    lines = ["last collectives, newest first:"] * bool(entries)
-    for entry in entries[:NUM_LAST]:
-        name, group = entry["profiling_name"], entry["process_group"][0]
-        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-        sizes = entry["input_sizes"]
-        lines.append(f"  {name} {sizes}, number {number} of group {group}: {entry['state']}")
+    # gloo has a recorder of its own; torch without CUDA has no NCCL
+    of_nccl, of_gloo = _recorded("_dump_nccl_trace_json"), _recorded("_dump_fr_trace_json")
+    lines = []
+    if waiting := [entry for entry in of_nccl if entry["state"] != "completed"]:
+        title = f"collectives that the GPU has not completed, {len(waiting)} in all, oldest first:"
+        lines += [title, *map(_line, waiting[:NUM_SHOWN])]
+    begun = of_gloo if waiting else of_gloo + of_nccl
+    if newest := sorted(begun, key=_begun_at, reverse=True):
+        lines += ["last collectives, newest first:", *map(_line, newest[:NUM_SHOWN])]
     return "\n".join(lines)
+
+
+def _recorded(name: str) -> list[dict[str, Any]]:
+    """Return the entries that a function of torch dumps, oldest first; none if it is not there."""
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    entries = [] if dump is None else json.loads(dump(True, False)).get("entries", [])
+    return sorted(entries, key=_begun_at)
+
+
+def _begun_at(entry: dict[str, Any]) -> int:
+    return int(entry["time_created_ns"])
+
+
+def _line(entry: dict[str, Any]) -> str:
+    name, group = entry["profiling_name"], entry["process_group"][0]
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    sizes, state = entry["input_sizes"], entry["state"]
+    return f"  {name} {sizes}, number {number} of group {group}: {state}"

@@ -7,7 +7,7 @@ test of the simulated GPU compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from meshwright.models import decoder
 from meshwright.models.layers import document_mask, loss
 from meshwright.models.layers.attention import repeat_heads
 from meshwright.parallelisms import gathered_attention, gradients, ring_attention
-from meshwright.planning.torch_names import flex_attention_operator
+from meshwright.planning.torch_names import below_autograd, flex_attention_operator
 
 aten = torch.ops.aten
 BLOCK = 128
@@ -32,10 +32,12 @@ _on_cpu = F.scaled_dot_product_attention
 
 @contextmanager
 def as_gpu() -> Iterator[None]:
-    """Within, attention, document masks, the gradient norm and the loss's blocks are a GPU's."""
+    """Within, attention, norms, document masks, the gradient norm and the loss's blocks are a
+    GPU's."""
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
+        (F, "rms_norm", rms_norm),
         (gathered_attention, "kernels", _kernels),
         (decoder, "build_mask", _block_mask),
         (document_mask, "flex_attention", flex_attention_operator),
@@ -70,6 +72,33 @@ def _attention(
     return aten._scaled_dot_product_flash_attention(
         q, k, v, dropout_p, is_causal, False, scale=scale
     )[0]
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """Do `F.rms_norm` by the kernel of a GPU."""
+    apply: Callable[..., Tensor] = _RMSNorm.apply
+    return apply(x, shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The kernel keeps its input and one number per row. CPUs have no such kernel: the operators in
+    its place keep several tensors of the input's size in fp32 (torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        with below_autograd():
+            output, scale = aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, scale, weight)
+        ctx.shape = shape
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        of_x, of_weight = aten._fused_rms_norm_backward(
+            grad, x, ctx.shape, scale, weight, [True, True]
+        )
+        return of_x, None, of_weight, None
 
 
 def _kernels(q: Tensor) -> tuple[ring_attention.Kernel, ring_attention.Kernel]:

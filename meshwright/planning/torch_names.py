@@ -60,6 +60,15 @@ def backward_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def below_autograd() -> AbstractContextManager[object]:
+    """Within, operators with a kernel for some devices are not taken apart on others.
+
+    Gone: AttributeError at the first norm of a plan for GPUs.
+    """
+    below: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return below
+
+
 def group_name(argument: object) -> str | None:
     """Return the name of the process group that an operator of c10d takes; None: it is not one.
 

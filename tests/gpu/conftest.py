@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# for the test of deterministic runs: torch looks at it once, at the first product of this process
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cuda"))
 
 

@@ -1,5 +1,6 @@
 """Which ranks each mesh holds, and how many process groups are made for it, without other ranks."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -101,3 +102,43 @@ def test_every_group_gets_the_timeout_once(monkeypatch) -> None:
     )
     process_group.set_timeout(meshes, 5)
     assert sorted(given) == sorted([*made, list(range(32))])
+
+
+def entry(name: str, number: int, state: str, *, is_p2p: bool = False) -> dict[str, object]:
+    """Of a flight recorder, as torch dumps it."""
+    return {
+        "profiling_name": name,
+        "process_group": ["7", "mesh_tp"],
+        "is_p2p": is_p2p,
+        "collective_seq_id": 0 if is_p2p else number,
+        "p2p_seq_id": number if is_p2p else 0,
+        "input_sizes": [[4]],
+        "state": state,
+        "time_created_ns": number,
+    }
+
+
+def test_of_nccl_the_first_collectives_that_a_gpu_has_not_completed_are_told(monkeypatch) -> None:
+    """The host is far ahead: the last that it began say nothing. NCCL has a recorder of its own."""
+    done = [entry("nccl:all_gather", number, "completed") for number in (1, 2)]
+    begun = [entry("nccl:reduce_scatter", number, "scheduled") for number in range(3, 40)]
+    recorded = {
+        "_dump_nccl_trace_json": [*begun, *done, entry("nccl:send", 40, "started", is_p2p=True)],
+        "_dump_fr_trace_json": [entry("gloo:all_reduce", 41, "completed")],
+    }
+    for name, entries in recorded.items():
+        text = json.dumps({"entries": entries})
+        dump = lambda *_, text=text: text.encode()  # noqa: E731
+        monkeypatch.setattr(torch._C._distributed_c10d, name, dump, raising=False)
+    title, first, *more = process_group.last_collectives().splitlines()
+    assert "not completed, 38 in all" in title
+    assert first == "  nccl:reduce_scatter [[4]], number 3 of group 7: scheduled"
+    assert more[-2:] == [
+        "last collectives, newest first:",
+        "  gloo:all_reduce [[4]], number 41 of group 7: completed",
+    ]
+    assert len(more) == process_group.NUM_SHOWN + 1
+
+    none = b'{"nccl_comm_state": {}}'  # of a buffer that is off, or of no collective yet
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: none)
+    assert process_group.last_collectives().count("\n") == 1

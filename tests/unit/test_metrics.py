@@ -1,6 +1,7 @@
 """Figures and where they go."""
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -236,6 +237,18 @@ def test_a_device_not_in_the_table_is_measured_and_says_so(monkeypatch, tmp_path
     assert peak.source.startswith("measured")
     assert math.isfinite(peak.flops_per_s)
     assert peak.flops_per_s > 1e9
+
+
+@pytest.mark.parametrize(("device", "size", "best_s"), [("cpu", 1024, 2.0), ("cuda", 8192, 1e-3)])
+def test_a_slow_first_product_is_enough_on_a_cpu_alone(monkeypatch, device, size, best_s) -> None:
+    """On a GPU it is the one that loads the library of products."""
+    times = itertools.accumulate(itertools.chain([0, 2.0], itertools.repeat(1e-3)))
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(torch, "Generator", lambda _: torch.default_generator)
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.ones(2, 1, 1))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
+    found = hardware._measure_peak(torch.device(device), torch.float32, 0.5)
+    assert found == pytest.approx(2 * size**3 / best_s)
 
 
 def test_the_highest_peak_ever_measured_counts_for_the_same_circumstances(

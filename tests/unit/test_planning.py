@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 
 from meshwright import main
 from meshwright.config.job_config import JobConfig
@@ -18,7 +19,7 @@ from meshwright.planning.job import plan_job
 from meshwright.planning.rates import assumed
 from meshwright.planning.report import _mfu
 from meshwright.planning.timing import bubble
-from meshwright.planning.torch_names import Action
+from meshwright.planning.torch_names import Action, FakeTensorMode
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int) -> dict[int, list[Action]]:
@@ -146,6 +147,36 @@ def test_a_plan_for_gpus_takes_their_blocks_in_the_loss() -> None:
     assert loss._block_size(in_cpu) == loss.BLOCKS["cpu"] >> 20
     with as_gpu():
         assert loss._block_size(matrix) == loss._block_size(in_cpu) == 64
+
+
+def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> None:
+    """On CPUs torch computes it by several operators, and keeps what they need."""
+
+    def kept() -> set[tuple[torch.Size, torch.dtype]]:
+        found = set()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            found.add((tensor.shape, tensor.dtype))
+            return tensor
+
+        inputs = [
+            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in ((2, 8, 16), (16,))
+        ]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = functional.rms_norm(inputs[0], (16,), inputs[1], 1e-5)
+        gradients = torch.autograd.grad(y, inputs, torch.empty_like(y))
+        assert [gradient.shape for gradient in gradients] == [x.shape for x in inputs]
+        return found
+
+    with FakeTensorMode():
+        with as_gpu():
+            on_gpu = kept()
+        assert on_gpu == {
+            *(((2, 8, 16), torch.bfloat16), ((16,), torch.bfloat16)),
+            ((2, 8, 1), torch.float32),
+        }
+        assert ((2, 8, 16), torch.float32) in kept()
 
 
 def test_mfu_is_at_most_one() -> None:

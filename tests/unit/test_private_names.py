@@ -36,18 +36,20 @@ KNOWN = {
         "_inductor _micro_pipeline_tp torch._inductor.config torch.distributed._symmetric_memory"
     ),
     "planning/as_gpu.py": (
+        "_fused_rms_norm _fused_rms_norm_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
     ),
     "planning/calibration.py": "_sleep",
     "planning/ledger.py": "_local_tensor",
     "planning/torch_names.py": (
-        "_C _PipelineSchedule _autograd _cdata _current_autograd_node _get_sequence_nr _identity "
-        "_inference_mode _propagate_tensor_meta_non_cached _sequence_nr _type "
+        "_AutoDispatchBelowAutograd _C _PipelineSchedule _autograd _cdata _current_autograd_node "
+        "_get_sequence_nr _identity _inference_mode _propagate_tensor_meta_non_cached _sequence_nr "
+        "_type "
         "torch._subclasses.fake_tensor torch.distributed._tools.fake_collectives "
         "torch.distributed.tensor._sharding_prop torch.testing._internal.distributed.fake_pg "
         "torch.utils._python_dispatch torch.utils._pytree"
     ),
-    "profiling.py": "_dump_snapshot _record_memory_history _snapshot",
+    "profiling.py": "_record_memory_history _snapshot",
     "proof/ranks.py": "_Options _devices _threads _timeout",
 }
 

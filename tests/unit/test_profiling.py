@@ -1,6 +1,7 @@
 """Traces and snapshots of GPU memory: when they are written, and their summaries."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from meshwright.config.job_config import Profiling
 from meshwright.profiling import Profiler, summarize_memory
+
+SNAPSHOT: dict[str, list[object]] = {"segments": []}
 
 
 @pytest.fixture
@@ -18,10 +21,7 @@ def recorded(monkeypatch) -> list[object]:
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
     )
-    monkeypatch.setattr(
-        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot")
-    )
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
     return asked
 
 
@@ -39,6 +39,7 @@ def test_snapshots_by_the_step_of_the_job(recorded, tmp_path) -> None:
     folder = tmp_path / "memory_snapshot"
     assert written(folder) == {"step_6/rank_2.pickle", "step_9/rank_2.pickle"}
     assert recorded == [{"max_entries": 100_000}, {"enabled": None}]
+    assert pickle.loads((folder / "step_6/rank_2.pickle").read_bytes()) == SNAPSHOT
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("other")])

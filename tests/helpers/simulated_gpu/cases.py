@@ -34,15 +34,20 @@ class Case:
         axes = [f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in degrees.items()]
         dp = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
         batch = LOCAL_BATCH * dp * self.microbatches
-        return [*BASE, *axes, f"--training.global_batch_size={batch}", *self.options]
+        is_bf16 = not any(option.startswith(PRECISION) for option in self.options)
+        return [
+            *(*BASE, *axes, f"--training.global_batch_size={batch}"),
+            *([f"{PRECISION}=bfloat16"] * is_bf16),
+            *self.options,
+        ]
 
 
 LOCAL_BATCH, SEQ_LEN = 2, 2048
+PRECISION = "--training.mixed_precision_param"
 BASE = (
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
     "--validation.enable=false",
-    "--training.mixed_precision_param=bfloat16",
     "--model.args.n_layers=2",
 )
 
@@ -56,11 +61,17 @@ def _checkpointed(mode: str, option: str = "op") -> tuple[str, ...]:
 
 RING = ("--parallelism.context_parallel_attention=ring",)
 GATHER = ("--parallelism.context_parallel_attention=gather",)
-FP32 = ("--training.mixed_precision_param=float32",)
+FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 
-CASES = {
+ONE_GPU = {
+    "one GPU": Case({}),
     "one GPU, fp32": Case({}, FP32),
+    "one GPU, full recomputation": Case({}, _checkpointed("full")),
+}
+"""Whose memory `tests/gpu` compares with a real GPU's."""
+
+CASES = ONE_GPU | {
     "FSDP 8": Case({"dp_shard": 8}),
     "FSDP 8, accumulation": Case({"dp_shard": 8}, microbatches=2),
     "FSDP 8, every microbatch reduced": Case(

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
 from meshwright.models.layers import document_mask
+from meshwright.planning.as_gpu import rms_norm
 
 aten = torch.ops.aten
 
@@ -159,6 +161,7 @@ def install() -> None:
         "get_device_name": lambda device=None: Properties.name,
         "get_device_properties": lambda device=None: Properties,
         "get_device_capability": lambda device=None: (9, 0),
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_, **__: True,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_, **__: None,
@@ -176,8 +179,11 @@ def install() -> None:
         module.can_use_efficient_attention = lambda parts, debug=False: _takes_efficient(*parts[:2])
     F.scaled_dot_product_attention = _attention
     document_mask._compiled = _uncompiled
-    if torch.version.cuda is None:  # such a build has no kernel: several operators do it
+    if torch.version.cuda is None:  # such a build has no kernels: several operators do it
+        F.rms_norm = rms_norm
         _kernels_of_gpu.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
+    # torch's build for CUDA would allocate on it at the first fake tensor
+    fake_tensor.init_gpu_context = lambda device: None
     _keep_meshes_real()
 
 
@@ -216,7 +222,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention with the kernel that an H100 takes (sdp_utils.cpp; where it
-    takes cuDNN's, flash attention stands for it); torch's build without CUDA has math alone."""
+    takes cuDNN's, flash attention stands for it), where no GPU can be asked."""
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not q.is_cuda:
         return _plain_attention(q, k, v, attn_mask, dropout_p, **options)
@@ -233,7 +239,9 @@ def _attention(
             q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
     kernels["math"] += 1
-    return _plain_attention(q, k, v, attn_mask, dropout_p, **options)
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _uncompiled(function: Any) -> Any:

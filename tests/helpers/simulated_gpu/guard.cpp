@@ -1,6 +1,8 @@
-// A CUDA device for torch's CPU build: what autograd and fake tensors ask a backend for.
+// A CUDA device that is not there, for any build of torch: what autograd and fake tensors ask a
+// backend for.
 //
-// Its streams and events do nothing: no kernel ever runs. To be loaded before Python imports torch.
+// Its streams and events do nothing: no kernel ever runs. To be loaded before Python imports torch,
+// whose build for CUDA leaves hooks alone that are registered with a higher priority.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -27,7 +29,6 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 
-c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, new Guard());
 
 struct Hooks : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
@@ -51,6 +52,13 @@ std::unique_ptr<at::CUDAHooksInterface> make_hooks(at::CUDAHooksArgs args) {
 }
 
 c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs>
-    registered_hooks("CUDAHooks", at::CUDAHooksRegistry(), make_hooks);
+    registered_hooks("CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(), make_hooks);
 
 }  // namespace
+
+// To be called after torch is imported, too: the last guard to be registered is taken, and torch's
+// build for CUDA has one of its own.
+extern "C" void take_over() {
+  static Guard guard;
+  c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
+}

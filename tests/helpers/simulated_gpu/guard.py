@@ -1,6 +1,7 @@
-"""Builds and loads `guard.cpp`, by which torch's CPU build takes CUDA for present."""
+"""Builds and loads `guard.cpp`, by which torch, of any build, takes CUDA for present."""
 
 import ctypes
+import importlib
 import importlib.util
 import shutil
 import subprocess
@@ -36,7 +37,10 @@ def build_guard(folder: Path) -> Path | None:
 
 
 def load_guard(library: Path) -> None:
-    """Load it into this process, which must not have imported torch: that asks for CUDA once."""
+    """Load it, and import torch, which this process must not have done: that asks for CUDA once."""
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(_torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library))
+    guard = ctypes.CDLL(str(library))
+    guard.take_over()
+    importlib.import_module("torch")
+    guard.take_over()  # from torch's own guard, in its build for CUDA

@@ -142,6 +142,7 @@ def _figures(name: str) -> str:
 def simulate_all(names: Sequence[str]) -> None:
     """Print a line of JSON for each case: [name, figures], or [name, {"error": traceback}]."""
     FakeTensorMode.avoid_device_init = True
+    torch.set_num_threads(1)  # fake tensors know nothing of threads, and first values use some
     # each in a process of its own: torch keeps meshes, of groups that are gone, in caches
     with multiprocessing.get_context("fork").Pool(NUM_PROCESSES, maxtasksperchild=1) as pool:
         for line in pool.imap(_figures, names, chunksize=1):

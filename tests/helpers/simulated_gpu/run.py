@@ -1,6 +1,7 @@
 """Starts the processes that simulate, and reads what they found."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,13 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 
 
-def simulate(guard: Path | None, names: Sequence[str]) -> dict[str, Any]:
+def simulate(guard: Path, names: Sequence[str]) -> dict[str, Any]:
     """Figures of each case, as `rank.Figures`; or {"error": traceback}.
 
     Args:
-        guard: None where torch has a GPU.
+        guard: the library that `guard.py` builds.
     """
-    library = "-" if guard is None else str(guard)
-    words = [sys.executable, "-m", "tests.helpers.simulated_gpu.worker", library, *names]
-    worker = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    words = [sys.executable, "-m", "tests.helpers.simulated_gpu.worker", str(guard), *names]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # a GPU that is there is left alone
+    worker = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(line) for line in worker.stdout.splitlines())

@@ -109,7 +109,7 @@ class Watch(TorchDispatchMode):
                 self._live[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata)
                 self._count(storage.nbytes())
-        elif tensor.device.type == "cpu" and tensor.dim():
+        elif tensor.device.type == "cpu" and tensor.dim() and tensor.numel():
             self.on_host[f"{operator} {tuple(tensor.shape)} at {fake_cuda.place()}"] += 1
 
     def _note_copy(self, source: Tensor, target: str, is_blocking: bool) -> None:

@@ -2,7 +2,7 @@
 
 python -m tests.helpers.simulated_gpu.worker GUARD CASE ...      prints a line of JSON for each
 
-GUARD is the library that `guard.py` builds; "-" where torch has a real GPU, which is left alone.
+GUARD is the library that `guard.py` builds.
 """
 
 import sys
@@ -13,8 +13,7 @@ from tests.helpers.simulated_gpu.guard import load_guard
 
 def main() -> None:
     library, *names = sys.argv[1:]
-    if library != "-":
-        load_guard(Path(library))
+    load_guard(Path(library))
     # not before: torch asks once whether there is CUDA, and FSDP2 and others take its names
     from tests.helpers.simulated_gpu import fake_cuda
 
