@@ -14,7 +14,7 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
 from meshwright.config.conditions import wants_cpu_attention
-from meshwright.datasets.opening import OpenSource, StreamedSource
+from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.tokenization_spec import short_hash, tokenizer_parts
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.models.layers import cpu_attention
@@ -42,7 +42,8 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
             "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
             f"torch {torch.__version__}",
             "model.tokenizer_path": short_hash(of_tokenizer),
-            **{f"{source.entry.key}.dataset": _content(source) for source in sources},
+            **{f"{source.entry.key}.dataset": source.content for source in sources},
+            "experimental.custom_import": plan.own_code,
             **_attention(plan, device_type),
         }
     )
@@ -119,9 +120,3 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
     reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
     chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
-
-
-def _content(source: OpenSource) -> str:
-    if isinstance(source, StreamedSource):
-        return f"{source.content}, {source.sampled}"
-    return source.content

@@ -41,6 +41,7 @@ from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.resolve_model import resolve_model
+from meshwright.user_module import code_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Plan:
     checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
+    own_code: str
+    """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
 
     @property
     def data_identity(self) -> dict[str, object]:
@@ -162,6 +165,7 @@ def preflight(
         least_bytes=least_bytes,
         checkpoint_folder=folder,
         resume_step=resume_step or 0,
+        own_code=code_of(config.experimental.custom_import),
     )
     if resume_step is not None:
         resume_diff(plan).check()
@@ -307,4 +311,5 @@ def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
     checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
     manifest = read_manifest(checkpoint) if manifest is None else manifest
     data = plan.data_identity
-    return find_resume_diff(manifest, checkpoint, plan.config, plan.model_args, data, plan.frozen)
+    config, args, frozen = plan.config, plan.model_args, plan.frozen
+    return find_resume_diff(manifest, checkpoint, config, args, data, frozen, plan.own_code)

@@ -22,6 +22,7 @@ from meshwright.preflight import Plan, resume_diff
 def manifest_of(
     plan: Plan,
     sources: Sequence[OpenSource],
+    held_out: Sequence[OpenSource],
     *,
     step: int,
     tokens_seen: int,
@@ -33,6 +34,7 @@ def manifest_of(
     """Return the manifest of a checkpoint.
 
     Args:
+        held_out: sources that it is validated on.
         cursor: where the next step's samples begin, of all ranks.
         bad_steps: `BadStepReporter.state()`.
         best_validation: the step with the lowest validation loss so far, and that loss.
@@ -46,11 +48,13 @@ def manifest_of(
         "data": dataclasses.asdict(cursor),
         "data_identity": plan.data_identity,
         "data_content": {source.entry.name: source.content for source in sources},
+        "validation_content": {source.entry.name: source.content for source in held_out},
         "data_revisions": {source.entry.name: source.revision for source in sources},
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
         "frozen": sorted(plan.frozen),
+        "own_code": plan.own_code,
         "mesh": dataclasses.asdict(plan.dims),
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
         "config": to_json(plan.config),
@@ -64,7 +68,9 @@ VALIDATED_ON = {
 """Keys whose change makes losses of validations incomparable; beside the tokenizer."""
 
 
-def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
+def best_of(
+    saved: Manifest, plan: Plan, held_out: Sequence[OpenSource]
+) -> tuple[int, float] | None:
     """Return the best validation that a checkpoint knows of.
 
     None if there is none, or it was of other data: no loss of this job compares with it.
@@ -80,6 +86,10 @@ def best_of(saved: Manifest, plan: Plan) -> tuple[int, float] | None:
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
+    was = saved.get("validation_content", {})  # {}: it was not validated, or by an older version
+    same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
+    if not differ and not all(same):
+        differ.add("content of the validation data")
     if differ:
         logger.info(
             "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
@@ -101,7 +111,8 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         return Cursor()
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
-        if was != source.content:
+        # a streamed source's, saved by an older version, has fewer facts
+        if was != source.content and not source.content.startswith(f"{was}, "):
             commit = saved.get("data_revisions", {}).get(source.entry.name, "")
             pin = ""
             if commit not in ("", source.revision):
@@ -110,9 +121,10 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
                 "dataset",
                 f"its content is not what it was when the checkpoint was saved: {source.content} "
                 f"now, {was} then",
-                f"{pin}restore the data (of a streamed source "
-                "training.stream_shards and training.shuffle_window too), or use another "
-                "job.dump_folder",
+                f"{pin}restore the data (of a streamed source training.stream_shards, "
+                "training.shuffle_window, code of your own, the chat template, BOS and EOS too), "
+                "use another job.dump_folder, or begin with the first sample "
+                "(checkpoint.exclude_from_loading)",
             )
     cursor = Cursor.from_json(saved["data"])
     allowed = plan.config.training.max_bad_records

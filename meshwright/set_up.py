@@ -62,6 +62,7 @@ class Job:
     trainer: Trainer
     checkpoints: CheckpointManager
     sources: Sequence[OpenSource]
+    held_out: Sequence[OpenSource]
     loader: Loader
     reporter: Reporter
     validate: Validate | None
@@ -113,10 +114,10 @@ def set_up(
     since = time.perf_counter()
     config = plan.config
     plan, found = _resume_or_begin(plan, checkpoints)
-    if plan.resume_step >= config.training.steps:
-        held = plan.checkpoint_folder, plan.resume_step, config.training.steps
-        words = "nothing to do: %s holds step %d of %d. To train further, raise training.steps; "
-        logger.info(words + "to start over, use another job.dump_folder.", *held)
+    if found is not None and resume_diff(plan, found).is_done:
+        if plan.resume_step < config.training.steps:
+            place_in_data(plan, found, sources)  # raises if it is other data, which may go on
+        _say_done(plan)
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     announce(plan, device)
@@ -139,6 +140,7 @@ def set_up(
         trainer,
         checkpoints,
         sources,
+        held_out,
         loader=build_loader(plan, sources, meshes, device, cursor),
         reporter=build_reporter(
             plan,
@@ -147,7 +149,7 @@ def set_up(
             extra_sinks,
             plan.resume_step,
             found["tokens_seen"] if found else 0,
-            best_of(found, plan) if found else None,
+            best_of(found, plan, held_out) if found else None,
         ),
         validate=build_validation(plan, held_out, meshes, device) if held_out else None,
         write_texts=(
@@ -158,6 +160,15 @@ def set_up(
         since=since,
         heart=heart,
     )
+
+
+def _say_done(plan: Plan) -> None:
+    step, steps = plan.resume_step, plan.config.training.steps
+    key, what = "training.steps", f"step {step} of {steps}"
+    if step < steps:
+        key, what = "training.max_epochs", f"step {step}, where the data ends"
+    words = "nothing to do: %s holds %s. To train further, raise %s; to start over, use another "
+    logger.info(words + "job.dump_folder.", plan.checkpoint_folder, what, key)
 
 
 def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:

@@ -223,6 +223,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
         manifest = manifest_of(
             job.plan,
             job.sources,
+            job.held_out,
             step=taken.step,
             tokens_seen=job.reporter.tokens_seen,
             cursor=whole_cursor(taken.data.cursor),
@@ -230,6 +231,8 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
             bad_steps=job.bad_steps.state(),
             best_validation=job.reporter.best_validation,
         )
+        if is_done and taken.step < job.plan.config.training.steps:
+            manifest["data_ended"] = True
         tensors: HasState = job.trainer.tensors
         if is_done and config.last_save_model_only:
             tensors = ModelTensors(job.trainer.model, getattr(torch, config.export_dtype))

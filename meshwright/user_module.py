@@ -32,3 +32,12 @@ def import_user_module(name: str) -> ModuleType:
         del sys.modules[own_name]
         raise
     return module
+
+
+def code_of(name: str) -> str:
+    """Return a hash of the file of `import_user_module(name)`; "" if there is none, or no name.
+
+    Modules that it imports itself are not in it.
+    """
+    file = Path(import_user_module(name).__file__ or "") if name else Path()
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

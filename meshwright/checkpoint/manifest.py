@@ -73,6 +73,12 @@ class Manifest(TypedDict):
     """Commits of datasets of the hub, by source; "" for others."""
     model_only: NotRequired[bool]
     """It holds the weights alone. Absent: all that a resume needs."""
+    data_ended: NotRequired[bool]
+    """There was no data for another step."""
+    validation_content: NotRequired[dict[str, str]]
+    """As `data_content`, of the data that the job is validated on."""
+    own_code: NotRequired[str]
+    """Hash of the module of `experimental.custom_import`; "": there was none."""
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -5,6 +5,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint.exclude import DATALOADER, OPTIMIZER, left_out
 from meshwright.checkpoint.manifest import Manifest
@@ -33,8 +36,10 @@ class ResumeDiff:
     """The weights are of another model."""
     data: list[Difference]
     """The place in the data is one in other data, or in another order."""
+    is_done: bool
+    """There is nothing left to train: no step, or no data."""
     lacks_optimizer: bool
-    """It holds the weights alone, and there are steps left to train."""
+    """It holds the weights alone, and there is something left to train."""
     trained_now: list[str]
     """Parameters that are frozen no longer, and have no optimizer state there."""
     is_reweighted: bool
@@ -43,6 +48,8 @@ class ResumeDiff:
     """The job resumes, but not as it would have continued."""
     harmless: list[Difference]
     """The job resumes as it would have continued, rounding aside."""
+    has_other_code: bool
+    """The user's own module is another than it was."""
 
     def check(self) -> None:
         """Raise unless the job can resume from the checkpoint.
@@ -112,6 +119,10 @@ class ResumeDiff:
             if effect_of(difference.key) is None:
                 what = "a key less"
             logger.warning("%s %s: %s", resuming, what, _change(difference), extra=extra)
+        if self.has_other_code:
+            key, name = "experimental.custom_import", self.config.experimental.custom_import
+            what = "other code than it was saved with, which training may show"
+            logger.warning("%s %s: %s = %r", resuming, what, key, name, extra=extra)
         if self.harmless:
             each = ", ".join(map(_change, self.harmless))
             what = "changes that no result will show, rounding aside"
@@ -129,6 +140,7 @@ def find_resume_diff(
     args: DecoderArgs,
     data_identity: Mapping[str, object],
     frozen: Collection[str],
+    own_code: str,
 ) -> ResumeDiff:
     """Compare a job with the one that saved the checkpoint that `manifest` is of.
 
@@ -136,6 +148,7 @@ def find_resume_diff(
         config: with every -1 filled in, as in the manifest.
         data_identity: everything, apart from the documents, that determines the sample stream.
         frozen: names of parameters.
+        own_code: as the manifest's.
     """
     excluded, defaults = left_out(config.checkpoint, manifest), config_defaults()
     model = [*_model_changes(manifest, config, args)]
@@ -150,29 +163,61 @@ def find_resume_diff(
         (harmless if is_harmless else on_training).append(difference)
     said = {difference.key for difference in on_training}
     of_data = identity if DATALOADER in excluded else weights
+    is_done = config.training.steps <= manifest["step"] or (
+        _data_has_ended(manifest, config) and not identity and DATALOADER not in excluded
+    )
     on_training += [difference for difference in of_data if difference.key not in said]
     return ResumeDiff(
         checkpoint=checkpoint,
         config=config,
         model=model,
         data=[difference for difference in identity if difference not in of_data],
+        is_done=is_done,
         lacks_optimizer=OPTIMIZER not in excluded
         and bool(manifest.get("model_only"))
-        and config.training.steps > manifest["step"],
+        and not is_done,
         trained_now=[] if OPTIMIZER in excluded else trained_now,
         is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
+        has_other_code=bool(own_code and manifest.get("own_code") not in (None, "", own_code)),
     )
+
+
+def _data_has_ended(manifest: Manifest, config: JobConfig) -> bool:
+    """Return whether the data of the saved job ended there, and would end there again."""
+    if not manifest.get("data_ended"):
+        return False
+    saved, training = manifest["config"]["training"], config.training
+    return all(saved[key] == getattr(training, key) for key in ("max_epochs", "global_batch_size"))
 
 
 def _model_changes(manifest: Manifest, config: JobConfig, args: DecoderArgs) -> list[Difference]:
     prefix = "model.args."
     fields = dataclasses.fields(args)
     defaults = {prefix + f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    saved = {prefix + name: value for name, value in manifest["model_args"].items()}
-    here = {prefix + name: value for name, value in dataclasses.asdict(args).items()}
-    found = [*changes(saved, here, defaults)]
+    saved, here = _alike(manifest["model_args"], args)
+    found = [*changes(_prefixed(saved, prefix), _prefixed(here, prefix), defaults)]
     if manifest["model_name"] != config.model.name:
         found.insert(0, Difference("model.name", manifest["model_name"], config.model.name))
     return found
+
+
+def _alike(saved: Mapping[str, Any], args: DecoderArgs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dimensions of both models, a dimension that one of them leaves to follow from
+    others filled in."""
+    there, here = dict(saved), dataclasses.asdict(args)
+    try:
+        filled = TypeAdapter(type(args)).validate_python(saved).resolved
+    except ValidationError:  # of another family, or version
+        return there, here
+    for name in [*here]:
+        if (there.get(name) is None) != (here[name] is None):
+            there[name], here[name] = (
+                dataclasses.asdict(side)[name] for side in (filled, args.resolved)
+            )
+    return there, here
+
+
+def _prefixed(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + name: value for name, value in table.items()}

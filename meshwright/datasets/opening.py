@@ -46,11 +46,14 @@ class StreamedSource:
     """Hash of a little of their content."""
     revision: str = ""
     """Commit of a dataset of the hub."""
+    method: str = ""
+    """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
 
     @property
     def content(self) -> str:
-        """Hash of the facts known without reading it."""
-        return f"{self.num_shards} shards, {self.window} documents a window, {self.outline}"
+        """The facts known without reading all of it."""
+        shards = f"{self.num_shards} shards, {self.window} documents a window"
+        return f"{shards}, {self.outline}, {self.sampled}, {self.method}"
 
 
 OpenSource = CachedSource | StreamedSource
@@ -154,4 +157,5 @@ def _open(
         outline=recipe.outline(),
         sampled=recipe.sampled(),
         revision=recipe.revision(),
+        method=recipe.method(),
     )

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.chat import ChatTemplate
@@ -18,7 +17,7 @@ from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
-from meshwright.user_module import import_user_module
+from meshwright.user_module import code_of, import_user_module
 
 TODAY = datetime(2024, 7, 26)
 """For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
@@ -54,10 +53,9 @@ class TokenizationSpec:
     @property
     def _own_code(self) -> list[str]:
         """Hash of the user's module, if the dataset is from there."""
-        if self.entry.source.dataset not in self._own_datasets:
-            return []
-        file = Path(import_user_module(self.custom_import).__file__ or "")
-        return [hashlib.sha256(file.read_bytes()).hexdigest()] if file.is_file() else []
+        is_own = self.entry.source.dataset in self._own_datasets
+        code = code_of(self.custom_import) if is_own else ""
+        return [code] if code else []
 
     def open(self, streamed: bool) -> Documents | TokenFiles:
         """Return the documents."""
@@ -88,10 +86,18 @@ class TokenizationSpec:
 
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
-        tokenizer = build_tokenizer(self.tokenizer_path)
         files = fingerprint(self.entry, self._spec.files(self.entry))
+        return short_hash([FORMAT, files, *self._method])
+
+    def method(self) -> str:
+        """Hash of the same without the documents."""
+        return short_hash(self._method)
+
+    @property
+    def _method(self) -> list[object]:
+        tokenizer = build_tokenizer(self.tokenizer_path)
         parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
-        return short_hash([FORMAT, files, *parts, *self._own_code])
+        return [*parts, *self._own_code]
 
 
 def tokenizer_parts(

@@ -39,7 +39,7 @@ from meshwright.parallelisms.process_group import barrier, start_process_group
 from meshwright.parallelisms.shared_memory import AllGather, ReduceScatter, Slots, open_slots
 from meshwright.planning import torch_names
 from meshwright.planning.job import plan_job
-from meshwright.planning.rates import Measured, Point, write_rates
+from meshwright.planning.rates import MEASURED_ON, Measured, Point, write_rates
 from meshwright.planning.scope import Scope
 from meshwright.planning.work import SENT, Collective, Operator, Trace
 from meshwright.trainer import Trainer
@@ -282,7 +282,7 @@ def measure(device: torch.device) -> Measured:
     threads = "" if device.type == "cuda" else f", threads of each: {torch.get_num_threads()}"
     cache = default_folder() / "peaks.json"  # where jobs keep theirs
     rates = Measured(
-        source=f"measured on {hardware.device_name(device)}, ranks: {ranks}{threads}, torch "
+        source=f"{MEASURED_ON}{hardware.device_name(device)}, ranks: {ranks}{threads}, torch "
         f"{torch.__version__}, {today}",
         peak={
             name: hardware.peak_of(device, getattr(torch, name), ranks, cache).flops_per_s

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from meshwright.errors import check
 
 GIB = 2**30
+OTHER_FORMS = {"nvl", "pcie"}
+"""Words of drivers' names, as "NVIDIA H100 PCIe": slower than those of the table."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Return its FLOP/s in bfloat16 or float32."""
         return self.flops_per_s / (16 if dtype == "float32" else 1)  # without TF32
+
+    def may_be(self, driver_name: str) -> bool:
+        """Return whether its driver may call it so, as "NVIDIA H100 80GB HBM3": true of a device
+        that is known by its memory alone."""
+        words = {*re.split(r"\W+", driver_name.lower())}
+        is_known = self.flops_per_s > 0
+        return not is_known or (self.name.split()[0].lower() in words and not words & OTHER_FORMS)
 
 
 DEVICES = {

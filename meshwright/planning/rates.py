@@ -18,6 +18,7 @@ from meshwright.errors import check, config_error
 from meshwright.planning.devices import Device
 from meshwright.planning.work import Collective, Operator
 
+MEASURED_ON = "measured on "
 ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
 
@@ -128,6 +129,11 @@ class Measured(Rates):
     collectives: dict[str, Curve]
     """By kind; empty for one rank. "fsdp all_gather" and so on are those of FSDP2, if it has its
     own."""
+
+    @property
+    def device(self) -> str:
+        """Its name, as its driver has it."""
+        return self.source.removeprefix(MEASURED_ON).partition(", ranks: ")[0]
 
     @property
     def overlaps(self) -> bool:
@@ -243,7 +249,8 @@ def read_rates(path: Path, device: Device, world_size: int) -> Measured:
         rates = TypeAdapter(Measured).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise config_error(key, str(path), f"no file of rates ({_reason(error)})", fix) from None
-    check(rates.is_gpu == device.is_gpu, key, str(path), f"was {rates.source}", fix)
+    is_alike = rates.is_gpu == device.is_gpu and device.may_be(rates.device)
+    check(is_alike, key, str(path), f"was {rates.source}", f"{fix} on a {device.name}")
     check(
         rates.is_gpu or rates.ranks == world_size,
         key,

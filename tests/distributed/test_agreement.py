@@ -62,6 +62,8 @@ def difference(folder: Path, case: str) -> str:
     plan = preflight(config, 2)
     if is_other and case == "tokenizer":
         plan = dataclasses.replace(plan, tokenizer=Other())
+    if is_other and case == "own code":
+        plan = dataclasses.replace(plan, own_code="other")
     code = "0" if is_other and case == "code" else agreement._source_hash()
     why_not = "no compiler" if is_other and case == "kernel" else ""
     with (
@@ -89,6 +91,7 @@ CASES = {
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
     "kernel": "compile.cpu_attention: ",
+    "own code": "experimental.custom_import: ",
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit
+from meshwright.checkpoint.manifest import read_manifest
 from tests.helpers.compare_checkpoints import assert_same_tensors
 from tests.helpers.files import flip_bit
 from tests.helpers.jobs import (
@@ -163,6 +164,8 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     again = train_alone(folder, *options, "--training.steps", 6)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "validation/loss" in records(folder)[-1]
+    manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
+    assert manifest.get("validation_content", {}).keys() == {"python_stdlib"}
 
 
 def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path: Path) -> None:
@@ -298,6 +301,7 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     arguments = (
         *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
         *("--training.max_epochs", 1, "--training.steps", 1000),
+        "--checkpoint.last_save_model_only",
     )
     result = train_on_ranks(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -308,8 +312,13 @@ def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:
     assert "the data ends here" in result.stdout
     again = train_alone(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "the data ends here" in again.stdout
+    assert f"holds step {last['step']}, where the data ends" in again.stdout
     assert len(records(tmp_path / "out")) == last["step"]
+    with open(tmp_path / "data" / "0.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    other = train_alone(tmp_path / "out", *arguments, HF_DATASETS_CACHE=tmp_path / "hf_cache")
+    assert other.returncode == 2, other.stdout + other.stderr
+    assert "its content is not what it was when the checkpoint was saved" in other.stderr
 
 
 def test_other_data_than_the_checkpoints_is_refused(tmp_path) -> None:

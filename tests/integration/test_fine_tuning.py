@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.cli.main import run as run_command
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
+from meshwright.user_module import code_of
 from tests.helpers.hf import SMALL, save_transformers, tensors_of
 from tests.helpers.jobs import ROOT, losses, train_alone
 from tests.helpers.tokenizer_files import byte_level_json
@@ -75,6 +77,8 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert f"first weights from {model}" in done.stdout
     assert losses(dump).keys() == {1, 2}
     assert len((dump / "losses.csv").read_text().split()) == 2  # the user's sink
+    own_code = read_manifest(dump / "checkpoint" / "step-1").get("own_code")
+    assert own_code == code_of(str(tmp_path / "mine.py"))
 
     whole, last = (read_saved_tensors(dump / "checkpoint" / f"step-{step}") for step in (1, 2))
     assert any(name.startswith("optimizer.") for name in whole)

@@ -17,6 +17,7 @@ from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.preflight import preflight, resume_diff
 from meshwright.saved_job import place_in_data
+from meshwright.user_module import code_of
 from tests.helpers.checkpoints import BARE
 
 STEP = 5
@@ -163,6 +164,55 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
         'set checkpoint.exclude_from_loading = ["dataloader", "optimizer"], to begin with the '
         "first sample and a fresh optimizer"
     )
+
+
+def test_the_same_width_of_heads_may_be_given_or_follow(resume) -> None:
+    """A head of the debug model has 256 / 8."""
+    given = ("--model.args.head_dim", "32")
+    assert resume(*given).model == resume().model == []
+    assert resume("--model.args.n_heads", "8").model == []
+    error = error_of(resume, "--model.args.head_dim", "64")
+    assert error.startswith("model.args.head_dim = 64: checkpoint ")
+    assert "was saved with 32\n" in error
+
+
+def test_the_same_width_of_heads_may_be_left_out(resume) -> None:
+    given = ("--model.args.head_dim", "32")
+    assert resume(saved_with=given).model == []
+    error = error_of(resume, "--model.args.n_heads", "4")
+    assert "model.args.n_heads = 4: " in error
+    assert "  model.args.head_dim = 64: it was saved with 32\n" in error
+
+
+def test_other_code_of_the_users_is_warned_of(resume, tmp_path, caplog) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text("SINKS = {}")
+    own = ("--experimental.custom_import", str(module))
+    saved = {"saved_with": own, "own_code": code_of(str(module))}
+    assert said(resume(*own, **saved), caplog) == []
+    module.write_text("SINKS = {} ")
+    assert said(resume(*own), caplog) == [
+        (
+            logging.WARNING,
+            "resuming step-5 with other code than it was saved with, which training may show: "
+            f"experimental.custom_import = {str(module)!r}",
+        )
+    ]
+
+
+def test_a_job_whose_data_has_ended_is_done(resume) -> None:
+    """With the same data and batch: others end elsewhere, for which the weights alone are not
+    enough."""
+    ended = {"model_only": True, "data_ended": True, "saved_with": parts("weight=1", "weight=3")}
+    once = ("--training.max_epochs", "1")
+    ended["saved_with"] += once
+    assert resume(*parts("weight=1", "weight=3"), *once, **ended).is_done
+    for words in (
+        (*parts("weight=1", "weight=3"), "--training.max_epochs", "2"),
+        (*parts("weight=1", "weight=3"), *once, "--training.global_batch_size", "4"),
+        (*parts("weight=1", "weight=2"), *once),
+    ):
+        assert "holds the weights alone" in error_of(resume, *words)
 
 
 def parts(*of_each: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.planning.command import _rates
-from meshwright.planning.devices import find_device
+from meshwright.planning.devices import DEVICES, find_device
 from meshwright.planning.ledger import Record
 from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
 from meshwright.planning.report import _range
@@ -26,6 +26,8 @@ RATES = Measured(
     operators={"mm bfloat16": [(3e6, 1e9, 1e-3), (3e7, 1e11, 1e-1)], "add ": [(8.0, 0.0, 1e-5)]},
     collectives={"all_gather": [(1e3, 1e-4), (1e6, 1e-2)]},
 )
+
+H100 = "measured on NVIDIA H100 80GB HBM3, ranks: 2, torch 2.13.0, 2026-11-01"
 
 
 def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Operator:
@@ -131,9 +133,33 @@ def test_figures_that_no_device_has_are_refused(tmp_path, part, place) -> None:
         read_rates(path, find_device("cpu"), 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GH200 480GB", ""),
+        ("NVIDIA H100 PCIe", ""),
+    ],
+)
+def test_rates_of_a_gpu_are_for_jobs_on_that_one(tmp_path, name, device) -> None:
+    path, source = tmp_path / "rates.json", f"measured on {name}, ranks: 2, torch 2.13.0"
+    write_rates(replace(RATES, source=source, is_gpu=True), path)
+    assert read_rates(path, find_device("80"), 2).device == name
+    for other in DEVICES:
+        if other == device:
+            read_rates(path, find_device(other), 2)
+            continue
+        with pytest.raises(ConfigError, match=f"was measured on {name}, ranks: 2"):
+            read_rates(path, find_device(other), 2)
+
+
 def test_rates_of_one_gpu_know_no_collectives(tmp_path) -> None:
     path = tmp_path / "rates.json"
-    write_rates(replace(RATES, is_gpu=True, ranks=1, collectives={}), path)
+    write_rates(replace(RATES, source=H100, is_gpu=True, ranks=1, collectives={}), path)
     assert read_rates(path, find_device("h100"), 1).collectives == {}
     with pytest.raises(ConfigError, match="no times of collectives, and the job has 8 ranks"):
         read_rates(path, find_device("h100"), 8)
@@ -141,7 +167,7 @@ def test_rates_of_one_gpu_know_no_collectives(tmp_path) -> None:
 
 def test_more_ranks_than_a_node_need_a_known_network(tmp_path) -> None:
     path = tmp_path / "rates.json"
-    write_rates(replace(RATES, is_gpu=True), path)
+    write_rates(replace(RATES, source=H100, is_gpu=True), path)
     assert _rates(find_device("80"), path, 8)[0].network == 0
     assert _rates(find_device("h100"), path, 16)[0].network == 25e9
     with pytest.raises(ConfigError, match="--device = .* its network is not known"):

@@ -1,14 +1,23 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import Checkpoint, Source
 from meshwright.config.loader import load_config
+from meshwright.datasets import DATASETS
 from meshwright.datasets.entry import Entry
+from meshwright.datasets.opening import StreamedSource, open_training_data
+from meshwright.datasets.sample_stream import Cursor
 from meshwright.errors import ConfigError
-from meshwright.preflight import preflight
-from meshwright.saved_job import best_of, place_in_data
+from meshwright.preflight import Plan, preflight
+from meshwright.saved_job import best_of, manifest_of, place_in_data
+from meshwright.user_module import code_of, import_user_module
+from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
 FORGOTTEN = (
@@ -36,6 +45,111 @@ def test_a_dataset_that_has_changed_names_the_commit_to_pin() -> None:
     assert "fix: restore" in error_of()  # saved by a version that noted none
 
 
+BYTES = ("--model.tokenizer_path", "bytes")
+
+
+def opened(*words: str) -> StreamedSource:
+    base = ["--training.dataset_mode", "streamed", "--training.seq_len", "8"]
+    (source,) = open_training_data(load_config([*base, *words])[0])
+    return source
+
+
+def place_of(source: StreamedSource, content: str) -> Cursor:
+    """Where a job resumes that was saved with `content`."""
+    plan = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=Checkpoint(), training=SimpleNamespace(max_bad_records=0))
+    )
+    data = {"sample": 3, "counts": [3], "places": {}}
+    saved = {"data_content": {source.entry.name: content}, "config": {}, "data": data}
+    with pytest.MonkeyPatch.context() as patch:
+        same = SimpleNamespace(is_reweighted=False)
+        patch.setattr("meshwright.saved_job.resume_diff", lambda plan, saved: same)
+        return place_in_data(plan, saved, [source])
+
+
+def check_is_noticed(source: StreamedSource, before: str) -> None:
+    with pytest.raises(ConfigError, match="its content is not what it was"):
+        place_of(source, before)
+
+
+def noted(
+    plan: Plan, held_out: Sequence[StreamedSource] = (), best: tuple[int, float] | None = None
+) -> dict[str, Any]:
+    """A manifest."""
+    return manifest_of(
+        plan,
+        [],
+        held_out,
+        step=1,
+        tokens_seen=0,
+        cursor=Cursor(),
+        loss=1.0,
+        bad_steps={},
+        best_validation=best,
+    )
+
+
+def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
+    module = tmp_path / "own.py"
+    module.write_text("SINKS = {}")
+    own = ("--experimental.custom_import", str(module))
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own])[0], 1)
+    before = code_of(str(module))
+    module.write_text("raise RuntimeError")
+    assert noted(plan)["own_code"] == before
+
+
+def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
+    (folder / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    return ("--training.dataset", "json", "--training.dataset_path", str(folder / "data.jsonl"))
+
+
+OWN = """
+from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.sources import DatasetSpec
+
+DATASETS = {{"own": DatasetSpec(lambda *_: IndexedDocuments(1, lambda _: {text!r}), lambda _: [])}}
+"""
+
+
+def test_a_stream_of_own_code_that_has_changed_is_other_data(tmp_path, monkeypatch) -> None:
+    module = tmp_path / "own.py"
+    module.write_text(OWN.format(text="before"))
+    monkeypatch.setitem(DATASETS, "own", import_user_module(str(module)).DATASETS["own"])
+    words = (*BYTES, "--training.dataset", "own")
+    words += ("--experimental.custom_import", str(module))
+    source = opened(*words)
+    assert place_of(source, source.content).sample == 3
+    module.write_text(OWN.format(text="after"))
+    check_is_noticed(opened(*words), source.content)
+
+
+def test_a_stream_with_another_chat_template_or_eos_is_other_data(tmp_path: Path) -> None:
+    tokenizer = byte_level_json(tmp_path / "tokenizer.json", ["<bos>", "<eos>", "<end>"])
+    beside = tmp_path / "tokenizer_config.json"
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}"}
+    words = ("--model.tokenizer_path", str(tokenizer), *lines(tmp_path))
+    beside.write_text(json.dumps(names))
+    source = opened(*words)
+    assert place_of(opened(*words), source.content).sample == 3
+    for change in ({"eos_token": "<end>"}, {"chat_template": "{{ messages[0] }}"}):
+        beside.write_text(json.dumps(names | change))
+        check_is_noticed(opened(*words), source.content)
+
+
+def test_a_stream_of_other_text_of_the_same_size_is_other_data(tmp_path: Path) -> None:
+    before = opened(*BYTES, *lines(tmp_path)).content
+    check_is_noticed(opened(*BYTES, *lines(tmp_path, "a dokument")), before)
+
+
+def test_a_stream_saved_by_a_version_that_noted_less_resumes(tmp_path: Path) -> None:
+    source = opened(*BYTES, *lines(tmp_path))
+    older = ", ".join(source.content.split(", ")[:3])
+    assert older.startswith("1 shards, 256 documents a window, ")
+    assert place_of(source, older).sample == 3
+    check_is_noticed(source, older[:-1])
+
+
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
@@ -61,9 +175,24 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
         "config": to_json(saved.config),
         "data_identity": saved.data_identity,
     }
-    assert best_of(manifest, saved) == (20, 3.5)
-    assert best_of(manifest, here) == (None if keys else (20, 3.5))
+    assert best_of(manifest, saved, []) == (20, 3.5)
+    assert best_of(manifest, here, []) == (None if keys else (20, 3.5))
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [FORGOTTEN + keys] * bool(keys)
     manifest["data_identity"] = saved.data_identity | {"model.tokenizer_path": "another's"}
-    assert best_of(manifest, saved) is None
+    assert best_of(manifest, saved, []) is None
+
+
+def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2"])[0], 1)
+    before, after = (opened(*BYTES, *lines(tmp_path, text)) for text in ("one text", "another"))
+    saved = noted(plan, [before], best=(20, 3.5))
+    assert best_of(saved, plan, [before]) == (20, 3.5)
+    assert best_of(saved, plan, [after]) is None
+    assert [r.getMessage() for r in caplog.records] == [
+        FORGOTTEN + "content of the validation data"
+    ]
+    assert best_of(saved, plan, []) == (20, 3.5)  # it is not validated now
+    del saved["validation_content"]  # of an older version
+    assert best_of(saved, plan, [after]) == (20, 3.5)
