@@ -63,21 +63,23 @@ LARGER = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A model of two layers, and the size of its microbatch."""
+    """A model of two layers, and the size of its microbatches."""
 
     dim: int
     n_heads: int
     vocab_size: int
     seq_len: int
     sequences: int
+    microbatches: int = 1
+    """Above 1, gradients are added up."""
 
 
 JOBS = (
     Job(128, 2, 2048, 128, 4),
-    Job(256, 4, 4096, 256, 8),
+    Job(256, 4, 4096, 256, 8, microbatches=2),
     Job(384, 6, 2048, 512, 4),
     Job(512, 4, 8192, 256, 12),
-    Job(512, 8, 2048, 1024, 2),
+    Job(512, 8, 2048, 1024, 2, microbatches=2),
     Job(768, 12, 16384, 512, 4),
     Job(1024, 8, 2048, 2048, 1),
 )
@@ -143,7 +145,7 @@ class Runner:
         detector = BadStepDetector(device, plan.config.bad_steps)
         shape = (plan.config.training.local_batch_size, self._job.seq_len)
         tokens = torch.randint(self._job.vocab_size, shape)
-        batches = [Batch(tokens, tokens.roll(-1, 1), None).send(device)]
+        batches = [Batch(tokens, tokens.roll(-1, 1), None).send(device)] * self._job.microbatches
 
         def step(number: int) -> None:
             trainer.step(number, batches, detector)
@@ -197,7 +199,7 @@ def _words(job: Job, dtype: str, device: torch.device) -> list[str]:
         "model.args.vocab_size": job.vocab_size,
         "training.seq_len": job.seq_len,
         "training.local_batch_size": size,
-        "training.global_batch_size": size * ranks,
+        "training.global_batch_size": size * ranks * job.microbatches,
         "training.mixed_precision_param": dtype,
         "parallelism.data_parallel_shard_degree": ranks,
     }

@@ -85,7 +85,7 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
 
 def _calibrate() -> Measured:
     """Rates of two ranks by one small job."""
-    jobs = (calibration.Job(64, 4, 512, 32, 1),)
+    jobs = (calibration.Job(64, 4, 512, 32, 1, microbatches=2),)
     with mock.patch.multiple(calibration, JOBS=jobs, ROUNDS=1, SIZES=(1 << 12, 1 << 16)):
         return calibration.measure(torch.device("cpu"))
 
@@ -97,6 +97,8 @@ def test_a_calibration_measures_every_operator_and_collective_of_a_plan(figures,
     assert {row["kind"] for row in planned["traffic"]} <= set(rates.collectives)
     assert all(seconds > 0 for points in rates.operators.values() for *_, seconds in points)
     assert {"fsdp all_gather", "fsdp reduce_scatter"} <= set(rates.collectives)
+    whole = 4 * 512 * 64  # bytes of a gradient, which are added up
+    assert max(size for size, *_ in rates.operators["add_ float32"]) >= 2 * whole
     assert rates.ranks == 2
     curves = rates.collectives.values()
     assert rates.link == max(sent / seconds for points in curves for sent, seconds in points) > 0

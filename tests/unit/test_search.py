@@ -49,7 +49,8 @@ def _plans() -> dict[Choice, Plan]:
 
 @cache
 def _config() -> JobConfig:
-    return load_config([DEBUG, "--training.seq_len=256", "--training.global_batch_size=64"])[0]
+    batch = ["--training.seq_len=256", "--training.global_batch_size=64"]
+    return load_config([DEBUG, *batch, "--training.mixed_precision_param=bfloat16"])[0]
 
 
 def _parts(shape: Shape, gib: float) -> Parts:
