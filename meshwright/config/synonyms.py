@@ -168,13 +168,13 @@ SYNONYMS: dict[str, dict[str, str]] = {
     "": {name: key for key, names in _WORDS.items() for name in names.split()},
     "validation": {
         "steps": "validation.num_samples (sequences of each dataset) or training.steps",
-        "interval": "validation.freq",
+        "interval": "validation.freq or checkpoint.interval",
         "batch_size": "training.local_batch_size (validation has the same)",
         "local_batch_size": "training.local_batch_size (validation has the same)",
         "seq_len": "training.seq_len (validation has the same)",
     },
     "checkpoint": {
-        "freq": "checkpoint.interval",
+        "freq": "checkpoint.interval or validation.freq",
         "steps": "checkpoint.interval or training.steps",
         "path": "checkpoint.folder (inside job.dump_folder) or checkpoint.initial_load_path",
         "dir": "checkpoint.folder (inside job.dump_folder)",
