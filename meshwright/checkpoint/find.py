@@ -40,8 +40,7 @@ def find_candidates(place: Place) -> list[Place]:
         return []
     folders = [path] if commit.saved_steps(path) else []
     folders = folders or [inner for inner in sorted(path.iterdir()) if commit.saved_steps(inner)]
-    if len(folders) > 1:  # {dump_folder}/hf has models of other formats
-        folders = [inner for inner in folders if has_manifest(inner)] or folders
+    folders = with_manifests(folders)
     if not folders:
         return []
     names = ", ".join(str(folder) for folder in folders)
@@ -50,9 +49,10 @@ def find_candidates(place: Place) -> list[Place]:
     return [Place(place.key, commit.step_folder(folders[0], step)) for step in steps]
 
 
-def has_manifest(folder: Path) -> bool:
-    """Return whether a step's folder in `folder` has a manifest."""
-    return any((inner / MANIFEST).is_file() for inner in folder.iterdir())
+def with_manifests(folders: list[Path]) -> list[Path]:
+    """Return the folders in which a step has a manifest, or all if none has: {dump_folder}/hf holds
+    models of another format."""
+    return [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
 
 
 def no_checkpoint(place: Place) -> ConfigError:

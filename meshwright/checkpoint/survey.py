@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.find import has_manifest, no_checkpoint
+from meshwright.checkpoint.find import no_checkpoint, with_manifests
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError
@@ -43,8 +43,7 @@ def find_entries(place: Place) -> list[Path]:
     if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
         return [path]
     folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
-    if len(folders) > 1:  # {dump_folder}/hf has models of other formats
-        folders = [inner for inner in folders if has_manifest(inner)] or folders
+    folders = with_manifests(folders)
     names = ", ".join(map(str, folders))
     if not folders:
         raise no_checkpoint(place)

@@ -38,7 +38,7 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
         reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
     elif not ranks.gpus and dtype == "bfloat16" and not multiplies_bf16():
         reason = (
-            "this CPU has no instructions for it, and multiplies tens of times faster in float32"
+            "this CPU has no instructions for it, and multiplies up to 40 times faster in float32"
         )
         faster = "float32"
     else:

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.build import build_model
+from meshwright.config.loader import load_config
 from meshwright.parallelisms import process_group
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.preflight import preflight
 
 WHOLE = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
 
@@ -52,6 +55,19 @@ def test_no_group_is_made_twice(dims, num_groups, monkeypatch) -> None:
     _, made = meshes_of_rank(0, dims, monkeypatch)
     assert len(made) == num_groups
     assert len({tuple(ranks) for ranks in made}) == num_groups
+
+
+@pytest.mark.usefixtures("_no_group")
+def test_a_pipelines_first_call_is_of_all_its_ranks(monkeypatch) -> None:
+    """NCCL makes a group's communicator in it."""
+    words = ["--job.config_file", "tests/integration/tiny.toml", "--model.args.n_layers", "2"]
+    words += ["--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "8"]
+    plan = preflight(load_config(words)[0], 2)
+    meshes, _ = meshes_of_rank(1, plan.dims, monkeypatch)
+    groups = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, group: groups.append(group))
+    build_model(plan, meshes, torch.device("cpu"))
+    assert groups == [meshes.pp.get_group()]
 
 
 @pytest.mark.usefixtures("_no_group")
