@@ -116,6 +116,5 @@ def explain_sections(names: Sequence[str]) -> str:
     advice = [suggest_section(name, []) for name in names]
     if len(names) < 2 or any("did you mean" in text for text in advice):
         return ""
-    return f"has no section of ours, only {', '.join(names)}\n  fix: {advice[0]}".replace(
-        "leave it out; ", ""
-    )
+    sections = advice[0].removeprefix("leave it out; ")
+    return f"has no section of ours, only {', '.join(names)}\n  fix: {sections}"
