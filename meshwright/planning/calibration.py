@@ -39,7 +39,7 @@ from meshwright.parallelisms.process_group import barrier, start_process_group
 from meshwright.parallelisms.shared_memory import AllGather, ReduceScatter, Slots, open_slots
 from meshwright.planning import torch_names
 from meshwright.planning.job import plan_job
-from meshwright.planning.rates import MEASURED_ON, Measured, Point, write_rates
+from meshwright.planning.rates import Measured, Point, write_rates
 from meshwright.planning.scope import Scope
 from meshwright.planning.work import SENT, Collective, Operator, Trace
 from meshwright.trainer import Trainer
@@ -283,12 +283,13 @@ def measure(device: torch.device) -> Measured:
     ranks, today = dist.get_world_size(), datetime.date.today().isoformat()
     threads = "" if device.type == "cuda" else f", threads of each: {torch.get_num_threads()}"
     cache = default_folder() / "peaks.json"  # where jobs keep theirs
+    name = hardware.device_name(device)
     rates = Measured(
-        source=f"{MEASURED_ON}{hardware.device_name(device)}, ranks: {ranks}{threads}, torch "
-        f"{torch.__version__}, {today}",
+        source=f"measured on {name}, ranks: {ranks}{threads}, torch {torch.__version__}, {today}",
+        device=name,
         peak={
-            name: hardware.peak_of(device, getattr(torch, name), ranks, cache).flops_per_s
-            for name in DTYPES
+            dtype: hardware.peak_of(device, getattr(torch, dtype), ranks, cache).flops_per_s
+            for dtype in DTYPES
         },
         link=0.0,
         network=0.0,

@@ -18,7 +18,6 @@ from meshwright.errors import check, config_error
 from meshwright.planning.devices import Device
 from meshwright.planning.work import Collective, Operator
 
-MEASURED_ON = "measured on "
 ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
 
@@ -119,6 +118,8 @@ Curve = Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
 class Measured(Rates):
     """Times of operators that ran on the device, by kind and size."""
 
+    device: str
+    """Its name, as its driver has it."""
     is_gpu: bool
     ranks: Annotated[int, Field(gt=0)]
     """That measured at the same time, on one machine."""
@@ -129,11 +130,6 @@ class Measured(Rates):
     collectives: dict[str, Curve]
     """By kind; empty for one rank. "fsdp all_gather" and so on are those of FSDP2, if it has its
     own."""
-
-    @property
-    def device(self) -> str:
-        """Its name, as its driver has it."""
-        return self.source.removeprefix(MEASURED_ON).partition(", ranks: ")[0]
 
     @property
     def overlaps(self) -> bool:

@@ -34,7 +34,8 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     points = {"mm bfloat16": [(1e6, 1e9, 1e-3)], "add bfloat16": [(1e6, 0.0, 1e-4)]}
     source, peak = "measured on a test", {"bfloat16": 1e12, "float32": 1e12}
     curves = {"all_gather": [(1e6, 1e-3)]}
-    write_rates(Measured(source, peak, 1e9, 1e9, True, 2, 1e-6, points, curves), rates)
+    measured = Measured(source, peak, 1e9, 1e9, "a test", True, 2, 1e-6, points, curves)
+    write_rates(measured, rates)
     words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
     words += ["--rates", str(rates)]
     command = [sys.executable, "-m", "meshwright.cli.main", "plan", str(DEBUG), *words, *SMALL]
