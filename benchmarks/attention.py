@@ -1,9 +1,10 @@
-"""Causal attention in bf16 on this CPU: torch's, and with the backward of cpu_attention.cpp.
+"""Causal attention on this CPU: torch's, and cpu_attention.cpp.
 
-Forward and backward of one layer: medians, in turns; and errors of gradients against fp64,
-relative to their size.
+Forward and backward of one layer: medians, in turns; and errors of the output and of the gradients
+against fp64, relative to their size.
 
     python benchmarks/attention.py
+    python benchmarks/attention.py --dtype float32
     python benchmarks/attention.py --sizes 1x8192 --heads 32 --kv-heads 8 --head-dim 128
 """
 
@@ -29,6 +30,14 @@ def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return cpu_attention.causal_attention(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
+def results(
+    way: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], grad: Tensor
+) -> list[Tensor]:
+    """Return the output and the gradients."""
+    out = way(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
 def timed(
     way: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], grad: Tensor
 ) -> tuple[float, float]:
@@ -47,33 +56,35 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=sizes, help="sequences x tokens")
     for flag, default in (("heads", 8), ("kv-heads", 4), ("head-dim", 64), ("repeats", 12)):
         parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
     start = time.perf_counter()
-    if reason := cpu_attention.why_not(args.head_dim):
+    if reason := cpu_attention.why_not(args.head_dim, dtype):
         raise SystemExit(f"no kernel: {reason}")
     print(f"kernel loaded, or compiled if it was not yet: {time.perf_counter() - start:.1f} s")
     torch.manual_seed(0)
     for size in args.sizes:
         batch, length = map(int, size.split("x"))
         q, k, v, grad = (
-            torch.randn(batch, length, heads, args.head_dim).bfloat16().transpose(1, 2)
+            torch.randn(batch, length, heads, args.head_dim).to(dtype).transpose(1, 2)
             for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
         )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         exact = [x.detach().double().requires_grad_() for x in leaves]
-        want = torch.autograd.grad(torchs(*exact), exact, grad.double()) if length < 4096 else ()
+        want = results(torchs, exact, grad.double()) if length < 4096 else []
         taken: dict[str, list[tuple[float, float]]] = {"torch": [], "own": []}
         for _ in range(args.repeats):
             for name, way in (("torch", torchs), ("own", own)):
                 taken[name].append(timed(way, leaves, grad))
         for name, way in (("torch", torchs), ("own", own)):
             forward, backward = (median(column) for column in zip(*taken[name], strict=True))
-            got = torch.autograd.grad(way(*leaves), leaves, grad)
+            got = results(way, leaves, grad)
             errors = [
                 f"{float((a.double() - b).norm() / b.norm()):.1e}"
                 for a, b in zip(got, want, strict=False)
             ]
-            words = f", errors of q, k, v: {' '.join(errors)}" if errors else ""
+            words = f", errors of output, q, k, v: {' '.join(errors)}" if errors else ""
             print(f"{size:7} {name:6} forward {forward:6.1f} backward {backward:6.1f} ms{words}")
 
 

@@ -12,6 +12,7 @@ Megatron-LM, Lightning, DeepSpeed, axolotl, torchtitan, litgpt), not a copy of o
 import argparse
 import itertools
 import json
+import os
 import random
 import re
 import string
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from meshwright.config.fields import all_keys
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
+from meshwright.log import COLUMNS
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "assets" / "tokenizers" / "python_2k.model"
@@ -304,6 +306,8 @@ def not_toml(draw: random.Random) -> Mutation | None:
         bare = value.strip('"')
         ways = [(f"{key} = {bare}", f'quote it: "{bare}"'), (f'{key} = "{bare}', "close the quote")]
         wrong, helps = draw.choice(ways)
+        if wrong == f"{key} = {bare}" and bare.isdecimal():
+            return None  # a number, and so TOML
     elif value.isdecimal() and value.endswith("000"):
         wrong, helps = f"{key} = {value[:-3]}k", f"write {value}"
     else:
@@ -454,9 +458,14 @@ def message_of(path: Path) -> str:
 
 
 def message_of_process(path: Path) -> str:
-    """What `meshwright check` prints."""
+    """What `meshwright check` prints, in lines that are not wrapped."""
     command = [sys.executable, "-P", "-m", "meshwright.cli.main", "check", str(path)]
-    result = subprocess.run([*command, "--ngpu", str(RANKS)], capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, "--ngpu", str(RANKS)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, COLUMNS: "10000"},
+    )
     return result.stdout + result.stderr
 
 

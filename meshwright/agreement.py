@@ -111,12 +111,13 @@ def _source_hash() -> str:
 
 
 def _attention(plan: Plan, device_type: str) -> dict[str, str]:
-    """Tell which backward of attention "auto" takes here; it compiles it, if need be."""
+    """Tell which kernel of attention "auto" takes here; it compiles it, if need be."""
     config = plan.config
     if device_type != "cpu" or not wants_cpu_attention(
         config.compile, config.training, config.parallelism
     ):
         return {}
-    reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim, dtype)
     chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}

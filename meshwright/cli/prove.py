@@ -1,6 +1,7 @@
 """`meshwright prove`: show that a config trains the same model on every mesh."""
 
 import sys
+import textwrap
 from argparse import Namespace
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def run(given: Namespace) -> None:
         cases = distinct([*cases, *every_mesh(small, args)])
     folder = given.output or Path(config.job.dump_folder) / "proof"
 
-    print(f"{report.EXPLANATION}\n")
+    print(textwrap.fill(report.EXPLANATION, 100))
+    print("Shown here are the main columns; the page has all of them.\n")
     print(report.line(report.COLUMNS))
     rows: list[Row] = []
     for row in prove(small, cases):

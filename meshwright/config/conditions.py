@@ -26,11 +26,7 @@ def num_decay_steps(c: JobConfig) -> int:
 
 def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
     """Return whether attention is one that the kernel of `compile.cpu_attention` computes."""
-    return (
-        training.mixed_precision_param == "bfloat16"
-        and not training.mask_documents
-        and parallelism.context_parallel_degree == 1
-    )
+    return not training.mask_documents and parallelism.context_parallel_degree == 1
 
 
 def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
@@ -146,7 +142,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
         "compile.cpu_attention",
         lambda c: not suits_cpu_attention(c.training, c.parallelism),
-        "it is for bfloat16 without mask_documents and context parallelism",
+        "it is for attention without mask_documents and context parallelism",
     ),
     (
         "profiling.profile_freq",

@@ -461,6 +461,7 @@ SAVED_OPS = [
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
+    "meshwright.cpu_attention",
     "meshwright.ring_attention",
     "higher_order.flex_attention",
     "higher_order.inductor_compiled_code",
@@ -501,9 +502,9 @@ class Compile(Section):
     """Backend of torch.compile; all but inductor are for finding faults."""
 
     cpu_attention: Literal["auto", "torch"] = "auto"
-    """Backward of causal attention on CPUs. auto: our kernel in C++ for bfloat16 without masks, if
-    the CPUs have AMX and there is a compiler, which every rank has to agree on; otherwise torch's.
-    torch: torch's."""
+    """Causal attention on CPUs. auto: our kernel in C++, if attention has no masks, there is a
+    compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2), which every rank has to
+    agree on; otherwise torch's. torch: torch's."""
 
 
 def _no_write_process(mode: object) -> object:

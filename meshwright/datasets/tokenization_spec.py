@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from meshwright.datasets import find_dataset
-from meshwright.datasets.conversations.chat import ChatTemplate
-from meshwright.datasets.conversations.template import find_template
+from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.documents import Documents
-from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.source_files import fingerprint, revision, sampled
 from meshwright.datasets.sources import DatasetSpec
@@ -65,7 +64,10 @@ class TokenizationSpec:
         """Return the encoder of its documents."""
         tokenizer = build_tokenizer(self.tokenizer_path)
 
-        def open_template() -> ChatTemplate:
+        def open_template() -> Conversation:
+            # not at import: it needs jinja2, and few jobs have conversations
+            from meshwright.datasets.conversations.chat import ChatTemplate
+
             template = find_template(self.tokenizer_path, self.chat_template_path)
             return ChatTemplate(tokenizer, template, now=TODAY)
 

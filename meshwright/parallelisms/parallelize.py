@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+import torch
+
 from meshwright.config.conditions import needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.job_config import (
     ActivationCheckpoint,
@@ -43,8 +45,8 @@ def parallelize(
        the model's table.
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
-    4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, too,
-       the backward of attention.
+    4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
+       kernel of attention, too.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
@@ -71,7 +73,7 @@ def parallelize(
     if compilation.enable:
         is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
-            applied.append(_use_cpu_kernel(model))
+            applied.append(_use_cpu_kernel(model, training.mixed_precision_param))
         has_meshes = meshes.tp.size() > 1
         casts = float8_options.enable and float8_options.recipe_name == "rowwise"
         applied.append(
@@ -86,15 +88,15 @@ def parallelize(
     return applied
 
 
-def _use_cpu_kernel(model: Decoder) -> str:
-    """Give attention its backward in C++, if this machine has it."""
-    if reason := cpu_attention.why_not(model.table.rope.head_dim):
-        return f"backward of attention: torch's, since {reason}"
+def _use_cpu_kernel(model: Decoder, dtype: str) -> str:
+    """Give attention its kernel in C++, if this machine has it."""
+    if reason := cpu_attention.why_not(model.table.rope.head_dim, getattr(torch, dtype)):
+        return f"attention: torch's, since {reason}"
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         assert isinstance(core, CausalAttention)
         core.has_cpu_kernel = True
-    return f"backward of attention: {cpu_attention.SOURCE.name}"
+    return f"attention: {cpu_attention.SOURCE.name}"
 
 
 def _compile(

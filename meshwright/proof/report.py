@@ -19,6 +19,16 @@ COLUMNS = (
     *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
     *("validation", "resume", "seconds", "verdict"),
 )
+ON_CONSOLE = {
+    "case": 44,
+    "weights": 7,
+    "batches": 7,
+    "loss": 7,
+    "gradient": 8,
+    "resume": 6,
+    "verdict": 7,
+}
+"""Width of each column that fits a console of 100 columns."""
 FP32 = BOUNDS["fp32"]
 EXPLANATION = (
     "Every case trains the same small model as one process does. weights, batches: how many "
@@ -54,9 +64,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def line(texts: Sequence[str]) -> str:
-    """One line of the table on a console."""
-    widths = (48, 5, 7, 7, 8, 8, 8, 32, 8, 10, 6, 7, 7)
-    return "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
+    """Return a row of the table for a console; a long name has a line of its own."""
+    shown = dict(zip(COLUMNS, texts, strict=True))
+    name = shown["case"]
+    if len(name) > ON_CONSOLE["case"]:
+        return f"{name}\n{line(['', *texts[1:]])}"
+    return "  ".join(shown[column].ljust(width) for column, width in ON_CONSOLE.items()).rstrip()
 
 
 def write(folder: Path, small: JobConfig, rows: Sequence[Row]) -> None:

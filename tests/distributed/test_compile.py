@@ -130,10 +130,13 @@ def _with_kernel_and_without(dims: ParallelDims, options: dict) -> list[tuple[in
     return found
 
 
-@pytest.mark.skipif(cpu_attention.why_not(16) != "", reason=cpu_attention.why_not(16))
-def test_attentions_kernel_on_cpus_changes_rounding_of_gradients_alone(on_ranks) -> None:
+REASON = cpu_attention.why_not(16, torch.bfloat16)
+
+
+@pytest.mark.skipif(REASON != "", reason=REASON)
+def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks) -> None:
     for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):
         for own, torchs in on_ranks(2, _with_kernel_and_without, dims, options):
-            assert own[:2] == torchs[:2]
-            assert own[2] != torchs[2]
-            assert own[2] == pytest.approx(torchs[2], rel=2e-3)
+            assert own[0] == torchs[0]
+            assert own[1:] != torchs[1:]
+            assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)

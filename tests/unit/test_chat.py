@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.datasets.conversations.chat import ChatTemplate
-from meshwright.datasets.conversations.template import find_template
+from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.tiktoken_file import special_tokens
 from meshwright.errors import ConfigError

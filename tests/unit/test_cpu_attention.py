@@ -1,4 +1,9 @@
-"""The backward of attention on CPUs with AMX: gradients, bits, layouts, and the way without it."""
+"""Attention's kernel on CPUs: output, gradients, bits, layouts, and the way without it."""
+
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,18 +11,34 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.config.job_config import (
+    SAVED_OPS,
+    ActivationCheckpoint,
+    Compile,
+    Float8,
+    Parallelism,
+    Training,
+)
 from meshwright.models.layers import cpu_attention
 from meshwright.models.layers.attention import CausalAttention
 from meshwright.parallelisms.activation_checkpoint import _keeping
-from meshwright.parallelisms.parallelize import _use_cpu_kernel
+from meshwright.parallelisms.parallelize import _use_cpu_kernel, parallelize
 from tests.helpers.tiny import TINY, plain_model
 
-REASON = cpu_attention.why_not(64)
-has_kernel = pytest.mark.skipif(REASON != "", reason=REASON)
+TYPES = (torch.bfloat16, torch.float32)
+REASONS = {dtype: cpu_attention.why_not(64, dtype) for dtype in TYPES}
+has_kernel = pytest.mark.skipif(REASONS[torch.bfloat16] != "", reason=REASONS[torch.bfloat16])
+in_both_types = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=pytest.mark.skipif(r != "", reason=r)) for d, r in REASONS.items()],
+)
 SOURCE = "cpu_attention.cpp"
-FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks/attention.py"
+FORWARD = "meshwright.cpu_attention.default"
 
 
 def heads(batch: int, num: int, length: int, width: int) -> Tensor:
@@ -47,9 +68,15 @@ def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def gradients(attend, tensors: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return results(attend, tensors, dtype)[1:]
+
+
+def results(attend, tensors: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """The output, and the gradients of q, k and v."""
     *qkv, grad = tensors
     leaves = [x.detach().to(dtype).requires_grad_() for x in qkv]
-    return list(torch.autograd.grad(attend(*leaves), leaves, grad.to(dtype)))
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -64,17 +91,66 @@ SHAPES = {  # B, N, K, S, H
 }
 
 
-@has_kernel
+WORSE = {torch.bfloat16: 1.05, torch.float32: 1.5}
+"""Than torch's errors; in fp32 both are some units in the last place."""
+
+
+@in_both_types
 @pytest.mark.parametrize("shape", SHAPES)
-def test_errors_against_fp64_are_no_larger_than_sdpas(shape) -> None:
+def test_errors_against_fp64_are_no_larger_than_sdpas(shape, dtype) -> None:
     tensors = inputs(*SHAPES[shape])
-    want = gradients(sdpa, tensors, torch.float64)
+    want = results(sdpa, tensors, torch.float64)
     for mine, theirs, exact in zip(
-        gradients(own, tensors), gradients(sdpa, tensors), want, strict=True
+        results(own, tensors, dtype), results(sdpa, tensors, dtype), want, strict=True
     ):
-        assert error(mine, exact) <= 1.05 * error(theirs, exact)
-        assert error(mine, exact) < 2**-7 * exact.norm()
+        assert error(mine, exact) <= WORSE[dtype] * error(theirs, exact)
+        assert error(mine, exact) < torch.finfo(dtype).eps * exact.norm() * 8
         assert mine.shape == exact.shape
+        assert mine.dtype == dtype
+
+
+@in_both_types
+def test_scores_of_any_size(dtype) -> None:
+    """A row's largest score changes from block to block, by more than exponentials can hold."""
+    q, k, v, grad = inputs(length=300)
+    tensors = [q * 30, k * torch.linspace(1, 30, 300).bfloat16()[:, None], v, grad]
+    want = results(sdpa, tensors, torch.float64)
+    for mine, theirs, exact in zip(
+        results(own, tensors, dtype), results(sdpa, tensors, dtype), want, strict=True
+    ):
+        assert mine.isfinite().all()
+        assert error(mine, exact) <= 2 * error(theirs, exact)
+
+
+@in_both_types
+def test_the_logarithm_of_sums_is_that_of_torch(dtype) -> None:
+    q, k, v, _ = (x.to(dtype) for x in inputs())
+    _, got = cpu_attention.cpu_attention(q, k, v, 0.2)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.2
+    seen = torch.ones(140, 140, dtype=torch.bool).tril()
+    want = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(REASONS[torch.float32] != "", reason=REASONS[torch.float32])
+def test_compiled_for_avx2_it_computes_the_same(monkeypatch) -> None:
+    """Vectors of half the length, in half as many registers."""
+    tensors = inputs()
+    want = results(own, tensors, torch.float32)
+    capable = {**torch.cpu.get_capabilities(), "avx512_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capable)
+    # inductor's -march=native has AVX-512, whatever the length of its vectors
+    monkeypatch.setattr(cpu_attention, "FLAGS", (*cpu_attention.FLAGS, "-mno-avx512f"))
+    with inductor_config.patch({"cpp.simdlen": 256}):
+        library = cpu_attention._kernel.__wrapped__()
+    monkeypatch.setattr(cpu_attention, "_kernel", lambda: library)
+    assert library.is_usable(True)
+    if not torch.cpu.get_capabilities().get("amx_bf16", False):
+        assert not library.is_usable(False)
+        with pytest.raises(RuntimeError, match="not compiled for this type"):
+            own(*tensors[:3])
+    for mine, other in zip(results(own, tensors, torch.float32), want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 @has_kernel
@@ -87,47 +163,72 @@ def test_one_position_has_no_gradient_of_scores() -> None:
     assert torch.equal(of_v, grouped.bfloat16())
 
 
-@has_kernel
-def test_equal_bits_for_any_number_of_threads() -> None:
+@in_both_types
+def test_equal_bits_for_any_number_of_threads(dtype) -> None:
     tensors, before = inputs(3, 6, 3, 300, 64), torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            found.append(gradients(own, tensors))
+            found.append(results(own, tensors, dtype))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@in_both_types
+def test_the_compiler_is_told_the_layouts_of_results(dtype) -> None:
+    tensors = [x.to(dtype).contiguous() for x in inputs()]
+
+    def every_result(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[tuple]:
+        found = cpu_attention.cpu_attention(q, k, v, 0.2)
+        found += cpu_attention.cpu_attention_backward(grad, q, k, v, *found, 0.2)
+        return [(x.shape, x.stride(), x.dtype) for x in found]
+
+    with FakeTensorMode() as mode:
+        fake = every_result(*map(mode.from_tensor, tensors))
+    assert fake == every_result(*tensors)
+    _, num, length, width = fake[0][0]
+    assert fake[0][1] == (length * num * width, width, num * width, 1)  # as `heads`
+
+
 @has_kernel
 def test_layout_of_inputs_does_not_matter() -> None:
     tensors = inputs()
-    want = gradients(own, tensors)
-    got = gradients(own, [x.contiguous() for x in tensors])
-    assert all(map(torch.equal, want, got))
-    by_columns = tensors[3].mT.contiguous().mT
-    assert all(map(torch.equal, want, gradients(own, [*tensors[:3], by_columns])))
+    want = results(own, tensors)
+    for lay_out in (Tensor.contiguous, lambda x: x.mT.contiguous().mT):
+        got = results(own, [lay_out(x) for x in tensors])
+        assert all(map(torch.equal, want, got))
     expanded = torch.ones(()).bfloat16().expand_as(tensors[3])
     whole = gradients(own, [*tensors[:3], torch.ones_like(tensors[3])])
     assert all(map(torch.equal, whole, gradients(own, [*tensors[:3], expanded])))
 
 
-@has_kernel
+@in_both_types
+def test_what_overflows_is_infinite(dtype) -> None:
+    q, k, v, grad = (x.to(dtype) for x in inputs())
+    too_small = torch.full(q.shape[:-1], -200.0)
+    found = cpu_attention.cpu_attention_backward(grad, q, k, v, q, too_small, 0.2)
+    assert not any(gradient.isfinite().all() for gradient in found)
+
+
+@in_both_types
 @pytest.mark.parametrize("place", range(4))
-def test_nan_does_not_vanish(place) -> None:
-    """`bad_steps` finds it in the gradients."""
+def test_nan_does_not_vanish(place, dtype) -> None:
+    """`bad_steps` finds it in the loss, or in the gradients."""
     tensors = inputs()
     tensors[place][0, 1, 70, 3] = torch.nan
-    assert any(not found.isfinite().all() for found in gradients(own, tensors))
+    out, *found = results(own, tensors, dtype)
+    assert any(not gradient.isfinite().all() for gradient in found)
+    assert out.isfinite().all() == (place == 3)
 
 
 @has_kernel
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_compiled_without_a_break_and_recomputed(mode) -> None:
     calls = []
-    options = {"context_fn": _keeping((FORWARD,))} if mode == "selective" else {}
+    options = {"context_fn": _keeping(tuple(SAVED_OPS))} if mode == "selective" else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if mode == "none":
@@ -164,23 +265,42 @@ def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
     core(q, k, v, scale=0.2)
     assert len(taken) == 1
     core(q.float(), k.float(), v.float(), scale=0.2)
+    assert len(taken) == 2
+    core(q.double(), k.double(), v.double(), scale=0.2)
     core(q, k, v, torch.ones(1, 1, 140, 140, dtype=torch.bool).tril(), scale=0.2)
     core(q[..., :24], k[..., :24], v[..., :24], scale=0.2)
     core(q, k, v[..., :16], scale=0.2)
-    core(q.mT.contiguous().mT, k, v, scale=0.2)
-    assert len(taken) == 1
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("reason", ["", "of a test"])
 def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, reason) -> None:
-    widths = []
-    monkeypatch.setattr(cpu_attention, "why_not", lambda width: widths.append(width) or reason)
+    asked = []
+    monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or reason)
     model = plain_model(TINY)
-    line = _use_cpu_kernel(model)
-    assert line == "backward of attention: " + ("torch's, since of a test" if reason else SOURCE)
+    line = _use_cpu_kernel(model, "float32")
+    assert line == "attention: " + ("torch's, since of a test" if reason else SOURCE)
     cores = [block.attention.core for block in model.layers.values()]
     assert [core.has_cpu_kernel for core in cores] == [not reason] * TINY.n_layers
-    assert widths == [TINY.dim // TINY.n_heads]
+    assert asked == [(TINY.dim // TINY.n_heads, torch.float32)]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> None:
+    asked = []
+    monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or "of a test")
+    alone = SimpleNamespace(size=lambda: 1, device_type="cpu")
+    lines = parallelize(
+        plain_model(TINY),
+        SimpleNamespace(world=alone, tp=alone, cp=alone),
+        training=Training(mixed_precision_param=name),
+        parallelism=Parallelism(),
+        recomputation=ActivationCheckpoint(),
+        compilation=Compile(enable=True, backend="eager"),
+        float8_options=Float8(),
+    )
+    assert "attention: torch's, since of a test" in lines
+    assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
 
 
 def broken() -> None:
@@ -199,15 +319,17 @@ def test_without_the_kernel_attention_is_torchs_and_a_line_says_why(monkeypatch,
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     monkeypatch.setattr(cpu_attention, name, value)
     cpu_attention.why_not.cache_clear()
-    assert cpu_attention.why_not(32) == reason
+    assert cpu_attention.why_not(32, torch.bfloat16) == reason
     cpu_attention.why_not.cache_clear()
 
 
-def test_a_cpu_without_amx_compiles_nothing(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+def test_a_cpu_without_the_instructions_compiles_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     monkeypatch.setattr(cpu_attention, "_kernel", lambda: pytest.fail("compiled"))
     cpu_attention.why_not.cache_clear()
-    assert cpu_attention.why_not(64) == "this CPU has no AMX"
+    reason = "this CPU has no AMX-BF16 or AVX512-BF16"
+    assert cpu_attention.why_not(64, torch.bfloat16) == reason
+    assert cpu_attention.why_not(64, torch.float32) == "this CPU has no AVX2"
     cpu_attention.why_not.cache_clear()
 
 
@@ -217,3 +339,21 @@ def test_only_heads_with_all_keys_are_taken() -> None:
     assert not cpu_attention.takes(q, k[:, :, :4], k[:, :, :4])
     assert not cpu_attention.takes(q[:, :3], k, k)
     assert not cpu_attention.takes(q, k, k[:, :1])
+    assert not cpu_attention.takes(q.float(), k, k)
+
+
+@has_kernel
+def test_the_benchmark_measures_both_ways(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [BENCHMARK.name, "--sizes", "1x20", "--repeats", "1"])
+    runpy.run_path(str(BENCHMARK), run_name="__main__")
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["1x20", "torch"], ["1x20", "own"]]
+
+
+@pytest.mark.skipif(REASONS[torch.float32] != "", reason=REASONS[torch.float32])
+@pytest.mark.parametrize("name", ["attend", "differentiate"])
+def test_a_lack_of_memory_is_an_error_of_python(name) -> None:
+    long = torch.zeros(16).expand(1, 1, 2**44, 16)
+    function = getattr(cpu_attention._kernel(), name)
+    with pytest.raises(RuntimeError, match="allocate"):
+        cpu_attention._call(function, [long] * 7, [long], torch.zeros(1), 1, 0.2)

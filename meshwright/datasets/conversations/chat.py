@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.datasets.conversations.marks import Marks, free_marks, overlaps, take_out
-from meshwright.datasets.conversations.template import TEMPLATE_KEY, compile_template
+from meshwright.datasets.conversations.template import compile_template
+from meshwright.datasets.conversations.template_file import TEMPLATE_KEY
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
 from meshwright.datasets.tokenizers.special_tokens import any_of
 from meshwright.datasets.tokenizers.well_formed import well_formed

@@ -26,7 +26,7 @@ class CausalAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.has_cpu_kernel = False
-        """Whether backward is `cpu_attention`'s, where that takes the heads."""
+        """Whether it is `cpu_attention`'s, where that takes the heads."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float

@@ -1,45 +1,49 @@
-// Gradients of causal attention in bfloat16 on a CPU, by blocks of queries and of keys.
+// Causal attention on a CPU and its gradients, by blocks of queries and of keys; bfloat16 or float.
 //
-// Per block: P = exp(scale Q K^T - logsumexp), dV += P^T dO, dS = P (dO V^T - delta), dK += dS^T Q,
-// dQ += dS K, with delta = rowsum(dO O) (Dao et al. 2022, arXiv:2205.14135, section 3.1). Scores
-// are held transposed, keys by queries: each of the five products then has operands as they are or
-// as they were laid out once, and softmax runs along contiguous rows of queries. Products sum in
-// fp32; P and dS are rounded to bf16 between them. Blocks above the diagonal are left out.
+// Forward, per block: P = exp(scale Q K^T - the largest so far), O = O rescaled + P V. Backward:
+// P = exp(scale Q K^T - logsumexp), dV += P^T dO, dS = P (dO V^T - delta), dK += dS^T Q,
+// dQ += dS K, with delta = rowsum(dO O) (Dao et al. 2022, arXiv:2205.14135, sections 3.1 and B.2).
+// Scores are held transposed, keys by queries: each product then has operands as they are or as
+// they were laid out once, and softmax runs along contiguous rows of queries. Products sum in fp32;
+// P and dS are rounded to the type between them. Blocks above the diagonal are left out.
 //
-// One thread does all queries of a key head, always in the same order: equal bits for any number
+// One thread does all of what one sum needs, always in the same order: equal bits for any number
 // of threads.
+//
+// Compiled with cpu_products.cpp before it.
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
 #include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <memory>
+#include <string>
 
 namespace {
 
-using at::BFloat16;
-using Pair = uint32_t;  // two bf16
-
-constexpr int64_t BLOCK = 128;  // queries, and keys; even
+constexpr int64_t BLOCK = 128;  // queries, and keys
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
+template <typename T>
 struct Heads {  // (B, heads, S, H), the last stride 1
-  BFloat16* data;
+  T* data;
   int64_t of_batch, of_head, of_row;
-  BFloat16* row(int64_t batch, int64_t head, int64_t index) const {
+  T* row(int64_t batch, int64_t head, int64_t index) const {
     return data + batch * of_batch + head * of_head + index * of_row;
   }
 };
 
-// 2^x; 0 below -127. Taylor's series to the sixth power errs by 1e-7.
+// 2^x; 0 below -127, infinite from 128 on. Taylor's series to the seventh power errs by 6e-9.
 inline float power_of_2(float x) {
   constexpr float a = LN_2, b = a * a / 2, c = b * a / 3;
-  constexpr float d = c * a / 4, e = d * a / 5, f = e * a / 6;
-  x = x < -127.0f ? -127.0f : x;
-  const float whole = std::nearbyint(x), rest = x - whole;
-  const float y = 1 + rest * (a + rest * (b + rest * (c + rest * (d + rest * (e + rest * f)))));
+  constexpr float d = c * a / 4, e = d * a / 5, f = e * a / 6, g = f * a / 7;
+  x = x < -127.0f ? -127.0f : x > 128.0f ? 128.0f : x;  // NaN stays
+  const float whole = std::nearbyint(x), r = x - whole;
+  const float y = 1 + r * (a + r * (b + r * (c + r * (d + r * (e + r * (f + r * g))))));
   union {
     int32_t bits;
     float value;
@@ -47,76 +51,103 @@ inline float power_of_2(float x) {
   return y * power.value;
 }
 
-// To the nearest bf16, ties to even, as vectors of plain integers.
-inline uint16_t rounded(float x) {
-  union {
-    float value;
-    uint32_t bits;
-  } y = {x};
-  return static_cast<uint16_t>((y.bits + 0x7fff + (y.bits >> 16 & 1)) >> 16);
-}
-
-inline Pair paired(uint16_t first, uint16_t second) {
-  return first | static_cast<Pair>(second) << 16;
-}
-
-// C (m, n) = A (m, k) B (k / 2, n) pairs of rows, or += if it adds.
-void multiply(int64_t m, int64_t n, int64_t k, bool adds, const BFloat16* a, const Pair* b,
-    float* c) {
-  at::native::cpublas::brgemm(m, n, k, k, n, n, adds, a, reinterpret_cast<const BFloat16*>(b), c);
-}
-
 // Rows of a block, contiguous; those beyond `count` are 0.
-void load(const Heads& from, int64_t batch, int64_t head, int64_t first, int64_t count,
-    int64_t width, BFloat16* to) {
+template <typename T>
+void load(const Heads<T>& from, int64_t batch, int64_t head, int64_t first, int64_t count,
+    int64_t width, T* to) {
   for (int64_t r = 0; r < count; ++r)
     std::copy_n(from.row(batch, head, first + r), width, to + r * width);
-  std::fill(to + count * width, to + BLOCK * width, BFloat16(0.0f));
+  std::fill(to + count * width, to + BLOCK * width, T(0.0f));
 }
 
 // (BLOCK, columns) -> (columns, BLOCK)
-template <typename T>
+template <typename V>
 void transpose(const void* from_, int64_t columns, void* to_) {
-  const auto from = static_cast<const T*>(from_);
-  const auto to = static_cast<T*>(to_);
+  const auto from = static_cast<const V*>(from_);
+  const auto to = static_cast<V*>(to_);
   for (int64_t first = 0; first < BLOCK; first += 16)  // a cache line of each column at a time
     for (int64_t c = 0; c < columns; ++c)
-      for (int64_t r = first; r < first + 16; ++r) to[c * BLOCK + r] = from[r * columns + c];
+      for (int64_t r = first; r < first + 16; ++r) to[c * BLOCK + r] = read(from + r * columns + c);
 }
 
-// (BLOCK, width) -> (BLOCK / 2, width) pairs
-void pair_rows(const void* from_, int64_t width, Pair* to) {
+// (BLOCK, width) -> (BLOCK / PER_UNIT, width) units
+template <typename T>
+void join_rows(const void* from_, int64_t width, Unit* to) {
   const auto from = static_cast<const uint16_t*>(from_);
-  for (int64_t r = 0; r < BLOCK; r += 2)
-    for (int64_t w = 0; w < width; ++w)
-      to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
+  if constexpr (std::is_same_v<T, float>)
+    std::memcpy(to, from_, BLOCK * width * sizeof(Unit));
+  else
+    for (int64_t r = 0; r < BLOCK; r += 2)
+      for (int64_t w = 0; w < width; ++w)
+        to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
 }
 
-// P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed; and dS^T by pairs of keys.
-template <bool IS_ON_DIAGONAL>
+// Softmax goes on by one block. Of each query: its largest score (in powers of 2) and sum so far,
+// and the factor that what was summed before is to be multiplied with. Scores become P^T by units
+// of keys.
+template <typename T, bool IS_ON_DIAGONAL>
+void softmax(float* scores, float scale, float* largest, float* sums, float* factors, Unit* p) {
+  float top[BLOCK];
+  std::copy_n(largest, BLOCK, top);
+  for (int32_t key = 0; key < BLOCK; ++key) {
+    const auto row = scores + key * BLOCK;
+#pragma omp simd
+    for (int32_t query = 0; query < BLOCK; ++query) {
+      float score = row[query] * scale;
+      if (IS_ON_DIAGONAL) score = query >= key ? score : -INFINITE;
+      row[query] = score;
+      top[query] = score > top[query] ? score : top[query];
+    }
+  }
+#pragma omp simd
+  for (int64_t query = 0; query < BLOCK; ++query) {
+    factors[query] = power_of_2(largest[query] - top[query]);
+    sums[query] *= factors[query];
+    largest[query] = top[query];
+  }
+  for (int64_t key = 0; key < BLOCK; key += PER_UNIT<T>) {
+    const auto row = scores + key * BLOCK;
+    const auto to = p + key / PER_UNIT<T> * BLOCK;
+#pragma omp simd
+    for (int64_t query = 0; query < BLOCK; ++query) {
+      const float weight = power_of_2(row[query] - top[query]);
+      if constexpr (std::is_same_v<T, float>) {
+        std::memcpy(to + query, &weight, sizeof weight);
+        sums[query] += weight;
+      } else {
+        const float second = power_of_2(row[query + BLOCK] - top[query]);
+        to[query] = paired(rounded<T>(weight), rounded<T>(second));
+        sums[query] += weight + second;
+      }
+    }
+  }
+}
+
+// P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed; and dS^T by units of keys.
+template <typename T, bool IS_ON_DIAGONAL>
 void grad_of_scores(const float* scores, const float* grad_of_p, const float* logs,
-    const float* delta, float scale, uint16_t* p, uint16_t* ds, Pair* ds_pairs) {
+    const float* delta, float scale, Bits<T>* p, Bits<T>* ds, Unit* ds_units) {
   for (int32_t key = 0; key < BLOCK; ++key) {
     const int64_t row = key * BLOCK;
 #pragma omp simd
     for (int32_t query = 0; query < BLOCK; ++query) {
       float weight = power_of_2(scores[row + query] * scale - logs[query]);
       if (IS_ON_DIAGONAL) weight = query >= key ? weight : 0.0f;
-      p[row + query] = rounded(weight);
-      ds[row + query] = rounded(weight * (grad_of_p[row + query] - delta[query]));
+      p[row + query] = rounded<T>(weight);
+      ds[row + query] = rounded<T>(weight * (grad_of_p[row + query] - delta[query]));
     }
   }
-  pair_rows(ds, BLOCK, ds_pairs);
+  join_rows<T>(ds, BLOCK, ds_units);
 }
 
 class Scratch {
  public:
   explicit Scratch(int64_t bytes)
       : memory_(static_cast<char*>(c10::alloc_cpu(bytes)), c10::free_cpu), next_(memory_.get()) {}
-  template <typename T>
-  T* take(int64_t count) {  // all counts below fill whole cache lines
-    const auto found = reinterpret_cast<T*>(next_);
-    next_ += count * sizeof(T);
+  template <typename V>
+  V* take(int64_t count) {  // all counts below fill whole cache lines
+    const auto found = reinterpret_cast<V*>(next_);
+    next_ += count * sizeof(V);
     return found;
   }
 
@@ -125,56 +156,121 @@ class Scratch {
   char* next_;
 };
 
-}  // namespace
+template <typename T>
+Bits<T>* bits(T* values) {
+  return reinterpret_cast<Bits<T>*>(values);
+}
 
-extern "C" int is_usable() { return at::native::cpublas::could_pack(at::kBFloat16); }  // with AMX
+struct Sizes {
+  int64_t batch, heads, kv_heads, length, width;
+  int64_t group() const { return heads / kv_heads; }
+  int64_t blocks() const { return at::divup(length, BLOCK); }
+};
 
-// Write the gradients of q, k and v.
-//   tensors: grad, q, k, v, out, and to write: grad_q, grad_k, grad_v; their three strides each
-//   logsumexp: (B, N, S), contiguous
-//   sizes: B, N, K, S, H; H divides by 16
-extern "C" void backward(void* const* tensors, const int64_t* strides, const float* logsumexp,
-    const int64_t* sizes, float scale) {
-  Heads heads[8];
-  for (int i = 0; i < 8; ++i, strides += 3)
-    heads[i] = {static_cast<BFloat16*>(tensors[i]), strides[0], strides[1], strides[2]};
-  const auto &[grad, q, k, v, out, grad_q, grad_k, grad_v] = heads;
-  const int64_t num_heads = sizes[1], kv_heads = sizes[2], length = sizes[3], width = sizes[4];
-  const int64_t group = num_heads / kv_heads, num_blocks = at::divup(length, BLOCK);
+template <typename T>
+void forward(const Heads<T>* tensors, float* logsumexp, Sizes sizes, float scale) {
+  const auto &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3];
+  const int64_t length = sizes.length, width = sizes.width, num_blocks = sizes.blocks();
+  const int64_t area = BLOCK * width, num_kv_blocks = sizes.batch * sizes.kv_heads * num_blocks;
+  // of all keys and values: K, V transposed
+  Scratch shared(2 * num_kv_blocks * area * sizeof(T));
+  auto all_keys = shared.take<T>(num_kv_blocks * area);
+  auto all_value_columns = shared.take<T>(num_kv_blocks * area);
+
+  at::parallel_for(0, num_kv_blocks, 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch(area * sizeof(T));
+    auto rows = scratch.take<T>(area);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t kv_head = unit / num_blocks % sizes.kv_heads;
+      const int64_t batch = unit / num_blocks / sizes.kv_heads;
+      const int64_t first = unit % num_blocks * BLOCK, count = std::min(BLOCK, length - first);
+      load(k, batch, kv_head, first, count, width, all_keys + unit * area);
+      load(v, batch, kv_head, first, count, width, rows);
+      transpose<T>(rows, width, all_value_columns + unit * area);
+    }
+  });
+
+  const int64_t num_units = sizes.batch * sizes.heads * num_blocks;
+  at::parallel_for(0, num_units, 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch(area * (2 * sizeof(T) + 4) + BLOCK * BLOCK * (4 + sizeof(T)) + BLOCK * 12);
+    auto rows = scratch.take<T>(area);
+    auto q_columns = scratch.take<Unit>(area / PER_UNIT<T>);
+    auto sum = scratch.take<float>(area);  // of P V, transposed
+    auto scores = scratch.take<float>(BLOCK * BLOCK);
+    auto p = scratch.take<Unit>(BLOCK * BLOCK / PER_UNIT<T>);
+    auto largest = scratch.take<float>(BLOCK), sums = scratch.take<float>(BLOCK);
+    auto factors = scratch.take<float>(BLOCK);
+
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t i = unit % num_blocks, head = unit / num_blocks % sizes.heads;
+      const int64_t batch = unit / num_blocks / sizes.heads;
+      const int64_t first = i * BLOCK, count = std::min(BLOCK, length - first);
+      const int64_t first_kv = (batch * sizes.kv_heads + head / sizes.group()) * num_blocks;
+      load(q, batch, head, first, count, width, rows);
+      transpose<Unit>(rows, width / PER_UNIT<T>, q_columns);
+      std::fill_n(largest, BLOCK, -INFINITE);
+      std::fill_n(sums, BLOCK, 0.0f);
+      for (int64_t j = 0; j <= i; ++j) {
+        const int64_t at = (first_kv + j) * area;
+        multiply<T>(BLOCK, BLOCK, width, false, all_keys + at, q_columns, scores);
+        const auto go_on = i == j ? softmax<T, true> : softmax<T, false>;
+        go_on(scores, scale * LOG2_E, largest, sums, factors, p);
+        for (int64_t w = 0; j > 0 && w < width; ++w)
+#pragma omp simd
+          for (int64_t query = 0; query < BLOCK; ++query) sum[w * BLOCK + query] *= factors[query];
+        multiply<T>(width, BLOCK, BLOCK, j > 0, all_value_columns + at, p, sum);
+      }
+      for (int64_t r = 0; r < count; ++r) {
+        const auto to = bits(out.row(batch, head, first + r));
+        for (int64_t w = 0; w < width; ++w) to[w] = rounded<T>(sum[w * BLOCK + r] / sums[r]);
+        logsumexp[(batch * sizes.heads + head) * length + first + r] =
+            (largest[r] + std::log2(sums[r])) * LN_2;
+      }
+    }
+    release<T>();
+  });
+}
+
+template <typename T>
+void backward(const Heads<T>* tensors, const float* logsumexp, Sizes sizes, float scale) {
+  const auto &grad = tensors[0], &q = tensors[1], &k = tensors[2], &v = tensors[3];
+  const auto &out = tensors[4], &grad_q = tensors[5], &grad_k = tensors[6], &grad_v = tensors[7];
+  const int64_t num_heads = sizes.heads, kv_heads = sizes.kv_heads, group = sizes.group();
+  const int64_t length = sizes.length, width = sizes.width, num_blocks = sizes.blocks();
   const int64_t area = BLOCK * width, square = BLOCK * BLOCK;
-  const int64_t num_queries = group * num_blocks * BLOCK;
-  const int64_t bytes = num_queries * (width * 12 + 8) + area * 16 + square * 14;
+  const int64_t num_queries = group * num_blocks * BLOCK, of_all = num_queries * width;
+  const int64_t bytes = of_all * (4 * sizeof(T) + 4) + num_queries * 8 +
+      area * (4 * sizeof(T) + 8) + square * (8 + 3 * sizeof(T));
 
-  at::parallel_for(0, sizes[0] * kv_heads, 1, [&](int64_t first_unit, int64_t end_unit) {
+  at::parallel_for(0, sizes.batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch(bytes);
     // of all queries: Q and dO for both kinds of product, the sums of dQ transposed
-    auto q_columns = scratch.take<Pair>(num_queries * width / 2);
-    auto q_pairs = scratch.take<Pair>(num_queries * width / 2);
-    auto grad_columns = scratch.take<Pair>(num_queries * width / 2);
-    auto grad_pairs = scratch.take<Pair>(num_queries * width / 2);
-    auto dq = scratch.take<float>(num_queries * width);
+    auto q_columns = scratch.take<Unit>(of_all / PER_UNIT<T>);
+    auto q_units = scratch.take<Unit>(of_all / PER_UNIT<T>);
+    auto grad_columns = scratch.take<Unit>(of_all / PER_UNIT<T>);
+    auto grad_units = scratch.take<Unit>(of_all / PER_UNIT<T>);
+    auto dq = scratch.take<float>(of_all);
     auto logs = scratch.take<float>(num_queries), delta = scratch.take<float>(num_queries);
     // of one block
-    auto rows = scratch.take<BFloat16>(area), keys = scratch.take<BFloat16>(area);
-    auto key_columns = scratch.take<BFloat16>(area), values = scratch.take<BFloat16>(area);
+    auto rows = scratch.take<T>(area), keys = scratch.take<T>(area);
+    auto key_columns = scratch.take<T>(area), values = scratch.take<T>(area);
     auto dk = scratch.take<float>(area), dv = scratch.take<float>(area);
     auto scores = scratch.take<float>(square), grad_of_p = scratch.take<float>(square);
-    auto p = scratch.take<BFloat16>(square), ds = scratch.take<BFloat16>(square);
-    auto ds_pairs = scratch.take<Pair>(square / 2);
-    const auto bits = [](BFloat16* values) { return reinterpret_cast<uint16_t*>(values); };
+    auto p = scratch.take<T>(square), ds = scratch.take<T>(square);
+    auto ds_units = scratch.take<Unit>(square / PER_UNIT<T>);
 
-    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+    for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t batch = unit / kv_heads, kv_head = unit % kv_heads, head = kv_head * group;
 
       for (int64_t i = 0; i < group * num_blocks; ++i) {
         const int64_t h = head + i / num_blocks, first = i % num_blocks * BLOCK;
-        const int64_t count = std::min(BLOCK, length - first);
+        const int64_t count = std::min(BLOCK, length - first), at = i * area / PER_UNIT<T>;
         load(q, batch, h, first, count, width, rows);
-        transpose<Pair>(rows, width / 2, q_columns + i * area / 2);
-        pair_rows(rows, width, q_pairs + i * area / 2);
+        transpose<Unit>(rows, width / PER_UNIT<T>, q_columns + at);
+        join_rows<T>(rows, width, q_units + at);
         load(grad, batch, h, first, count, width, rows);
-        transpose<Pair>(rows, width / 2, grad_columns + i * area / 2);
-        pair_rows(rows, width, grad_pairs + i * area / 2);
+        transpose<Unit>(rows, width / PER_UNIT<T>, grad_columns + at);
+        join_rows<T>(rows, width, grad_units + at);
         for (int64_t r = 0; r < BLOCK; ++r) {
           // beyond the sequence rows are 0, and so is all that follows from them
           const auto output = out.row(batch, h, first + std::min(r, count - 1));
@@ -191,26 +287,27 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
       for (int64_t j = 0; j < num_blocks; ++j) {
         const int64_t first = j * BLOCK, count = std::min(BLOCK, length - first);
         load(k, batch, kv_head, first, count, width, keys);
-        transpose<uint16_t>(keys, width, key_columns);
+        transpose<T>(keys, width, key_columns);
         load(v, batch, kv_head, first, count, width, values);
         for (int64_t i = 0; i < group * num_blocks; ++i) {
           if (i % num_blocks < j) continue;  // these queries come before all of the keys
-          const int64_t at = i * area / 2, row = i * BLOCK;
+          const int64_t at = i * area / PER_UNIT<T>, row = i * BLOCK;
           const bool adds = i > j;
-          multiply(BLOCK, BLOCK, width, false, keys, q_columns + at, scores);
-          multiply(BLOCK, BLOCK, width, false, values, grad_columns + at, grad_of_p);
-          const auto grad_block = i % num_blocks == j ? grad_of_scores<true> : grad_of_scores<false>;
+          multiply<T>(BLOCK, BLOCK, width, false, keys, q_columns + at, scores);
+          multiply<T>(BLOCK, BLOCK, width, false, values, grad_columns + at, grad_of_p);
+          const auto grad_block =
+              i % num_blocks == j ? grad_of_scores<T, true> : grad_of_scores<T, false>;
           grad_block(scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p), bits(ds),
-              ds_pairs);
-          multiply(BLOCK, width, BLOCK, adds, p, grad_pairs + at, dv);
-          multiply(BLOCK, width, BLOCK, adds, ds, q_pairs + at, dk);
-          multiply(width, BLOCK, BLOCK, j > 0, key_columns, ds_pairs, dq + i * area);
+              ds_units);
+          multiply<T>(BLOCK, width, BLOCK, adds, p, grad_units + at, dv);
+          multiply<T>(BLOCK, width, BLOCK, adds, ds, q_units + at, dk);
+          multiply<T>(width, BLOCK, BLOCK, j > 0, key_columns, ds_units, dq + i * area);
         }
         for (int64_t r = 0; r < count; ++r) {
           const auto to_k = bits(grad_k.row(batch, kv_head, first + r));
           const auto to_v = bits(grad_v.row(batch, kv_head, first + r));
-          for (int64_t w = 0; w < width; ++w) to_k[w] = rounded(dk[r * width + w] * scale);
-          for (int64_t w = 0; w < width; ++w) to_v[w] = rounded(dv[r * width + w]);
+          for (int64_t w = 0; w < width; ++w) to_k[w] = rounded<T>(dk[r * width + w] * scale);
+          for (int64_t w = 0; w < width; ++w) to_v[w] = rounded<T>(dv[r * width + w]);
         }
       }
 
@@ -218,10 +315,56 @@ extern "C" void backward(void* const* tensors, const int64_t* strides, const flo
         const int64_t h = head + i / num_blocks, first = i % num_blocks * BLOCK;
         for (int64_t r = 0; r < std::min(BLOCK, length - first); ++r) {
           const auto to = bits(grad_q.row(batch, h, first + r));
-          for (int64_t w = 0; w < width; ++w) to[w] = rounded(dq[i * area + w * BLOCK + r] * scale);
+          const auto sums = dq + i * area + r;
+          for (int64_t w = 0; w < width; ++w) to[w] = rounded<T>(sums[w * BLOCK] * scale);
         }
       }
     }
-    at::native::cpublas::brgemm_release();  // this thread's tiles
+    release<T>();
   });
+}
+
+// Call with the tensors' type. Return why it failed, until the next call; null: it did not.
+template <typename Function>
+const char* with_heads(bool is_float, void* const* tensors, const int64_t* strides, int count,
+    const Function& call) {
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    Heads<T> heads[8];
+    for (int i = 0; i < count; ++i)
+      heads[i] = {static_cast<T*>(tensors[i]), strides[3 * i], strides[3 * i + 1],
+          strides[3 * i + 2]};
+    call(heads);
+  };
+  try {  // Python's caller cannot be unwound
+    TORCH_CHECK(computes_in(is_float), "not compiled for this type");
+    is_float ? run(float()) : run(BFloat16());
+    return nullptr;
+  } catch (const std::exception& error) {
+    static thread_local std::string reason;
+    reason = error.what();
+    return reason.c_str();
+  }
+}
+
+}  // namespace
+
+extern "C" int is_usable(int is_float) { return computes_in(is_float); }
+
+// Write the output and the logarithm of each query's sum of exponentials.
+//   tensors: q, k, v, and to write: out; their three strides each
+//   logsumexp: (B, N, S), contiguous, to write
+//   sizes: B, N, K, S, H; 16 divides H
+extern "C" const char* attend(int is_float, void* const* tensors, const int64_t* strides,
+    float* logsumexp, const Sizes* sizes, float scale) {
+  return with_heads(is_float, tensors, strides, 4,
+      [&](const auto* heads) { forward(heads, logsumexp, *sizes, scale); });
+}
+
+// Write the gradients of q, k and v.
+//   tensors: grad, q, k, v, out, and to write: grad_q, grad_k, grad_v; their three strides each
+extern "C" const char* differentiate(int is_float, void* const* tensors, const int64_t* strides,
+    const float* logsumexp, const Sizes* sizes, float scale) {
+  return with_heads(is_float, tensors, strides, 8,
+      [&](const auto* heads) { backward(heads, logsumexp, *sizes, scale); });
 }
