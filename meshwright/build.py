@@ -10,7 +10,8 @@ from meshwright.batch import Batch
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
-from meshwright.datasets.opening import CachedSource, OpenSource, weights
+from meshwright.datasets.named_sources import weights
+from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
@@ -159,7 +160,7 @@ def build_validation(
         ConfigError: if a source holds fewer samples than it is to give.
     """
     training, shape = plan.config.training, _batch_shape(plan, meshes)
-    token_bytes = torch.from_numpy(plan.tokenizer.token_bytes).to(device)
+    token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
 
     rules = SampleRules(
         training.seq_len + 1,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from meshwright.config.job_config import Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
-from meshwright.datasets.opening import entries, is_streamed
+from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.errors import ConfigError, check, did_you_mean

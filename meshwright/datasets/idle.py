@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig, Source, Training
 from meshwright.datasets import find_dataset
-from meshwright.datasets.opening import entries, is_streamed
+from meshwright.datasets.named_sources import entries, is_streamed
 
 
 def idle_source_options(config: JobConfig) -> Iterator[str]:

@@ -25,7 +25,7 @@ def index_tokens(file: TokenFile, tokenizer: Tokenizer) -> dict[str, Array]:
     if file.lengths is None and tokenizer.eos_id is None:
         raise FormatError("its documents cannot be told apart: the tokenizer has no EOS")
     try:
-        bytes_of = tokenizer.token_bytes
+        bytes_of = np.array(tokenizer.token_bytes)
     except ConfigError:  # this tokenizer does not tell; nothing but a line in the log needs it
         bytes_of = np.zeros(tokenizer.vocab_size, np.int64)
     checksums, ends, num_bytes, begin = list[int](), [np.empty(0, np.int64)], 0, 0

@@ -11,7 +11,6 @@ from pathlib import Path
 from meshwright.config.job_config import MODULE_OBJECT
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.hf_rows import openable
-from meshwright.datasets.token_files import token_paths
 from meshwright.errors import where_it_ends
 
 SUFFIXES = {
@@ -70,7 +69,7 @@ def local_files(builder: str, entry: Entry) -> list[str]:
 
 def token_files(kind: str, entry: Entry) -> list[str]:
     """Return the files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
-    found = token_paths(kind, local_token_paths(kind, entry))
+    found = token_paths(kind, entry)
     indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
     for index in indices:
         if not Path(index).is_file():
@@ -78,11 +77,15 @@ def token_files(kind: str, entry: Entry) -> list[str]:
     return [*found, *indices]
 
 
-def local_token_paths(kind: str, entry: Entry) -> list[str]:
+def token_paths(kind: str, entry: Entry) -> list[str]:
+    """Return the files of tokens that `dataset_path` stands for."""
     path = entry.source.dataset_path
     if kind == "megatron" and Path(f"{path}.bin").is_file():
         return [f"{path}.bin"]  # Megatron names both files without their endings
-    return [file for file in local_files(kind, entry) if not file.endswith(".idx")]
+    found = [file for file in local_files(kind, entry) if not file.endswith(".idx")]
+    if kind == "megatron":
+        return sorted({str(Path(path).with_suffix(".bin")) for path in found})
+    return found
 
 
 def hub_files(repository: str, subset: str, entry: Entry) -> list[str]:

@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Entry
@@ -18,19 +18,21 @@ from meshwright.datasets.source_files import (
     fingerprint,
     hub_files,
     local_files,
-    local_token_paths,
     stdlib_files,
     subset_of,
+    token_paths,
 )
-from meshwright.datasets.token_files import TokenFiles, token_paths
 from meshwright.errors import check, config_error, where_it_ends
+
+if TYPE_CHECKING:
+    from meshwright.datasets.token_files import TokenFiles
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
     """An entry of the dataset table."""
 
-    open: Callable[[Entry, bool], Documents | TokenFiles]
+    open: "Callable[[Entry, bool], Documents | TokenFiles]"
     """Of a source; whether it is to be streamed."""
     files: Callable[[Entry], list[str]]
     """Its files, as paths or addresses: another list means other documents."""
@@ -73,9 +75,11 @@ def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
     return load_rows(entry, streamed, builder, files, **options)
 
 
-def open_tokens(kind: str, entry: Entry, streamed: bool) -> TokenFiles:
+def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
-    return TokenFiles(entry, token_paths(kind, local_token_paths(kind, entry)))
+    from meshwright.datasets.token_files import TokenFiles  # here: `check` does not wait for numpy
+
+    return TokenFiles(entry, token_paths(kind, entry))
 
 
 def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Documents:

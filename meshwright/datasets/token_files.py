@@ -95,13 +95,6 @@ class TokenFiles:
         return self._entry.error("dataset_path", f"{path}: {what}")
 
 
-def token_paths(kind: str, found: Sequence[str]) -> list[str]:
-    """Files of tokens among `found`; one of Megatron's may be named without its ending."""
-    if kind == "megatron":
-        return sorted({str(Path(path).with_suffix(".bin")) for path in found})
-    return sorted(found)
-
-
 def open_megatron(path: Path) -> TokenFile:
     """Open a `.bin` by the `.idx` beside it.
 

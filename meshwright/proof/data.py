@@ -84,9 +84,9 @@ class Vocabulary(ByteTokenizer):
         self.vocab_size = vocab_size
 
     @cached_property
-    def token_bytes(self) -> npt.NDArray[np.int64]:
-        """(V,), as validations ask for it."""
-        return np.arange(self.vocab_size, dtype=np.int64) % 5
+    def token_bytes(self) -> list[int]:
+        """Of each of the V ids, as validations ask for it."""
+        return [number % 5 for number in range(self.vocab_size)]
 
 
 def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:

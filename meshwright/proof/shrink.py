@@ -19,7 +19,7 @@ from meshwright.config.job_config import (
 )
 from meshwright.config.update import changed
 from meshwright.datasets import find_dataset
-from meshwright.datasets.opening import entries, is_streamed
+from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.models.args import DecoderArgs
 from meshwright.optim.groups import fitted_groups
 

@@ -55,6 +55,17 @@ def test_no_help_needs_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_check_loads_neither_torch_nor_numpy_nor_libraries_of_other_tokenizers() -> None:
+    """So that a mistake is told in half a second."""
+    code = (
+        "import sys\nfrom meshwright.cli.main import run\n"
+        "run(['check', 'train_configs/debug_model.toml'])\n"
+        "needless = {'torch', 'numpy', 'datasets', 'jinja2', 'tokenizers', 'tiktoken'}\n"
+        "assert not needless & sys.modules.keys(), needless & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_what_is_printed_survives_head() -> None:
     for words in ("config --help", "schema", "config debug_model"):
         result = shell(f"{words} | head -n 1")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,11 +207,14 @@ def test_truncation_and_padding_in_a_file_are_not_heeded(tmp_path: Path) -> None
     assert (again.encode(CODE), again.encode("")) == (whole, empty) == (whole, [])
 
 
+def num_bytes(tokenizer: Any, text: str) -> int:
+    return sum(tokenizer.token_bytes[i] for i in tokenizer.encode(text))
+
+
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 def test_token_bytes_add_up_to_the_text(files: dict[str, Path], kind: str) -> None:
     tokenizer = build_tokenizer(str(files[kind]))
-    sizes = tokenizer.token_bytes
-    assert sizes.dtype == np.int64
+    sizes = np.array(tokenizer.token_bytes)
     assert sizes.shape == (tokenizer.vocab_size,)
     for text in TEXTS:
         assert sizes[tokenizer.encode(text)].sum() == len(text.encode()), text
@@ -225,7 +229,7 @@ def test_token_bytes_add_up_to_the_text(files: dict[str, Path], kind: str) -> No
 @pytest.mark.parametrize("kind", ["metaspace", "sentencepiece"])
 def test_token_bytes_with_a_space_in_front(files: dict[str, Path], kind: str) -> None:
     tokenizer = build_tokenizer(str(files[kind]))
-    sizes = tokenizer.token_bytes
+    sizes = np.array(tokenizer.token_bytes)
     assert sizes.shape == (tokenizer.vocab_size,)
     for text in filter(None, TEXTS):
         text = text.replace("\x00", "")  # sentencepiece leaves it out
@@ -238,7 +242,7 @@ def test_token_bytes_with_a_space_in_front(files: dict[str, Path], kind: str) ->
 def test_token_bytes_of_the_shipped_model() -> None:
     tokenizer = build_tokenizer(str(SHIPPED))
     for text in [CODE, "世界", "x", "    \n\n"]:
-        assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1, text
+        assert num_bytes(tokenizer, text) == len(text.encode()) + 1, text
 
 
 def test_token_bytes_of_added_tokens_and_of_normalised_text(tmp_path: Path) -> None:
@@ -248,8 +252,8 @@ def test_token_bytes_of_added_tokens_and_of_normalised_text(tmp_path: Path) -> N
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.save(str(file))
     ours = build_tokenizer(str(file))
-    assert ours.token_bytes[ours.encode("a<tööl>b")].sum() == len("a<tööl>b".encode())
-    assert ours.token_bytes[ours.encode("e\u0301")].sum() == len("é".encode())
+    assert num_bytes(ours, "a<tööl>b") == len("a<tööl>b".encode())
+    assert num_bytes(ours, "e\u0301") == len("é".encode())
 
 
 def test_an_unknown_token_stands_for_no_bytes_in_particular(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_an_unknown_token_stands_for_no_bytes_in_particular(tmp_path: Path) -> N
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(str(tmp_path))
     assert ours.encode("aééa") == [1, 0, 1]
-    assert ours.token_bytes.tolist() == [0, 1]
+    assert ours.token_bytes == [0, 1]
 
 
 def test_token_bytes_where_pieces_do_not_tell(tmp_path: Path) -> None:
@@ -293,7 +297,7 @@ def test_long_texts_are_not_too_long_for_tiktoken(files: dict[str, Path]) -> Non
     for text in (" " * million, "a" + " " * 2 * million + "b", "x\n" + "\t" * million + "\n\ty"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert tokenizer.token_bytes[ids].sum() == len(text)
+        assert sum(tokenizer.token_bytes[i] for i in ids) == len(text)
 
 
 def test_long_runs_are_cut_where_tiktoken_would_give_up() -> None:

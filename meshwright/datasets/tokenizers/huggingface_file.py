@@ -7,9 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from meshwright.datasets.tokenizers.special_tokens import any_of, special_names, split_at_specials
 from meshwright.datasets.tokenizers.well_formed import well_formed
@@ -88,7 +86,7 @@ class HuggingFaceTokenizer:
         return "ByteLevel" in _types(self._steps["decoder"])
 
     @cached_property
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_bytes(self) -> list[int]:
         decoders = _types(self._steps["decoder"])
         if not self._is_byte_level and not (decoders and decoders <= SPEAK_FOR_THEMSELVES):
             raise ConfigError(
@@ -97,7 +95,7 @@ class HuggingFaceTokenizer:
                 f"text they stand for (decoder: {', '.join(sorted(decoders)) or 'none'})\n"
                 "  fix: use a byte-level, byte-fallback or sentencepiece tokenizer",
             )
-        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        sizes = [0] * self.vocab_size
         for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
             sizes[token_id] = self._bytes_of(piece)
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():

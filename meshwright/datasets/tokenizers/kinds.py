@@ -1,17 +1,13 @@
 """Text to token ids and back, whatever the tokenizer file."""
 
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshwright.config.job_config import BYTES
-from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
-from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer, is_tiktoken
+from meshwright.datasets.tokenizers.tiktoken_ranks import is_tiktoken
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError, check, config_error, where_it_ends
 
@@ -41,8 +37,8 @@ class Tokenizer(Protocol):
     """Of the file: equal where ids mean the same."""
 
     @property
-    def token_bytes(self) -> NDArray[np.int64]:
-        """(vocab_size,) bytes of UTF-8 text that each id stands for; 0 for special tokens.
+    def token_bytes(self) -> list[int]:
+        """Bytes of UTF-8 text that each of the `vocab_size` ids stands for; 0 for special tokens.
 
         Over the ids of a text they add up to its bytes, exactly for byte-level kinds. sentencepiece
         and its like may count a space more, which they put before a text, and count the text as
@@ -70,8 +66,8 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     @cached_property
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([1] * 256 + [0] * 2, dtype=np.int64)
+    def token_bytes(self) -> list[int]:
+        return [1] * 256 + [0] * 2
 
     def encode(self, text: str) -> list[int]:
         return list(well_formed(text).encode("utf-8"))
@@ -137,10 +133,19 @@ def _download(file: Path) -> str:
     return f"hf download {repository} {file.name} --local-dir {os.path.relpath(folder)}"
 
 
-def kind_of(
-    file: Path, content: bytes
-) -> type[HuggingFaceTokenizer] | type[TiktokenTokenizer] | type[SentencePieceTokenizer]:
-    """Two kinds are called `tokenizer.model`: the content tells."""
+def kind_of(file: Path, content: bytes) -> Callable[[Path], Tokenizer]:
+    """Return the class of the file's kind. Two are called `tokenizer.model`: the content tells.
+
+    It imports the library of that kind alone: `check` waits for no other.
+    """
     if file.suffix == ".json" or content.lstrip().startswith(b"{"):
+        from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
+
         return HuggingFaceTokenizer
-    return TiktokenTokenizer if is_tiktoken(content) else SentencePieceTokenizer
+    if is_tiktoken(content):
+        from meshwright.datasets.tokenizers.tiktoken_file import TiktokenTokenizer
+
+        return TiktokenTokenizer
+    from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
+
+    return SentencePieceTokenizer

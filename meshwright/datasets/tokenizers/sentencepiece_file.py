@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
-from numpy.typing import NDArray
 
 from meshwright.datasets.tokenizers.well_formed import well_formed
 
@@ -42,8 +40,8 @@ class SentencePieceTokenizer:
         self._content = content
 
     @cached_property
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array([self._bytes_of(i) for i in range(self.vocab_size)], dtype=np.int64)
+    def token_bytes(self) -> list[int]:
+        return [self._bytes_of(i) for i in range(self.vocab_size)]
 
     def _bytes_of(self, token_id: int) -> int:
         if self._model.is_byte(token_id):

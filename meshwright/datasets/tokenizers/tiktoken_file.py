@@ -1,8 +1,5 @@
-"""A `tokenizer.model` of tiktoken, as Meta has it since 2024: a line for each token, its base64 and
-its rank."""
+"""A `tokenizer.model` of tiktoken, as Meta has it since 2024."""
 
-import base64
-import binascii
 import hashlib
 import re
 from collections.abc import Iterator
@@ -10,11 +7,10 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import tiktoken
-from numpy.typing import NDArray
 
 from meshwright.datasets.tokenizers.special_tokens import any_of, split_at_specials
+from meshwright.datasets.tokenizers.tiktoken_ranks import read_ranks
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -46,7 +42,6 @@ _SPACES = (
 )
 # that are no line ends: runs that end in one are matched by \s*[\r\n]+, which reads any length
 _LONG_RUN = re.compile(rf"(?<!{_SPACES}){_SPACES}{{{MAX_RUN + 1},}}+(?![\r\n])")
-_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) (\d+)")
 
 
 class TiktokenTokenizer:
@@ -71,8 +66,8 @@ class TiktokenTokenizer:
         self.eos_id: int | None = self.special_ids["<|end_of_text|>"]
 
     @cached_property
-    def token_bytes(self) -> NDArray[np.int64]:
-        return np.array(self._sizes + [0] * len(self.special_ids), dtype=np.int64)
+    def token_bytes(self) -> list[int]:
+        return self._sizes + [0] * len(self.special_ids)
 
     def encode(self, text: str) -> list[int]:
         if len(text) <= MAX_RUN:
@@ -107,36 +102,6 @@ def special_tokens() -> list[str]:
     """In the order of their ids."""
     reserved = NUM_SPECIALS - len(NAMED_SPECIALS)  # 0, 1 and 2 are among the named
     return [*NAMED_SPECIALS, *(f"<|reserved_special_token_{3 + i}|>" for i in range(reserved))]
-
-
-def is_tiktoken(content: bytes) -> bool:
-    """Return whether the first line is a base64 token and its rank; no sentencepiece model begins
-    so."""
-    return _LINE.fullmatch(content.split(b"\n", 1)[0].rstrip(b"\r")) is not None
-
-
-def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Rank of each token.
-
-    Raises:
-        ValueError: if the ranks are not 0, 1, 2 ..., or a byte has none.
-    """
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), 1):
-        found = _LINE.fullmatch(line)
-        try:
-            token = base64.b64decode(found[1]) if found else b""
-        except binascii.Error:
-            token = b""
-        if not found or not token:
-            raise ValueError(f"line {number} is not a base64 token and its rank: {line[:40]!r}")
-        if int(found[2]) != number - 1 or token in ranks:
-            raise ValueError(f"line {number} gives rank {int(found[2])} to {token!r}, out of order")
-        ranks[token] = number - 1
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
-        raise ValueError(f"has no token for the byte 0x{missing[0]:02x}; is it cut off?")
-    return ranks
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
