@@ -31,10 +31,13 @@ def main() -> None:
     """Train, and print the result."""
     w = from_command_line()
     sys.path.insert(0, str(ROOT))
-    from meshwright.config.loader import load_config
-    from meshwright.log import log_to_console
-    from meshwright.preflight import preflight
-    from meshwright.train import run
+    from meshwright.imports import uncollected
+
+    with uncollected():  # as train.py
+        from meshwright.config.loader import load_config
+        from meshwright.log import log_to_console
+        from meshwright.preflight import preflight
+        from meshwright.train import run
 
     log_to_console()
     with tempfile.TemporaryDirectory() as folder:

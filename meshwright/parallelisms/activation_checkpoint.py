@@ -91,15 +91,29 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
     """Return the `context_fn` of `checkpoint` that keeps outputs of the operators with these
     names."""
-    saved = frozenset(find_ops(names))
+    _operators(names)  # an unknown one is told of now
+    # names, and not their operators, some of which torch.compile does not know
+    contexts = functools.partial(_contexts, names)
+    # By this torch.compile's cache tells policies apart; without it 2.13 keeps no graph. It has to
+    # change with the policy below.
+    contexts.cache_hash = f"save {names}, prefer to compute others again"  # type: ignore[attr-defined]
+    return contexts
+
+
+def _contexts(names: tuple[str, ...]) -> object:
+    saved = _operators(names)
 
     # a function and not a list: 2.13 takes operators of higher order in one, older torch may not
     def policy(_: object, operator: Operator, *__: object, **___: object) -> CheckpointPolicy:
         is_saved = operator in saved
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    # of no arguments: torch.compile would look at them, and does not know every operator
-    return lambda: create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)
+
+
+@functools.cache
+def _operators(names: tuple[str, ...]) -> frozenset[Operator]:
+    return frozenset(find_ops(names))
 
 
 def find_ops(names: Sequence[str]) -> list[Operator]:

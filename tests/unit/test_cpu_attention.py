@@ -248,7 +248,7 @@ def test_compiled_without_a_break_and_recomputed(mode) -> None:
     assert all(map(torch.equal, gradients(attend, tensors), want))  # eager
     _, backward = calls
     again = sum(FORWARD in call for call in backward)  # maybe within one for a random state
-    assert again == (mode == "full" and torch.__version__ >= "2.13")  # 2.11 keeps it
+    assert again == (mode == "full")
     assert sum("cpu_attention_backward.default" in call for call in backward) == 1
 
 

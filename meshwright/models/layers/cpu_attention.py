@@ -83,21 +83,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N, and 16 divides H. All bf16, or
     all fp32."""
-    out: Tensor = _Attention.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
+    out, _ = cpu_attention(q, k, v, scale)
     return out
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, logsumexp = cpu_attention(q, k, v, scale)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 
 # Operators, so that the compiler leaves their insides alone, and recomputation knows their names.
@@ -124,6 +111,19 @@ def cpu_attention_backward(
     inputs = [grad, q, k, v, out]
     _call(_kernel().differentiate, inputs, gradients, logsumexp.contiguous(), k.shape[1], scale)
     return gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+# not by an autograd.Function, of which torch.compile's cache keeps no graph
+cpu_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 @cpu_attention.register_fake
