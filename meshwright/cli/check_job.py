@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from meshwright.config.loader import InvalidConfigError, config_errors, load_given
 from meshwright.errors import ConfigError, Mistakes, check
-from meshwright.launch.machine import Ranks, count_ranks, multiplies_bf16
+from meshwright.launch.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 
@@ -36,11 +36,8 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
     """Return what is to be said of the type of a job's products on this machine, or nothing."""
     if ranks.gpus and dtype == "float32":
         reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
-    elif not ranks.gpus and dtype == "bfloat16" and not multiplies_bf16():
-        reason = (
-            "this CPU has no instructions for it, and multiplies up to 40 times faster in float32"
-        )
-        faster = "float32"
+    elif not ranks.gpus and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
+        reason, faster = slow, "float32"
     else:
         return ""
     key = "training.mixed_precision_param"

@@ -66,12 +66,20 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
 
 
-def multiplies_bf16() -> bool:
-    """Return whether this machine's CPU has instructions for products in bfloat16; True if the
-    system does not say."""
+def why_bf16_is_slow() -> str:
+    """Return why this machine's CPU multiplies slower in bfloat16 than in float32; empty: it does
+    not, or the system does not say."""
     try:
-        lines = CPU_INFO.read_text().splitlines()
+        lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
     except OSError:  # not Linux
-        return True
-    found = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
-    return not found or bool(BF16_INSTRUCTIONS & {*found[0].split()})
+        return ""
+    found = {name.strip(): value.split() for name, _, value in reversed(lines)}
+    flags = {*found.get("flags", []), *found.get("Features", [])}
+    if flags and not BF16_INSTRUCTIONS & flags:
+        return (
+            "this CPU has no instructions for it, and multiplies up to 40 times faster in float32"
+        )
+    if found.get("vendor_id") == ["GenuineIntel"] and "amx_bf16" not in flags:
+        # AVX512-BF16: 88 GFLOP/s on a core of a Sapphire Rapids, against 175 in float32
+        return "this CPU has no AMX, and multiplies up to twice as fast in float32"
+    return ""
