@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
-from torch._inductor import config
 
 from meshwright.models.layers import cpu_attention
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
@@ -19,7 +18,6 @@ FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
 TP = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
 CP = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
 PP = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-ONE = ParallelDims(dp_replicate=1, dp_shard=1)
 INDUCTOR = {"compile_backend": "inductor"}
 # what is recomputed is settled before a backend's own part, whose kernels take minutes
 AOT = {"compile_backend": "aot_eager"}
@@ -142,25 +140,3 @@ def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks) -> None:
             assert own[0] == torchs[0]
             assert own[1:] != torchs[1:]
             assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
-
-
-def _from_the_cache(folder: str) -> list[tuple[int, int]]:
-    """Graphs that were found and that were not, of two equal jobs with one cache."""
-    cpu_attention.why_not(16, torch.bfloat16)  # loads the kernel from the usual one
-    counts = []
-    with config.patch(force_disable_caches=False), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        for _ in range(2):
-            graphs = Graphs()
-            job = Job(ONE, args=HEADS_OF_16, param_dtype=torch.bfloat16, **INDUCTOR, **OP)
-            job.take_step(1)
-            assert graphs.new() == 1 + LOSS
-            found = counters["aot_autograd"]
-            counts.append((found["autograd_cache_hit"], found["autograd_cache_miss"]))
-    return counts
-
-
-@pytest.mark.skipif(REASON != "", reason=REASON)
-def test_a_job_like_one_before_finds_all_its_graphs(on_ranks, tmp_path) -> None:
-    """Also those with our kernel of attention, and with a policy of recomputation."""
-    assert on_ranks(1, _from_the_cache, str(tmp_path)) == [[(0, 1 + LOSS), (1 + LOSS, 0)]]

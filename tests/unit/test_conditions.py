@@ -20,6 +20,7 @@ from meshwright.config.job_config import Float8, JobConfig, Training
 from meshwright.config.loader import load_config
 from meshwright.datasets.idle import idle_source_options
 from meshwright.errors import ConfigError
+from meshwright.launch import machine
 from meshwright.preflight import preflight
 from tests.helpers.cli import check_job
 
@@ -316,7 +317,10 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]
 """
 
 
-def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, capsys) -> None:
+def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
     check_job(["--ngpu", "1", *words])
@@ -343,7 +347,8 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(tmp_path, c
             check_job(["--ngpu", "2", *words, f"--parallelism.{key}_parallel_degree", "2"])
 
 
-def test_a_config_of_defaults_says_nothing(tmp_path, capsys) -> None:
+def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
     words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == ""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -250,6 +251,29 @@ def test_compiled_without_a_break_and_recomputed(mode) -> None:
     again = sum(FORWARD in call for call in backward)  # maybe within one for a random state
     assert again == (mode == "full")
     assert sum("cpu_attention_backward.default" in call for call in backward) == 1
+
+
+@has_kernel
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_job_like_one_before_finds_its_graph(mode, tmp_path, monkeypatch) -> None:
+    """In the cache of torch.compile: there is none of a graph with an `autograd.Function`, nor of
+    one with a policy of recomputation that the cache cannot tell from others."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    options = {"context_fn": _keeping(tuple(SAVED_OPS))} if mode == "selective" else {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if mode == "none":
+            return layer(q, k, v)
+        return checkpoint(layer, q, k, v, use_reentrant=False, preserve_rng_state=False, **options)
+
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        gradients(torch.compile(attend, fullgraph=True), inputs())
+        kinds = ("miss", "hit", "bypass")
+        found.append([counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in kinds])
+    assert found == [[1, 0, 0], [0, 1, 0]]
 
 
 def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
