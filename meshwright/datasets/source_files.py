@@ -81,7 +81,7 @@ def token_paths(kind: str, entry: Entry) -> list[str]:
     """Return the files of tokens that `dataset_path` stands for."""
     path = entry.source.dataset_path
     if kind == "megatron" and Path(f"{path}.bin").is_file():
-        return [f"{path}.bin"]  # Megatron names both files without their endings
+        return [str(Path(f"{path}.bin"))]  # Megatron names both files without their endings
     found = [file for file in local_files(kind, entry) if not file.endswith(".idx")]
     if kind == "megatron":
         return sorted({str(Path(path).with_suffix(".bin")) for path in found})

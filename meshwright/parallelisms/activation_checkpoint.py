@@ -91,11 +91,9 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
 def _keeping(names: tuple[str, ...]) -> Callable[[], object]:
     """Return the `context_fn` of `checkpoint` that keeps outputs of the operators with these
     names."""
-    _operators(names)  # an unknown one is told of now
     # names, and not their operators, some of which torch.compile does not know
     contexts = functools.partial(_contexts, names)
-    # By this torch.compile's cache tells policies apart; without it 2.13 keeps no graph. It has to
-    # change with the policy below.
+    # by this torch.compile's cache tells policies apart; without it, it keeps no graph
     contexts.cache_hash = f"save {names}, prefer to compute others again"  # type: ignore[attr-defined]
     return contexts
 

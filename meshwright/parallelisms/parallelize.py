@@ -23,6 +23,7 @@ from meshwright.parallelisms import (
     precision,
     tensor_parallel,
 )
+from meshwright.parallelisms.compile_cache import tell_code_apart
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -114,6 +115,7 @@ def _compile(
             scales of its rows may come from different numbers: with rowwise float8 losses became
             NaN on GPUs (pytorch issue 150859).
     """
+    tell_code_apart()
     backend: str | activation_checkpoint.Backend = name
     if recomputation.mode == "memory_budget":
         backend = activation_checkpoint.keep_within_budget(

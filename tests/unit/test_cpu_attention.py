@@ -26,6 +26,7 @@ from meshwright.config.job_config import (
 )
 from meshwright.models.layers import cpu_attention
 from meshwright.models.layers.attention import CausalAttention
+from meshwright.parallelisms import compile_cache
 from meshwright.parallelisms.activation_checkpoint import _keeping
 from meshwright.parallelisms.parallelize import _use_cpu_kernel, parallelize
 from tests.helpers.tiny import TINY, plain_model
@@ -276,6 +277,30 @@ def test_a_job_like_one_before_finds_its_graph(mode, tmp_path, monkeypatch) -> N
     assert found == [[1, 0, 0], [0, 1, 0]]
 
 
+@has_kernel
+def test_a_graph_of_other_code_is_not_found(tmp_path, monkeypatch) -> None:
+    """The cache's own key would not tell: a gradient is part of a graph, and not of its key."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile_cache, "OURS", tmp_path)
+    found = []
+    for code in ("one = 1", "two = 2"):
+        (tmp_path / "parallelisms").mkdir(exist_ok=True)
+        (tmp_path / "parallelisms" / "code.py").write_text(code)
+        compile_cache._hash_of_code.cache_clear()
+        with compile_cache.config.patch(cache_key_tag="of the user"):
+            for _ in range(2):
+                compile_cache.tell_code_apart()
+            tag = compile_cache.config.cache_key_tag
+            assert tag.startswith("of the user meshwright ")
+            assert tag.count("meshwright") == 1
+            torch._dynamo.reset()
+            counters.clear()
+            gradients(torch.compile(layer, fullgraph=True), inputs())
+        found.append(counters["aot_autograd"]["autograd_cache_miss"])
+    compile_cache._hash_of_code.cache_clear()
+    assert found == [1, 1]
+
+
 def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
     taken = []
     monkeypatch.setattr(
@@ -325,6 +350,7 @@ def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> No
     )
     assert "attention: torch's, since of a test" in lines
     assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
+    assert "meshwright" in compile_cache.config.cache_key_tag
 
 
 def broken() -> None:
