@@ -33,6 +33,7 @@ NEARLY = 0.8
 """Part of the limit that a rank has waited for at least, if it was ended because of it."""
 WARN_AFTER_S = 3.0
 """Seconds beyond the limit: a timeout of the ranks' own, which says more, comes first."""
+LOOKS, BETWEEN_LOOKS_S = 10, 0.002
 TAIL_BYTES = 2**16
 
 
@@ -242,7 +243,7 @@ def _evidence(beat: Beat, folder: Path, state: str | None = None) -> Evidence:
         age_s=time.monotonic() - beat.since,
         limit_s=beat.limit_s,
         limit_key=beat.limit_key,
-        state=state_of(beat.pid) if state is None else state,
+        state=_usual_state(beat.pid) if state is None else state,
         kernel=_read(Path(f"/proc/{beat.pid}/wchan")).strip("0"),
         failed=beat.failed,
         stacks=_read(folder / f"rank_{beat.rank}.stacks"),
@@ -254,6 +255,16 @@ def state_of(pid: int) -> str:
     """Return the kernel's letter for the state of a process; "" if it is gone."""
     _, _, after_name = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
     return after_name.split()[0] if after_name else ""
+
+
+def _usual_state(pid: int) -> str:
+    """As `state_of`. A rank that computes sleeps for moments, as for Python's lock: the first of
+    several looks that finds it awake counts."""
+    for _ in range(LOOKS):
+        if (state := state_of(pid)) != "S":
+            break
+        time.sleep(BETWEEN_LOOKS_S)
+    return state
 
 
 def _read(path: Path) -> str:
