@@ -90,9 +90,7 @@ void multiply_tile(int64_t n, int64_t units, bool adds, const Unit* a, const Uni
 #pragma GCC unroll 4
       for (int w = 0; w < WIDE; ++w)
         sums[r][w] = multiply_add<T>(read(a + r * units + u), b + u * n + w * LANES, sums[r][w]);
-#pragma GCC unroll 16  // so that the sums stay in registers
   for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
     for (int w = 0; w < WIDE; ++w) {
       const auto at = c + r * n + w * LANES;
       Vector before = {};
