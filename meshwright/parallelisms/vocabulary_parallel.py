@@ -42,7 +42,7 @@ class VocabularyParallelLoss(SummedLoss):
         rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
         first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
         own = cast(DTensor, weight).to_local()
-        chunk_tokens = self.tokens_per_chunk(weight)
+        chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
         x = self._gathered(x)
         return self.of_rows(x, own, labels, chunk_tokens=chunk_tokens, first=first)
 

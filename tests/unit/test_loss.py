@@ -92,13 +92,15 @@ def test_a_weight_of_another_type_is_as_if_it_were_cast_outside(block, monkeypat
         assert torch.equal(one, two)
 
 
-def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits() -> None:
-    sizes = [
-        SummedLoss().tokens_per_chunk(torch.empty(vocab, dim, device="meta"))
-        for vocab, dim in [(128_256, 512), (128_256, 4096), (8192, 512), (8192, 4096)]
-    ]
-    assert sizes == [512, 4096, 2048, 4096]
-    assert SummedLoss(7).tokens_per_chunk(torch.empty(8192, 512, device="meta")) == 7
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [(torch.bfloat16, [512, 4096, 2048, 4096]), (torch.float32, [256, 2048, 2048, 2048])],
+)
+def test_a_chunk_is_as_long_as_the_model_is_wide_or_has_16_mi_logits(dtype, sizes) -> None:
+    shapes = [(128_256, 512), (128_256, 4096), (8192, 512), (8192, 4096)]
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    assert [SummedLoss().tokens_per_chunk(weight, dtype) for weight in weights] == sizes
+    assert SummedLoss(7).tokens_per_chunk(weights[0], dtype) == 7
 
 
 def test_chunks_of_a_part_of_the_vocabulary_are_those_of_the_whole(monkeypatch) -> None:
@@ -117,7 +119,7 @@ def test_chunks_of_a_part_of_the_vocabulary_are_those_of_the_whole(monkeypatch) 
         VocabularyParallelLoss(mesh)(x, part, labels)
     finally:
         dist.destroy_process_group()
-    assert found == [SummedLoss().tokens_per_chunk(weight)]
+    assert found == [SummedLoss().tokens_per_chunk(weight, x.dtype)]
 
 
 @pytest.mark.parametrize(("has_x", "has_weight"), itertools.product((True, False), repeat=2))

@@ -33,9 +33,9 @@ class SummedLoss:
     parallelism puts a loss on parts of the vocabulary in its place.
 
     Args:
-        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, so that
-            logits take no more memory than the weight, or as `SMALL_LOGITS` allows, if that is
-            more.
+        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, half of
+            that in fp32, so that logits take no more memory than the weight in 16 bits; or as
+            `SMALL_LOGITS` allows, if that is more.
     """
 
     def __init__(self, chunk_tokens: int = 0) -> None:
@@ -71,12 +71,15 @@ class SummedLoss:
         Raises:
             ValueError: if `labels` is not `x` without its last dimension.
         """
-        return self.of_rows(x, weight, labels, chunk_tokens=self.tokens_per_chunk(weight))
+        chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
+        return self.of_rows(x, weight, labels, chunk_tokens=chunk_tokens)
 
-    def tokens_per_chunk(self, weight: Tensor) -> int:
-        """Return the size of chunks for a whole weight, (V, D): the same on any mesh."""
+    def tokens_per_chunk(self, weight: Tensor, dtype: torch.dtype) -> int:
+        """Return the size of chunks for a whole weight, (V, D), and logits of a type: the same on
+        any mesh."""
         vocab_size, dim = weight.shape
-        return self.chunk_tokens or max(dim, SMALL_LOGITS // vocab_size)
+        # in fp32 products take so long that reading the weight's gradient more often costs nothing
+        return self.chunk_tokens or max(2 * dim // dtype.itemsize, SMALL_LOGITS // vocab_size)
 
     def of_rows(
         self, x: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int, first: int = 0
@@ -134,6 +137,9 @@ class SummedLoss:
         Args:
             is_first: `total` is not there yet.
         """
+        if x.dtype == total.dtype:  # the product adds, too
+            total.addmm_(gradient.t(), x, beta=0 if is_first else 1)
+            return
         size = _block_size(total)
         for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
             product = own.t() @ x
