@@ -5,7 +5,8 @@
 // dQ += dS K, with delta = rowsum(dO O) (Dao et al. 2022, arXiv:2205.14135, sections 3.1 and B.2).
 // Scores are held transposed, keys by queries: each product then has operands as they are or as
 // they were laid out once, and softmax runs along contiguous rows of queries. Products sum in fp32;
-// P and dS are rounded to the type between them. Blocks above the diagonal are left out.
+// P and dS are rounded to the type between them. Blocks above the diagonal are left out; in a block
+// on it, strips of keys leave out the strips of queries before them.
 //
 // One thread does all of what one sum needs, always in the same order: equal bits for any number
 // of threads.
@@ -25,6 +26,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 128;  // queries, and keys
+constexpr int64_t STRIP = 32;  // of a block on the diagonal; AMX takes such blocks whole
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
@@ -82,17 +84,50 @@ void join_rows(const void* from_, int64_t width, Unit* to) {
         to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
 }
 
+// The size of strips; BLOCK: the block is whole.
+template <typename T>
+int64_t strips(bool is_on_diagonal) {
+  return is_on_diagonal && !uses_amx<T>() ? STRIP : BLOCK;
+}
+
+// (keys, queries) = A (keys, width) B (width, queries)
+template <typename T>
+void multiply_to_scores(int64_t strip, int64_t width, const T* a, const Unit* b, float* scores) {
+  for (int64_t key = 0; key < BLOCK; key += strip)
+    multiply<T>(strip, BLOCK - key, width, false, {a + key * width, width}, {b + key, BLOCK},
+        {scores + key * BLOCK + key, BLOCK});
+}
+
+// (width, queries) = A (width, keys) B (keys, queries), or += if it adds
+template <typename T>
+void multiply_over_keys(
+    int64_t strip, int64_t width, bool adds, const T* a, const Unit* b, float* c) {
+  for (int64_t query = 0; query < BLOCK; query += strip)
+    multiply<T>(width, strip, query + strip, adds, {a, BLOCK}, {b + query, BLOCK},
+        {c + query, BLOCK});
+}
+
+// (keys, width) = A (keys, queries) B (queries, width), or += if it adds
+template <typename T>
+void multiply_over_queries(
+    int64_t strip, int64_t width, bool adds, const T* a, const Unit* b, float* c) {
+  for (int64_t key = 0; key < BLOCK; key += strip)
+    multiply<T>(strip, width, BLOCK - key, adds, {a + key * BLOCK + key, BLOCK},
+        {b + key / PER_UNIT<T> * width, width}, {c + key * width, width});
+}
+
 // Softmax goes on by one block. Of each query: its largest score (in powers of 2) and sum so far,
 // and the factor that what was summed before is to be multiplied with. Scores become P^T by units
 // of keys.
 template <typename T, bool IS_ON_DIAGONAL>
-void softmax(float* scores, float scale, float* largest, float* sums, float* factors, Unit* p) {
+void softmax(int64_t strip, float* scores, float scale, float* largest, float* sums, float* factors,
+    Unit* p) {
   float top[BLOCK];
   std::copy_n(largest, BLOCK, top);
   for (int32_t key = 0; key < BLOCK; ++key) {
     const auto row = scores + key * BLOCK;
 #pragma omp simd
-    for (int32_t query = 0; query < BLOCK; ++query) {
+    for (int32_t query = key / strip * strip; query < BLOCK; ++query) {
       float score = row[query] * scale;
       if (IS_ON_DIAGONAL) score = query >= key ? score : -INFINITE;
       row[query] = score;
@@ -109,7 +144,7 @@ void softmax(float* scores, float scale, float* largest, float* sums, float* fac
     const auto row = scores + key * BLOCK;
     const auto to = p + key / PER_UNIT<T> * BLOCK;
 #pragma omp simd
-    for (int64_t query = 0; query < BLOCK; ++query) {
+    for (int64_t query = key / strip * strip; query < BLOCK; ++query) {
       const float weight = power_of_2(row[query] - top[query]);
       if constexpr (std::is_same_v<T, float>) {
         std::memcpy(to + query, &weight, sizeof weight);
@@ -123,21 +158,20 @@ void softmax(float* scores, float scale, float* largest, float* sums, float* fac
   }
 }
 
-// P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed; and dS^T by units of keys.
+// P^T and dS^T, (keys, queries), from Q K^T and dO V^T transposed.
 template <typename T, bool IS_ON_DIAGONAL>
-void grad_of_scores(const float* scores, const float* grad_of_p, const float* logs,
-    const float* delta, float scale, Bits<T>* p, Bits<T>* ds, Unit* ds_units) {
+void grad_of_scores(int64_t strip, const float* scores, const float* grad_of_p, const float* logs,
+    const float* delta, float scale, Bits<T>* p, Bits<T>* ds) {
   for (int32_t key = 0; key < BLOCK; ++key) {
     const int64_t row = key * BLOCK;
 #pragma omp simd
-    for (int32_t query = 0; query < BLOCK; ++query) {
+    for (int32_t query = key / strip * strip; query < BLOCK; ++query) {
       float weight = power_of_2(scores[row + query] * scale - logs[query]);
       if (IS_ON_DIAGONAL) weight = query >= key ? weight : 0.0f;
       p[row + query] = rounded<T>(weight);
       ds[row + query] = rounded<T>(weight * (grad_of_p[row + query] - delta[query]));
     }
   }
-  join_rows<T>(ds, BLOCK, ds_units);
 }
 
 class Scratch {
@@ -212,13 +246,14 @@ void forward(const Heads<T>* tensors, float* logsumexp, Sizes sizes, float scale
       std::fill_n(sums, BLOCK, 0.0f);
       for (int64_t j = 0; j <= i; ++j) {
         const int64_t at = (first_kv + j) * area;
-        multiply<T>(BLOCK, BLOCK, width, false, all_keys + at, q_columns, scores);
+        const int64_t strip = strips<T>(i == j);
+        multiply_to_scores<T>(strip, width, all_keys + at, q_columns, scores);
         const auto go_on = i == j ? softmax<T, true> : softmax<T, false>;
-        go_on(scores, scale * LOG2_E, largest, sums, factors, p);
+        go_on(strip, scores, scale * LOG2_E, largest, sums, factors, p);
         for (int64_t w = 0; j > 0 && w < width; ++w)
 #pragma omp simd
           for (int64_t query = 0; query < BLOCK; ++query) sum[w * BLOCK + query] *= factors[query];
-        multiply<T>(width, BLOCK, BLOCK, j > 0, all_value_columns + at, p, sum);
+        multiply_over_keys<T>(strip, width, j > 0, all_value_columns + at, p, sum);
       }
       for (int64_t r = 0; r < count; ++r) {
         const auto to = bits(out.row(batch, head, first + r));
@@ -292,16 +327,17 @@ void backward(const Heads<T>* tensors, const float* logsumexp, Sizes sizes, floa
         for (int64_t i = 0; i < group * num_blocks; ++i) {
           if (i % num_blocks < j) continue;  // these queries come before all of the keys
           const int64_t at = i * area / PER_UNIT<T>, row = i * BLOCK;
-          const bool adds = i > j;
-          multiply<T>(BLOCK, BLOCK, width, false, keys, q_columns + at, scores);
-          multiply<T>(BLOCK, BLOCK, width, false, values, grad_columns + at, grad_of_p);
-          const auto grad_block =
-              i % num_blocks == j ? grad_of_scores<T, true> : grad_of_scores<T, false>;
-          grad_block(scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p), bits(ds),
-              ds_units);
-          multiply<T>(BLOCK, width, BLOCK, adds, p, grad_units + at, dv);
-          multiply<T>(BLOCK, width, BLOCK, adds, ds, q_units + at, dk);
-          multiply<T>(width, BLOCK, BLOCK, j > 0, key_columns, ds_units, dq + i * area);
+          const bool adds = i > j, is_on_diagonal = i % num_blocks == j;
+          const int64_t strip = strips<T>(is_on_diagonal);
+          multiply_to_scores<T>(strip, width, keys, q_columns + at, scores);
+          multiply_to_scores<T>(strip, width, values, grad_columns + at, grad_of_p);
+          const auto grad_block = is_on_diagonal ? grad_of_scores<T, true> : grad_of_scores<T, false>;
+          grad_block(strip, scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p),
+              bits(ds));
+          multiply_over_queries<T>(strip, width, adds, p, grad_units + at, dv);
+          multiply_over_queries<T>(strip, width, adds, ds, q_units + at, dk);
+          join_rows<T>(ds, BLOCK, ds_units);
+          multiply_over_keys<T>(strip, width, j > 0, key_columns, ds_units, dq + i * area);
         }
         for (int64_t r = 0; r < count; ++r) {
           const auto to_k = bits(grad_k.row(batch, kv_head, first + r));

@@ -79,9 +79,19 @@ inline Vector multiply_add(Unit a, const Unit* b, Vector sum) {
   }
 }
 
+// A matrix whose rows lie `step` elements apart.
+template <typename V>
+struct Matrix {
+  V* data;
+  int64_t step;
+  V* row(int64_t index) const { return data + index * step; }
+  Matrix at(int64_t r, int64_t column) const { return {row(r) + column, step}; }
+};
+
 // (ROWS, WIDE vectors) of C, in registers. What was there is added last: long sums in parts err less.
 template <typename T, int WIDE>
-void multiply_tile(int64_t n, int64_t units, bool adds, const Unit* a, const Unit* b, float* c) {
+void multiply_tile(int64_t units, bool adds, Matrix<const Unit> a, Matrix<const Unit> b,
+    Matrix<float> c) {
   constexpr int ROWS = SUMS / WIDE;
   Vector sums[ROWS][WIDE] = {};
   for (int64_t u = 0; u < units; ++u)
@@ -89,10 +99,10 @@ void multiply_tile(int64_t n, int64_t units, bool adds, const Unit* a, const Uni
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
       for (int w = 0; w < WIDE; ++w)
-        sums[r][w] = multiply_add<T>(read(a + r * units + u), b + u * n + w * LANES, sums[r][w]);
+        sums[r][w] = multiply_add<T>(read(a.row(r) + u), b.row(u) + w * LANES, sums[r][w]);
   for (int r = 0; r < ROWS; ++r)
     for (int w = 0; w < WIDE; ++w) {
-      const auto at = c + r * n + w * LANES;
+      const auto at = c.row(r) + w * LANES;
       Vector before = {};
       if (adds) std::memcpy(&before, at, sizeof before);
       sums[r][w] += before;
@@ -100,22 +110,30 @@ void multiply_tile(int64_t n, int64_t units, bool adds, const Unit* a, const Uni
     }
 }
 
+template <typename T>
+bool uses_amx() {
+  static const bool has_amx = at::native::cpublas::could_pack(at::kBFloat16);
+  return std::is_same_v<T, BFloat16> && has_amx;
+}
+
 // C (m, n) = A (m, k) B (k / PER_UNIT, n) units, or += if it adds; 16 divides m, n and k.
 template <typename T>
-void multiply(int64_t m, int64_t n, int64_t k, bool adds, const T* a, const Unit* b, float* c) {
+void multiply(int64_t m, int64_t n, int64_t k, bool adds, Matrix<const T> a, Matrix<const Unit> b,
+    Matrix<float> c) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    static const bool has_amx = at::native::cpublas::could_pack(at::kBFloat16);
-    if (has_amx) {
-      const auto pairs = reinterpret_cast<const BFloat16*>(b);
-      return at::native::cpublas::brgemm(m, n, k, k, n, n, adds, a, pairs, c);
+    if (uses_amx<T>()) {
+      const auto pairs = reinterpret_cast<const BFloat16*>(b.data);
+      return at::native::cpublas::brgemm(
+          m, n, k, a.step, b.step, c.step, adds, a.data, pairs, c.data);
     }
   }
   const int64_t units = k / PER_UNIT<T>;
-  const auto rows = reinterpret_cast<const Unit*>(a);
+  const Matrix<const Unit> rows = {
+      reinterpret_cast<const Unit*>(a.data), a.step / PER_UNIT<T>};
   const auto columns = [&](auto wide, int64_t first) {
     constexpr int WIDE = decltype(wide)::value;
     for (int64_t r = 0; r < m; r += SUMS / WIDE)
-      multiply_tile<T, WIDE>(n, units, adds, rows + r * units, b + first, c + r * n + first);
+      multiply_tile<T, WIDE>(units, adds, rows.at(r, 0), b.at(0, first), c.at(r, first));
     return first + WIDE * LANES;
   };
   constexpr int MOST = LANES == 16 ? 4 : 2;
