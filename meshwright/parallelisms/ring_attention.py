@@ -223,6 +223,7 @@ def _save(
 ) -> None:
     q, k, v, ctx.group_name, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _backward(

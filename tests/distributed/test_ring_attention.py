@@ -52,6 +52,7 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
     own = [part[:, :, positions].requires_grad_() for part in inputs]
     output, logsumexp = around(*own)
     assert logsumexp.dtype == torch.float32
+    assert not logsumexp.requires_grad  # backward has no gradient through it
     gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
     for name, got, want in zip("oqkv", gets, wants, strict=True):
         assert got.dtype == dtype
