@@ -259,8 +259,9 @@ class Training(Source):
 
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens of a microbatch whose logits exist at once, to save memory. 0, which is best for most:
-    as many as the model is wide, half of that in fp32, so that logits take no more memory than the
-    output's weight in 16 bits; with a small vocabulary as many as have 16 Mi logits."""
+    as many as the model is wide, half as many if the output computes in fp32, so that logits take
+    no more memory than its weight would in bf16; with a small vocabulary as many as have 16 Mi
+    logits."""
 
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them

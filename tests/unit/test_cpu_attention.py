@@ -134,8 +134,9 @@ def test_the_logarithm_of_sums_is_that_of_torch(dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
-def test_the_logarithm_of_sums_does_not_ask_for_a_gradient_that_backward_would_leave_out() -> None:
-    q, k, v = (torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3))
+@in_both_types
+def test_the_logarithm_of_sums_asks_for_no_gradient_that_backward_would_leave_out(dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 32, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     out, logs = cpu_attention.cpu_attention(q, k, v, 0.25)
     assert out.requires_grad
     assert not logs.requires_grad

@@ -5,8 +5,8 @@
 // dQ += dS K, with delta = rowsum(dO O) (Dao et al. 2022, arXiv:2205.14135, sections 3.1 and B.2).
 // Scores are held transposed, keys by queries: each product then has operands as they are or as
 // they were laid out once, and softmax runs along contiguous rows of queries. Products sum in fp32;
-// P and dS are rounded to the type between them. Blocks above the diagonal are left out; in a block
-// on it, strips of keys leave out the strips of queries before them.
+// P and dS are rounded to the type between them. Blocks above the diagonal are left out. In a
+// block on it, without AMX, each strip of keys leaves out the strips of queries before it.
 //
 // One thread does all of what one sum needs, always in the same order: equal bits for any number
 // of threads.
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 128;  // queries, and keys
-constexpr int64_t STRIP = 32;  // of a block on the diagonal; AMX takes such blocks whole
+constexpr int64_t STRIP = 32;  // a power of 2
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
@@ -84,10 +84,17 @@ void join_rows(const void* from_, int64_t width, Unit* to) {
         to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
 }
 
-// The size of strips; BLOCK: the block is whole.
+// The size of the strips that a block is cut into; BLOCK: it is not cut.
 template <typename T>
-int64_t strips(bool is_on_diagonal) {
-  return is_on_diagonal && !uses_amx<T>() ? STRIP : BLOCK;
+int64_t strip_size(bool is_on_diagonal) {
+  return is_on_diagonal && !(std::is_same_v<T, BFloat16> && has_amx()) ? STRIP : BLOCK;
+}
+
+// The first query that a strip of keys does not leave out. What is left out is neither written nor
+// read.
+template <bool IS_ON_DIAGONAL>
+int32_t first_query(int32_t key, int64_t strip) {
+  return IS_ON_DIAGONAL ? key & -static_cast<int32_t>(strip) : 0;
 }
 
 // (keys, queries) = A (keys, width) B (width, queries)
@@ -127,7 +134,7 @@ void softmax(int64_t strip, float* scores, float scale, float* largest, float* s
   for (int32_t key = 0; key < BLOCK; ++key) {
     const auto row = scores + key * BLOCK;
 #pragma omp simd
-    for (int32_t query = key / strip * strip; query < BLOCK; ++query) {
+    for (int32_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
       float score = row[query] * scale;
       if (IS_ON_DIAGONAL) score = query >= key ? score : -INFINITE;
       row[query] = score;
@@ -144,7 +151,7 @@ void softmax(int64_t strip, float* scores, float scale, float* largest, float* s
     const auto row = scores + key * BLOCK;
     const auto to = p + key / PER_UNIT<T> * BLOCK;
 #pragma omp simd
-    for (int64_t query = key / strip * strip; query < BLOCK; ++query) {
+    for (int64_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
       const float weight = power_of_2(row[query] - top[query]);
       if constexpr (std::is_same_v<T, float>) {
         std::memcpy(to + query, &weight, sizeof weight);
@@ -165,7 +172,7 @@ void grad_of_scores(int64_t strip, const float* scores, const float* grad_of_p, 
   for (int32_t key = 0; key < BLOCK; ++key) {
     const int64_t row = key * BLOCK;
 #pragma omp simd
-    for (int32_t query = key / strip * strip; query < BLOCK; ++query) {
+    for (int32_t query = first_query<IS_ON_DIAGONAL>(key, strip); query < BLOCK; ++query) {
       float weight = power_of_2(scores[row + query] * scale - logs[query]);
       if (IS_ON_DIAGONAL) weight = query >= key ? weight : 0.0f;
       p[row + query] = rounded<T>(weight);
@@ -246,7 +253,7 @@ void forward(const Heads<T>* tensors, float* logsumexp, Sizes sizes, float scale
       std::fill_n(sums, BLOCK, 0.0f);
       for (int64_t j = 0; j <= i; ++j) {
         const int64_t at = (first_kv + j) * area;
-        const int64_t strip = strips<T>(i == j);
+        const int64_t strip = strip_size<T>(i == j);
         multiply_to_scores<T>(strip, width, all_keys + at, q_columns, scores);
         const auto go_on = i == j ? softmax<T, true> : softmax<T, false>;
         go_on(strip, scores, scale * LOG2_E, largest, sums, factors, p);
@@ -328,10 +335,11 @@ void backward(const Heads<T>* tensors, const float* logsumexp, Sizes sizes, floa
           if (i % num_blocks < j) continue;  // these queries come before all of the keys
           const int64_t at = i * area / PER_UNIT<T>, row = i * BLOCK;
           const bool adds = i > j, is_on_diagonal = i % num_blocks == j;
-          const int64_t strip = strips<T>(is_on_diagonal);
+          const int64_t strip = strip_size<T>(is_on_diagonal);
           multiply_to_scores<T>(strip, width, keys, q_columns + at, scores);
           multiply_to_scores<T>(strip, width, values, grad_columns + at, grad_of_p);
-          const auto grad_block = is_on_diagonal ? grad_of_scores<T, true> : grad_of_scores<T, false>;
+          const auto grad_block =
+              is_on_diagonal ? grad_of_scores<T, true> : grad_of_scores<T, false>;
           grad_block(strip, scores, grad_of_p, logs + row, delta + row, scale * LOG2_E, bits(p),
               bits(ds));
           multiply_over_queries<T>(strip, width, adds, p, grad_units + at, dv);

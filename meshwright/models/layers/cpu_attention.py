@@ -119,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     return *cpu_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 

@@ -36,11 +36,16 @@ inline Unit paired(uint16_t first, uint16_t second) {
   return first | static_cast<Unit>(second) << 16;
 }
 
+bool has_amx() {
+  static const bool has = at::native::cpublas::could_pack(at::kBFloat16);
+  return has;
+}
+
 bool computes_in(bool is_float) {
 #if defined(__AVX512BF16__)
   return true;
 #elif defined(__AVX2__)
-  return is_float || at::native::cpublas::could_pack(at::kBFloat16);  // with AMX
+  return is_float || has_amx();
 #else
   return false;
 #endif
@@ -110,26 +115,20 @@ void multiply_tile(int64_t units, bool adds, Matrix<const Unit> a, Matrix<const 
     }
 }
 
-template <typename T>
-bool uses_amx() {
-  static const bool has_amx = at::native::cpublas::could_pack(at::kBFloat16);
-  return std::is_same_v<T, BFloat16> && has_amx;
-}
-
-// C (m, n) = A (m, k) B (k / PER_UNIT, n) units, or += if it adds; 16 divides m, n and k.
+// C (m, n) = A (m, k) B (k / PER_UNIT, n) units, or += if it adds; 16 divides m, n and k, and
+// PER_UNIT the step of A.
 template <typename T>
 void multiply(int64_t m, int64_t n, int64_t k, bool adds, Matrix<const T> a, Matrix<const Unit> b,
     Matrix<float> c) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (uses_amx<T>()) {
+    if (has_amx()) {
       const auto pairs = reinterpret_cast<const BFloat16*>(b.data);
       return at::native::cpublas::brgemm(
           m, n, k, a.step, b.step, c.step, adds, a.data, pairs, c.data);
     }
   }
   const int64_t units = k / PER_UNIT<T>;
-  const Matrix<const Unit> rows = {
-      reinterpret_cast<const Unit*>(a.data), a.step / PER_UNIT<T>};
+  const Matrix<const Unit> rows = {reinterpret_cast<const Unit*>(a.data), a.step / PER_UNIT<T>};
   const auto columns = [&](auto wide, int64_t first) {
     constexpr int WIDE = decltype(wide)::value;
     for (int64_t r = 0; r < m; r += SUMS / WIDE)

@@ -33,9 +33,9 @@ class SummedLoss:
     parallelism puts a loss on parts of the vocabulary in its place.
 
     Args:
-        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, half of
-            that in fp32, so that logits take no more memory than the weight in 16 bits; or as
-            `SMALL_LOGITS` allows, if that is more.
+        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, half as
+            many if the logits are in fp32, so that they take no more memory than the weight would
+            in bf16; or as `SMALL_LOGITS` allows, if that is more.
     """
 
     def __init__(self, chunk_tokens: int = 0) -> None:
@@ -78,7 +78,7 @@ class SummedLoss:
         """Return the size of chunks for a whole weight, (V, D), and logits of a type: the same on
         any mesh."""
         vocab_size, dim = weight.shape
-        # in fp32 products take so long that reading the weight's gradient more often costs nothing
+        # in fp32 as many bytes as in bf16: products hide the more frequent passes over W's gradient
         return self.chunk_tokens or max(2 * dim // dtype.itemsize, SMALL_LOGITS // vocab_size)
 
     def of_rows(
@@ -137,7 +137,7 @@ class SummedLoss:
         Args:
             is_first: `total` is not there yet.
         """
-        if x.dtype == total.dtype:  # the product adds, too
+        if x.dtype == total.dtype:  # one call multiplies and adds
             total.addmm_(gradient.t(), x, beta=0 if is_first else 1)
             return
         size = _block_size(total)
