@@ -24,7 +24,7 @@ from meshwright.train import run
 FIRST, LAST = 4, 6
 KINDS = (  # the first that matches an operator's name
     ("attention", r"scaled_dot_product|flash|fmha|flex_attention|cpu_attention"),
-    ("matrix products", r"\b(mm|addmm|bmm|linear|mkldnn|_mm)\b|gemm|nvjet|cutlass"),
+    ("matrix products", r"\b(mm|addmm_?|bmm|linear|mkldnn|_mm)\b|gemm|nvjet|cutlass"),
     ("compiled kernels", r"Torch-Compiled|Compiled(Fx|Function)|cpp_fused|triton_"),
     ("loss", r"log_softmax|nll_loss|cross_entropy"),
     ("optimizer and clipping", r"fused_adam|foreach|multi_tensor|vector_norm|[Oo]ptimizer"),

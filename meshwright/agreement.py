@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
-from meshwright.config.conditions import wants_cpu_attention
+from meshwright.config.conditions import wants_cpu_attention, wants_cpu_products
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.tokenization_spec import short_hash, tokenizer_parts
 from meshwright.errors import ConfigError, in_ranges
-from meshwright.models.layers import cpu_attention
+from meshwright.models.layers import cpu_attention, fp32_products
 from meshwright.preflight import Plan
 
 CONFIG = "config"
@@ -45,6 +45,7 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
             **{f"{source.entry.key}.dataset": source.content for source in sources},
             "experimental.custom_import": plan.own_code,
             **_attention(plan, device_type),
+            **_products(plan, device_type),
         }
     )
 
@@ -121,3 +122,12 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
     reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim, dtype)
     chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
+
+
+def _products(plan: Plan, device_type: str) -> dict[str, str]:
+    """Tell which library multiplies in fp32 here; what exchanges them is compiled, if need be."""
+    config = plan.config
+    if device_type != "cpu" or not wants_cpu_products(config.compile, config.training):
+        return {}
+    chosen = "torch's" if fp32_products.why_not() else "oneDNN's"
+    return {"compile.cpu_products": f'{chosen} ("torch" is the same on all machines)'}

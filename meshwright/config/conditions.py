@@ -35,6 +35,12 @@ def wants_cpu_attention(compilation: Compile, training: Training, parallelism: P
     return is_on and suits_cpu_attention(training, parallelism)
 
 
+def wants_cpu_products(compilation: Compile, training: Training) -> bool:
+    """Return whether a job on CPUs looks for the products of `compile.cpu_products`."""
+    is_on = compilation.enable and compilation.cpu_products == "auto"
+    return is_on and training.mixed_precision_param == "float32"
+
+
 def num_data_ranks(c: JobConfig) -> int:
     """Ranks that read different samples; of a config without -1."""
     p = c.parallelism
@@ -110,7 +116,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
     ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
-    ("compile.enable", _is_off, "backend cpu_attention"),
+    ("compile.enable", _is_off, "backend cpu_attention cpu_products"),
     ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
     (
         "checkpoint.enable",
@@ -143,6 +149,11 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "compile.cpu_attention",
         lambda c: not suits_cpu_attention(c.training, c.parallelism),
         "it is for attention without mask_documents and context parallelism",
+    ),
+    (
+        "compile.cpu_products",
+        lambda c: c.training.mixed_precision_param != "float32",
+        "the model computes in bfloat16",
     ),
     (
         "profiling.profile_freq",

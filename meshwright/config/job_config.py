@@ -507,6 +507,11 @@ class Compile(Section):
     compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2), which every rank has to
     agree on; otherwise torch's. torch: torch's."""
 
+    cpu_products: Literal["auto", "torch"] = "auto"
+    """Products of matrices in float32 on CPUs. auto: by oneDNN, if there is a compiler, and the
+    CPUs have AVX-512 and are not Intel's, which every rank has to agree on; otherwise torch's, by
+    MKL. torch: torch's."""
+
 
 def _no_write_process(mode: object) -> object:
     if mode == "process":

@@ -4,7 +4,11 @@ from collections.abc import Collection
 
 import torch
 
-from meshwright.config.conditions import needs_fsdp_alone, wants_cpu_attention
+from meshwright.config.conditions import (
+    needs_fsdp_alone,
+    wants_cpu_attention,
+    wants_cpu_products,
+)
 from meshwright.config.job_config import (
     ActivationCheckpoint,
     Compile,
@@ -13,7 +17,7 @@ from meshwright.config.job_config import (
     Training,
 )
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import cpu_attention
+from meshwright.models.layers import cpu_attention, fp32_products
 from meshwright.models.layers.attention import CausalAttention
 from meshwright.parallelisms import (
     activation_checkpoint,
@@ -47,7 +51,7 @@ def parallelize(
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
-       kernel of attention, too.
+       kernel of attention, too, and the library of products.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
@@ -71,8 +75,12 @@ def parallelize(
         applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
+    is_on_cpu = meshes.world.device_type == "cpu"
+    if is_on_cpu and wants_cpu_products(compilation, training):
+        applied.append(_multiply_by_onednn())
+    else:
+        fp32_products.take(False)
     if compilation.enable:
-        is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             applied.append(_use_cpu_kernel(model, training.mixed_precision_param))
         has_meshes = meshes.tp.size() > 1
@@ -87,6 +95,14 @@ def parallelize(
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
     return applied
+
+
+def _multiply_by_onednn() -> str:
+    """Have oneDNN multiply, if that is faster on this machine."""
+    if reason := fp32_products.why_not():
+        return f"products in float32: torch's, since {reason}"
+    fp32_products.take(True)
+    return "products in float32: oneDNN's"
 
 
 def _use_cpu_kernel(model: Decoder, dtype: str) -> str:

@@ -20,7 +20,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.exchange import initial_on_ranks
-from meshwright.models.layers import cpu_attention
+from meshwright.models.layers import cpu_attention, fp32_products
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
@@ -55,8 +55,8 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
     if is_other and case == "streamed, of other size":
         data(folder / str(rank), TEXT + TEXT)
-    if case == "kernel":
-        words |= {"--compile.enable": "true", "--training.mixed_precision_param": "bfloat16"}
+    if case in KERNELS:
+        words |= {"--compile.enable": "true", "--training.mixed_precision_param": KERNELS[case]}
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
     config, _ = load_config([word for pair in words.items() for word in pair])
@@ -70,6 +70,7 @@ def difference(folder: Path, case: str) -> str:
     with (
         patch.object(agreement, "_source_hash", lambda: code),
         patch.object(cpu_attention, "why_not", lambda _, dtype: reasons.get(dtype, "")),
+        patch.object(fp32_products, "why_not", lambda: "x" * (is_other and case == "products")),
     ):
         try:
             check_agreement(plan, open_training_data(config), "cpu")
@@ -92,8 +93,11 @@ CASES = {
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
     "kernel": "compile.cpu_attention: ",
+    "products": "compile.cpu_products: ",
     "own code": "experimental.custom_import: ",
 }
+KERNELS = {"kernel": "bfloat16", "products": "float32"}
+"""Cases of what a machine has for CPUs, and the type of a job that asks for it."""
 
 
 def every_difference(folder: Path) -> dict[str, str]:

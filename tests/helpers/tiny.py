@@ -50,6 +50,7 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "memory_budget": ActivationCheckpoint,
     "compile_backend": Compile,
     "cpu_attention": Compile,
+    "cpu_products": Compile,
 }
 KEYS = {  # where they differ from the options' names
     "reshard_after_forward": "fsdp_reshard_after_forward",
