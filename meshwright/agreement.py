@@ -17,7 +17,8 @@ from meshwright.config.conditions import wants_cpu_attention, wants_cpu_products
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.tokenization_spec import short_hash, tokenizer_parts
 from meshwright.errors import ConfigError, in_ranges
-from meshwright.models.layers import cpu_attention, fp32_products
+from meshwright.models.layers import cpu_attention
+from meshwright.native import onednn_products
 from meshwright.preflight import Plan
 
 CONFIG = "config"
@@ -125,9 +126,9 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
 
 
 def _products(plan: Plan, device_type: str) -> dict[str, str]:
-    """Tell which library multiplies in fp32 here; what exchanges them is compiled, if need be."""
+    """Tell which library multiplies in fp32 here; the exchange is compiled, if need be."""
     config = plan.config
     if device_type != "cpu" or not wants_cpu_products(config.compile, config.training):
         return {}
-    chosen = "torch's" if fp32_products.why_not() else "oneDNN's"
-    return {"compile.cpu_products": f'{chosen} ("torch" is the same on all machines)'}
+    chosen = "torch's" if onednn_products.why_not() else "oneDNN's"
+    return {"compile.cpu_products": f'{chosen} ("torch" runs on all machines)'}

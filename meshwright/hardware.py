@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from meshwright.errors import check
+from meshwright.native import onednn_products
 
 GIB = 1024**3
 
@@ -98,8 +99,8 @@ def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Pat
     """Return the published dense peak for bf16, or a measured one for devices not in the table.
 
     Other work on the machine makes a measurement too low, and none too high. So the highest that
-    was ever measured for the same device, threads and number of ranks is kept in `cache`: runs can
-    be compared by their MFU.
+    was ever measured for the same device, library, threads and number of ranks is kept in `cache`:
+    runs can be compared by their MFU.
 
     Args:
         num_ranks: ranks that measure at the same time.
@@ -112,6 +113,8 @@ def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Pat
             return Peak(flops_per_s, source)
     key = f"{name}, {dtype}, {num_ranks} ranks of {torch.get_num_threads()} threads"
     key += f" on {os.cpu_count()} cores, torch {torch.__version__}"
+    if device.type == "cpu" and dtype == torch.float32 and onednn_products.are_taken():
+        key += ", oneDNN"
     known = _read_peaks(cache).get(key, 0.0)
     measured = _measure_peak(device, dtype, MEASURE_AGAIN_S if known else MEASURE_FIRST_S)
     if measured <= known:
@@ -143,8 +146,8 @@ def _read_peaks(cache: Path) -> dict[str, float]:
 def _measure_peak(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """FLOP/s of a square matrix product, with the threads that the rank has: the best in `seconds`,
     and of at least three; one slower than `SLOW_S` is enough, as on CPUs without the type."""
-    # on CPUs 2048 is no faster in fp32, takes five times as long to measure, and in bf16 the best
-    # of equal runs differed by a factor of two, with 1024 by 1 % (2 cores with AMX)
+    # on CPUs 2048 is no faster in fp32 (by MKL), takes five times as long to measure, and in bf16
+    # the best of equal runs differed by a factor of two, with 1024 by 1 % (2 cores with AMX)
     n = 1024 if device.type == "cpu" else 8192
     generator = torch.Generator(device).manual_seed(0)  # the job's own is left as it is
     a, b = torch.randn(2, n, n, generator=generator, device=device).to(dtype)

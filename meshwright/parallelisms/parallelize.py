@@ -17,8 +17,9 @@ from meshwright.config.job_config import (
     Training,
 )
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import cpu_attention, fp32_products
+from meshwright.models.layers import cpu_attention
 from meshwright.models.layers.attention import CausalAttention
+from meshwright.native import onednn_products
 from meshwright.parallelisms import (
     activation_checkpoint,
     context_parallel,
@@ -79,7 +80,7 @@ def parallelize(
     if is_on_cpu and wants_cpu_products(compilation, training):
         applied.append(_multiply_by_onednn())
     else:
-        fp32_products.take(False)
+        onednn_products.take(False)
     if compilation.enable:
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             applied.append(_use_cpu_kernel(model, training.mixed_precision_param))
@@ -99,9 +100,9 @@ def parallelize(
 
 def _multiply_by_onednn() -> str:
     """Have oneDNN multiply, if that is faster on this machine."""
-    if reason := fp32_products.why_not():
+    if reason := onednn_products.why_not():
         return f"products in float32: torch's, since {reason}"
-    fp32_products.take(True)
+    onednn_products.take(True)
     return "products in float32: oneDNN's"
 
 

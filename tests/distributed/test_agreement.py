@@ -20,7 +20,8 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
 from meshwright.errors import ConfigError, in_ranges
 from meshwright.exchange import initial_on_ranks
-from meshwright.models.layers import cpu_attention, fp32_products
+from meshwright.models.layers import cpu_attention
+from meshwright.native import onednn_products
 from meshwright.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
@@ -70,7 +71,7 @@ def difference(folder: Path, case: str) -> str:
     with (
         patch.object(agreement, "_source_hash", lambda: code),
         patch.object(cpu_attention, "why_not", lambda _, dtype: reasons.get(dtype, "")),
-        patch.object(fp32_products, "why_not", lambda: "x" * (is_other and case == "products")),
+        patch.object(onednn_products, "why_not", lambda: "x" * (is_other and case == "products")),
     ):
         try:
             check_agreement(plan, open_training_data(config), "cpu")

@@ -1,6 +1,7 @@
 """Blocks and the loss are compiled in the first step, and never again; numbers are the same."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
 
 from meshwright.models.layers import cpu_attention
+from meshwright.native import onednn_products
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.distributed.test_state import Job
@@ -140,3 +142,26 @@ def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks) -> None:
             assert own[0] == torchs[0]
             assert own[1:] != torchs[1:]
             assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
+
+
+WIDE = dataclasses.replace(TINY, dim=256)  # of products that are exchanged
+
+
+def _with_onednn_and_without(dims: ParallelDims, options: dict) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a step in fp32, by `compile.cpu_products`."""
+    found = []
+    with patch.object(onednn_products, "why_not", lambda: ""):
+        for library in ("auto", "torch"):
+            Graphs()  # of none before
+            job = Job(dims, args=WIDE, cpu_products=library, **options)
+            assert onednn_products.are_taken() == (library == "auto")
+            result = job.take_step(1)
+            found.append((float(result.loss), float(result.grad_norm)))
+    return found
+
+
+@pytest.mark.skipif(not onednn_products.can_compute(), reason="oneDNN has no kernels here")
+def test_onednns_products_change_rounding_alone(on_ranks) -> None:
+    for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):
+        for own, torchs in on_ranks(2, _with_onednn_and_without, dims, options):
+            assert own == pytest.approx(torchs, rel=1e-5)

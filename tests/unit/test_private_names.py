@@ -16,8 +16,7 @@ KNOWN = {
     "checkpoint/reader.py": "_StorageInfo",
     "cli/completion.py": "_actions",  # argparse's
     "models/initialize.py": "torch.distributed.tensor._utils",
-    "models/layers/cpu_attention.py": "torch._inductor torch._inductor.codecache",
-    "models/layers/fp32_products.py": "torch._inductor torch._inductor.codecache",
+    "native/library.py": "torch._inductor torch._inductor.codecache",
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
     "parallelisms/all_gather.py": "_functional_collectives",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",

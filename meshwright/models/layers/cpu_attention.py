@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.native import library
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 PRODUCTS = SOURCE.with_name("cpu_products.cpp")
 FLAGS = (
@@ -43,33 +45,20 @@ def why_not(width: int, dtype: torch.dtype) -> str:
         return f"this CPU has no {names}"
     try:
         is_usable = _kernel().is_usable(dtype == torch.float32)
-    except Exception as error:  # no compiler, no headers, a full disk, or other torch inside
-        return f"the kernel was not compiled: {next(iter(str(error).splitlines()), repr(error))}"
+    except Exception as error:
+        return f"the kernel was not compiled: {library.first_line(error)}"
     return "" if is_usable else "torch and its compiler do not use this CPU's instructions for it"
 
 
 @cache
 def _kernel() -> ctypes.CDLL:
     """Compile the kernel, unless it lies in the cache of torch.compile, and load it."""
-    # private: inductor's own way from C++ to a library, with its lock between processes. If it
-    # changes, `why_not` says so, and attention is torch's.
-    from torch._inductor import config, cpu_vec_isa
-    from torch._inductor.codecache import CppCodeCache  # not at import, which would take a second
-
     has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     flags = (*FLAGS, BF16_FLAG) if has_bf16 else FLAGS
     text = PRODUCTS.read_text("utf-8") + SOURCE.read_text("utf-8")
-    try:
-        # without its trial of the compiler, for which it starts a process and imports torch: the
-        # kernel, with the same flags, is one
-        with config.patch({"cpp.vec_isa_ok": True}):
-            library = CppCodeCache.load(text, extra_flags=flags)
-    except Exception:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()  # it has taken the trial for done
-        raise
-    assert isinstance(library, ctypes.CDLL)
-    library.attend.restype = library.differentiate.restype = ctypes.c_char_p
-    return library
+    kernel = library.load(text, flags)
+    kernel.attend.restype = kernel.differentiate.restype = ctypes.c_char_p
+    return kernel
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

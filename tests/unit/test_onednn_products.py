@@ -1,7 +1,7 @@
 """Products by oneDNN in the place of MKL's: which they are, their results, who asks for them."""
 
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,8 @@ from meshwright.config.job_config import (
     Parallelism,
     Training,
 )
-from meshwright.models.layers import fp32_products
 from meshwright.models.layers.mixed import Linear
+from meshwright.native import onednn_products
 from meshwright.parallelisms.parallelize import parallelize
 from tests.helpers.tiny import TINY, plain_model
 
@@ -26,20 +26,20 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def _has_library() -> bool:
     try:
-        fp32_products._library()
+        onednn_products._library()
     except Exception:  # no compiler: on such machines nothing is exchanged
         return False
-    return torch.backends.mkldnn.is_available()
+    return onednn_products.can_compute()
 
 
-needs_library = pytest.mark.skipif(not _has_library(), reason="no compiler, or no oneDNN")
+needs_library = pytest.mark.skipif(not _has_library(), reason="no compiler, or no AVX-512")
 
 
 @pytest.fixture
 def taken() -> Iterator[None]:
-    fp32_products.take(True)
+    onednn_products.take(True)
     yield
-    fp32_products.take(False)
+    onednn_products.take(False)
 
 
 def into_new(a: Tensor, b: Tensor) -> Tensor:
@@ -70,23 +70,26 @@ WAYS = (into_new, into_given, added_to_nothing, added)
 def matrices() -> list[tuple[Tensor, Tensor]]:
     """In each layout that a step has: as they are, transposed, rows of a larger one."""
     torch.manual_seed(0)
-    a, b = torch.randn(M, K), torch.randn(K, N)
-    transposed = torch.randn(K, M).t(), torch.randn(N, K).t()
-    parts = torch.randn(M + 7, 2 * K)[7:, K:], torch.randn(2 * K, N + 9)[K:, 9:]
-    return [(x, y) for x in (a, transposed[0], parts[0]) for y in (b, transposed[1], parts[1])]
+    lefts = torch.randn(M, K), torch.randn(K, M).t(), torch.randn(M + 7, K)[7:]
+    rights = torch.randn(K, N), torch.randn(N, K).t(), torch.randn(N + 7, K)[7:].t()
+    return [(a, b) for a in lefts for b in rights]
 
 
-def onednn_calls(text: str) -> int:
-    return sum("exec" in line and "matmul" in line for line in text.splitlines())
+@contextmanager
+def counted(capfd: pytest.CaptureFixture[str], want: int) -> Iterator[None]:
+    """So many matrices are multiplied by oneDNN in here, by its own account."""
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        yield
+    lines = capfd.readouterr().out.splitlines()
+    assert sum("exec" in line and "matmul" in line for line in lines) == want
 
 
 @needs_library
 @pytest.mark.parametrize("product", WAYS)
 def test_onednn_multiplies_and_the_result_is_right(taken, product: Product, capfd) -> None:
     pairs = matrices()
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+    with counted(capfd, len(pairs)):
         results = [product(a, b) for a, b in pairs]
-    assert onednn_calls(capfd.readouterr().out) == len(pairs)
     for (a, b), got in zip(pairs, results, strict=True):
         want = a.double() @ b.double()
         assert got.dtype == torch.float32
@@ -94,42 +97,56 @@ def test_onednn_multiplies_and_the_result_is_right(taken, product: Product, capf
 
 
 OTHERS = {
-    "bf16": lambda a, b: (a.bfloat16(), b.bfloat16()),
     "fp64": lambda a, b: (a.double(), b.double()),
     "integers": lambda a, b: ((9 * a).long(), (9 * b).long()),
     "small": lambda a, b: (a[:30], b),
     "empty": lambda a, b: (a[:0], b),
     "repeated": lambda a, b: (a[:1].expand(M, K), b),
     "strided": lambda a, b: (a[:, ::2], b[::2]),
+    "parts of rows": lambda a, b: (a, b[:, 9:]),
 }
 
 
 @needs_library
 @pytest.mark.parametrize("product", WAYS)
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_matrices_are_multiplied_as_before(product: Product, case) -> None:
+def test_other_matrices_are_multiplied_as_before(product: Product, case, capfd) -> None:
     a, b = OTHERS[case](*matrices()[0])
     want = product(a, b)
-    fp32_products.take(True)
+    onednn_products.take(True)
     try:
-        got = product(a, b)
+        with counted(capfd, 0):
+            got = product(a, b)
     finally:
-        fp32_products.take(False)
+        onednn_products.take(False)
     assert torch.equal(got, want)
 
 
 @needs_library
-def test_results_that_do_not_fit_are_torchs_affair(taken) -> None:
+def test_products_that_were_given_back_are_mkls_and_those_that_a_user_keeps(capfd) -> None:
     a, b = matrices()[0]
+    onednn_products.take(True)
+    assert onednn_products.are_taken()
+    with counted(capfd, 0), torch.backends.mkldnn.flags(enabled=False):
+        torch.mm(a, b)
+    onednn_products.take(False)
+    assert not onednn_products.are_taken()
+    with counted(capfd, 0):
+        torch.mm(a, b)
+
+
+@needs_library
+def test_products_into_other_layouts_and_by_factors_are_torchs(taken, capfd) -> None:
+    a, b = matrices()[0]
+    columns, wrong = torch.empty(N, M).t(), torch.ones(N)
+    with counted(capfd, 0):
+        torch.mm(a, b, out=columns)
+        torch.ones(M, 1).addmm_(a, b[:, :1])
+        torch.ones(M, N).addmm_(a, b, alpha=3)
+        with pytest.raises(RuntimeError):
+            wrong.addmm_(a, b)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(a, b[1:])
-    columns = torch.empty(N, M).t()
-    near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-4)
-    near(torch.mm(a, b, out=columns), a @ b)
-    near(torch.ones(M, 1).addmm_(a, b[:, :1]), a @ b[:, :1] + 1)
-    near(torch.ones(M, N).addmm_(a, b, alpha=3), 3 * (a @ b) + 1)
-    with pytest.raises(RuntimeError):
-        torch.ones(N).addmm_(a, b)
 
 
 @needs_library
@@ -148,24 +165,23 @@ def test_a_layer_and_its_gradients(taken, is_compiled, capfd) -> None:
     wants = torch.autograd.grad((exact @ weight.t()).square().sum(), [exact, weight])
     if is_compiled:
         layer.compile(fullgraph=True)
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+    with counted(capfd, 3):
         gets = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
-    assert onednn_calls(capfd.readouterr().out) == 3
     for got, want in zip(gets, wants, strict=True):
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-def reason_on(monkeypatch, vendor: str, capabilities: dict[str, bool], tmp_path) -> str:
+def reason_on(monkeypatch, vendor: str, tmp_path, *, has_avx_512: bool = True) -> str:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
-    monkeypatch.setattr(fp32_products, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    fp32_products.why_not.cache_clear()
+    path = tmp_path / ("cpuinfo" if vendor else "none")
+    monkeypatch.setattr(onednn_products, "CPU_INFO", path)
+    monkeypatch.setattr(onednn_products, "can_compute", lambda: has_avx_512)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: vendor != "without MKL")
+    onednn_products.why_not.cache_clear()
     try:
-        return fp32_products.why_not()
+        return onednn_products.why_not()
     finally:
-        fp32_products.why_not.cache_clear()
+        onednn_products.why_not.cache_clear()
 
 
 def broken() -> None:
@@ -173,16 +189,23 @@ def broken() -> None:
 
 
 def test_only_where_mkl_leaves_avx_512_alone(monkeypatch, tmp_path) -> None:
-    has, lacks = {"avx512_f": True}, {"avx2": True}
-    monkeypatch.setattr(fp32_products, "_library", lambda: pytest.fail("compiled"))
-    assert reason_on(monkeypatch, "AuthenticAMD", lacks, tmp_path) == "this CPU has no AVX-512"
-    reason = reason_on(monkeypatch, "GenuineIntel", has, tmp_path)
-    assert reason == "MKL has kernels for this CPU's AVX-512"
-    monkeypatch.setattr(fp32_products, "_library", lambda: None)
-    assert reason_on(monkeypatch, "AuthenticAMD", has, tmp_path) == ""
-    monkeypatch.setattr(fp32_products, "_library", broken)
-    reason = reason_on(monkeypatch, "AuthenticAMD", has, tmp_path)
-    assert reason == "they were not compiled: g++: not found"
+    def reason(vendor: str, *, has_avx_512: bool = True) -> str:
+        return reason_on(monkeypatch, vendor, tmp_path, has_avx_512=has_avx_512)
+
+    monkeypatch.setattr(onednn_products, "_library", lambda: pytest.fail("compiled"))
+    no_kernels = "torch's oneDNN has no kernels for AVX-512 here"
+    assert reason("AuthenticAMD", has_avx_512=False) == no_kernels
+    assert reason("without MKL") == "torch has no MKL"
+    assert reason("") == "the system does not say whose CPU this is"
+    assert reason("GenuineIntel") == "MKL has kernels for this CPU's AVX-512"
+    for name in ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "BF16")
+            assert reason("AuthenticAMD") == f"{name} is set, by which oneDNN may round"
+    monkeypatch.setattr(onednn_products, "_library", lambda: None)
+    assert reason("AuthenticAMD") == ""
+    monkeypatch.setattr(onednn_products, "_library", broken)
+    assert reason("AuthenticAMD") == "the exchange was not compiled: g++: not found"
 
 
 @pytest.mark.parametrize(
@@ -193,11 +216,11 @@ def test_compiled_jobs_in_fp32_ask_for_them_and_others_give_them_back(
     monkeypatch, reason, line
 ) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(fp32_products, "why_not", lambda: reason)
-    monkeypatch.setattr(fp32_products, "take", calls.append)
-    alone = SimpleNamespace(size=lambda: 1, device_type="cpu")
+    monkeypatch.setattr(onednn_products, "why_not", lambda: reason)
+    monkeypatch.setattr(onednn_products, "take", calls.append)
 
-    def lines(dtype: str = "float32", **compilation: object) -> list[str]:
+    def lines(dtype: str = "float32", device: str = "cpu", **compilation: object) -> list[str]:
+        alone = SimpleNamespace(size=lambda: 1, device_type=device)
         return parallelize(
             plain_model(TINY),
             SimpleNamespace(world=alone, tp=alone, cp=alone),
@@ -216,6 +239,7 @@ def test_compiled_jobs_in_fp32_ask_for_them_and_others_give_them_back(
         lines(),
         lines(enable=True, cpu_products="torch"),
         lines("bfloat16", enable=True),
+        lines(device="cuda", enable=True),
     ):
         assert not any("products" in text for text in others)
-    assert calls == [False] * 3
+    assert calls == [False] * 4

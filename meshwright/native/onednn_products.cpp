@@ -2,13 +2,17 @@
 //
 // Torch has both libraries, and gives fp32 to MKL, which has AVX-512 kernels for Intel's CPUs only.
 
-#include <ATen/CPUFunctions.h>
+#include <ATen/Context.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 #include <torch/library.h>
 
 #include <atomic>
+#include <string>
 
 namespace at::native {
-// torch exports it, but its header does not come with torch: c = a b + beta c
+// torch exports it, but its header does not come with torch: c = alpha a b + beta c
 TORCH_API void mkldnn_matmul(
     const Tensor& a, const Tensor& b, const Tensor& c, float beta, float alpha);
 }  // namespace at::native
@@ -26,14 +30,14 @@ bool is_plain(const Tensor& x) {
   return x.dim() == 2 && x.scalar_type() == at::kFloat && x.layout() == at::kStrided;
 }
 
-// Whether the rows or the columns of a matrix lie one after the other.
+// Whether the rows or the columns of a matrix lie one after the other; others would be copied.
 bool is_dense(const Tensor& x) {
-  return (x.stride(1) == 1 && x.stride(0) >= x.size(1)) ||
-      (x.stride(0) == 1 && x.stride(1) >= x.size(0));
+  return (x.stride(1) == 1 && x.stride(0) == x.size(1)) ||
+      (x.stride(0) == 1 && x.stride(1) == x.size(0));
 }
 
 bool takes(const Tensor& a, const Tensor& b) {
-  return is_on && is_plain(a) && is_plain(b) && a.size(1) == b.size(0) && is_dense(a) &&
+  return is_on && at::globalContext().userEnabledMkldnn() && is_plain(a) && is_plain(b) && a.size(1) == b.size(0) && is_dense(a) &&
       is_dense(b) && a.size(0) * a.size(1) * b.size(1) >= SMALLEST;
 }
 
@@ -68,20 +72,25 @@ struct Quiet : c10::WarningHandler {
 
 }  // namespace
 
-// Take products from MKL, or give them back; for the whole process.
-extern "C" void take_products(bool takes_them) {
-  if (takes_them) {
-    Quiet quiet;  // that operators have other kernels now is what is wanted
+// Put these kernels before torch's, in which they end while they are off. Returns an error, or null.
+extern "C" const char* exchange() {
+  static std::string error;
+  try {
+    Quiet quiet;  // torch warns of operators that get other kernels
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     static torch::Library library(
         torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    static const bool is_registered = [] {
-      library.impl("mm", mm);
-      library.impl("mm.out", mm_out);
-      library.impl("addmm_", addmm_);
-      return true;
-    }();
-    (void)is_registered;
+    library.impl("mm", mm);
+    library.impl("mm.out", mm_out);
+    library.impl("addmm_", addmm_);
+    return nullptr;
+  } catch (const std::exception& e) {
+    error = e.what();
+    return error.c_str();
   }
-  is_on = takes_them;
 }
+
+// Take products from MKL, or give them back; for the whole process.
+extern "C" void take_products(bool takes_them) { is_on = takes_them; }
+
+extern "C" bool are_taken() { return is_on; }

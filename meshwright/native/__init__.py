@@ -1,0 +1,1 @@
+"""Code in C++, compiled on the machine that runs it."""
