@@ -22,7 +22,8 @@ namespace {
 using at::Scalar;
 using at::Tensor;
 
-constexpr int64_t SMALLEST = 1 << 20;  // multiplications: with fewer a call costs what it saves
+// Multiplications: 2^20 take both libraries 27 us on two cores, 2^18 MKL 8 us and oneDNN 19.
+constexpr int64_t SMALLEST = 1 << 20;
 
 std::atomic<bool> is_on{false};
 
@@ -37,8 +38,9 @@ bool is_dense(const Tensor& x) {
 }
 
 bool takes(const Tensor& a, const Tensor& b) {
-  return is_on && at::globalContext().userEnabledMkldnn() && is_plain(a) && is_plain(b) && a.size(1) == b.size(0) && is_dense(a) &&
-      is_dense(b) && a.size(0) * a.size(1) * b.size(1) >= SMALLEST;
+  return is_on && at::globalContext().userEnabledMkldnn() && is_plain(a) && is_plain(b) &&
+      a.size(1) == b.size(0) && is_dense(a) && is_dense(b) &&
+      a.size(0) * a.size(1) * b.size(1) >= SMALLEST;
 }
 
 bool takes_into(const Tensor& a, const Tensor& b, const Tensor& c) {
@@ -72,7 +74,7 @@ struct Quiet : c10::WarningHandler {
 
 }  // namespace
 
-// Put these kernels before torch's, in which they end while they are off. Returns an error, or null.
+// Put these kernels before torch's, which they call while they are off. Returns an error, or null.
 extern "C" const char* exchange() {
   static std::string error;
   try {

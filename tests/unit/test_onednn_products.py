@@ -145,6 +145,8 @@ def test_products_into_other_layouts_and_by_factors_are_torchs(taken, capfd) -> 
         torch.ones(M, N).addmm_(a, b, alpha=3)
         with pytest.raises(RuntimeError):
             wrong.addmm_(a, b)
+        for shape in ((0, N), (M, 0)):  # torch gives them the right size
+            assert torch.mm(a, b, out=torch.empty(shape)).shape == (M, N)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(a, b[1:])
 
@@ -182,6 +184,13 @@ def reason_on(monkeypatch, vendor: str, tmp_path, *, has_avx_512: bool = True) -
         return onednn_products.why_not()
     finally:
         onednn_products.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(("is_built", "runs_here"), [(False, True), (True, False)])
+def test_torch_needs_onednn_and_the_cpu_its_instructions(monkeypatch, is_built, runs_here) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_built)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: runs_here)
+    assert not onednn_products.can_compute()
 
 
 def broken() -> None:

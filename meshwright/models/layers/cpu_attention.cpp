@@ -27,6 +27,7 @@ namespace {
 
 constexpr int64_t BLOCK = 128;  // queries, and keys
 constexpr int64_t STRIP = 32;  // a power of 2
+static_assert(STRIP % 16 == 0 && (STRIP & (STRIP - 1)) == 0 && BLOCK % STRIP == 0);
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
