@@ -342,12 +342,9 @@ def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, reason) ->
     assert asked == [(TINY.dim // TINY.n_heads, torch.float32)]
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> None:
-    asked = []
-    monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or "of a test")
-    alone = SimpleNamespace(size=lambda: 1, device_type="cpu")
-    lines = parallelize(
+def lines_of_compiled(name: str, device_type: str) -> list[str]:
+    alone = SimpleNamespace(size=lambda: 1, device_type=device_type)
+    return parallelize(
         plain_model(TINY),
         SimpleNamespace(world=alone, tp=alone, cp=alone),
         training=Training(mixed_precision_param=name),
@@ -356,7 +353,18 @@ def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> No
         compilation=Compile(enable=True, backend="eager"),
         float8_options=Float8(),
     )
-    assert "attention: torch's, since of a test" in lines
+
+
+def test_gpus_need_no_kernel_of_cpus(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_attention, "why_not", lambda *_: pytest.fail("asked for it"))
+    assert not any("attention" in line for line in lines_of_compiled("bfloat16", "cuda"))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> None:
+    asked = []
+    monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or "of a test")
+    assert "attention: torch's, since of a test" in lines_of_compiled(name, "cpu")
     assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
     assert "meshwright" in compile_cache.config.cache_key_tag
 
