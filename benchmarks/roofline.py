@@ -9,6 +9,7 @@ of torch computes them alone.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -36,10 +37,12 @@ def best_s(function: Callable[[], object], device: torch.device) -> float:
     return min(seconds[1:])
 
 
-def best_of_libraries_s(function: Callable[[], object], device: torch.device) -> float:
+def best_of_libraries_s(
+    function: Callable[[], object], device: torch.device, *, is_fp32: bool
+) -> float:
     """Return the shortest run, also by oneDNN if that multiplies fp32 on this machine."""
     seconds = best_s(function, device)
-    if device.type == "cpu" and not onednn_products.why_not():
+    if device.type == "cpu" and is_fp32 and not onednn_products.why_not():
         onednn_products.take(True)
         seconds = min(seconds, best_s(function, device))
         onednn_products.take(False)
@@ -67,14 +70,16 @@ def main() -> None:
     work = Workload(**args.workload)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = {"device": device, "dtype": getattr(torch, work.dtype)}
+    is_fp32 = options["dtype"] == torch.float32
+    best = functools.partial(best_of_libraries_s, device=device, is_fp32=is_fp32)
     tokens = work.batch * work.seq_len
     total_s, flops = 0.0, 0
     for name, (inputs, outputs, times) in products(work).items():
         x, grad = torch.randn(tokens, inputs, **options), torch.randn(tokens, outputs, **options)
         weight = torch.randn(outputs, inputs, **options)
-        forward = best_of_libraries_s(lambda x=x, w=weight: x @ w.T, device)
-        to_input = best_of_libraries_s(lambda g=grad, w=weight: g @ w, device)
-        to_weight = best_of_libraries_s(lambda x=x, g=grad: g.T @ x, device)
+        forward = best(lambda x=x, w=weight: x @ w.T)
+        to_input = best(lambda g=grad, w=weight: g @ w)
+        to_weight = best(lambda x=x, g=grad: g.T @ x)
         each = 2 * tokens * inputs * outputs
         rates = " ".join(f"{each / s / 1e9:7.0f}" for s in (forward, to_input, to_weight))
         print(f"{name:8} {times:3} x  forward, to input, to weight: {rates} GFLOP/s")

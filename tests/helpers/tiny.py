@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 from collections.abc import Collection
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -152,3 +154,17 @@ def parallel_model(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def lines_on_one_rank(dtype: str, device_type: str = "cpu", **compilation: object) -> list[str]:
+    """What the log says of a model that one rank computes in `dtype`, compiled or not."""
+    alone = SimpleNamespace(size=lambda: 1, device_type=device_type)
+    return parallelize(
+        plain_model(TINY),
+        cast(Meshes, SimpleNamespace(world=alone, tp=alone, cp=alone)),
+        training=Training(mixed_precision_param=dtype),
+        parallelism=Parallelism(),
+        recomputation=ActivationCheckpoint(),
+        compilation=Compile(backend="eager", **compilation),
+        float8_options=Float8(),
+    )

@@ -3,7 +3,6 @@
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,18 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.job_config import (
     SAVED_OPS,
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    Parallelism,
-    Training,
 )
 from meshwright.models.layers import cpu_attention
 from meshwright.models.layers.attention import CausalAttention
 from meshwright.parallelisms import compile_cache
 from meshwright.parallelisms.activation_checkpoint import _keeping
-from meshwright.parallelisms.parallelize import _use_cpu_kernel, parallelize
-from tests.helpers.tiny import TINY, plain_model
+from meshwright.parallelisms.parallelize import _use_cpu_kernel
+from tests.helpers.tiny import TINY, lines_on_one_rank, plain_model
 
 TYPES = (torch.bfloat16, torch.float32)
 REASONS = {dtype: cpu_attention.why_not(64, dtype) for dtype in TYPES}
@@ -342,29 +336,19 @@ def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, reason) ->
     assert asked == [(TINY.dim // TINY.n_heads, torch.float32)]
 
 
-def lines_of_compiled(name: str, device_type: str) -> list[str]:
-    alone = SimpleNamespace(size=lambda: 1, device_type=device_type)
-    return parallelize(
-        plain_model(TINY),
-        SimpleNamespace(world=alone, tp=alone, cp=alone),
-        training=Training(mixed_precision_param=name),
-        parallelism=Parallelism(),
-        recomputation=ActivationCheckpoint(),
-        compilation=Compile(enable=True, backend="eager"),
-        float8_options=Float8(),
-    )
-
-
 def test_gpus_need_no_kernel_of_cpus(monkeypatch) -> None:
     monkeypatch.setattr(cpu_attention, "why_not", lambda *_: pytest.fail("asked for it"))
-    assert not any("attention" in line for line in lines_of_compiled("bfloat16", "cuda"))
+    assert not any(
+        "attention" in line for line in lines_on_one_rank("bfloat16", "cuda", enable=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> None:
     asked = []
     monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or "of a test")
-    assert "attention: torch's, since of a test" in lines_of_compiled(name, "cpu")
+    lines = lines_on_one_rank(name, enable=True, cpu_products="torch")
+    assert "attention: torch's, since of a test" in lines
     assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
     assert "meshwright" in compile_cache.config.cache_key_tag
 

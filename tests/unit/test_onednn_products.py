@@ -1,24 +1,16 @@
 """Products by oneDNN in the place of MKL's: which they are, their results, who asks for them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.config.job_config import (
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    Parallelism,
-    Training,
-)
 from meshwright.models.layers.mixed import Linear
 from meshwright.native import onednn_products
-from meshwright.parallelisms.parallelize import parallelize
-from tests.helpers.tiny import TINY, plain_model
+from tests.helpers.tiny import lines_on_one_rank
 
 M, K, N = 130, 96, 200  # enough multiplications
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -228,27 +220,16 @@ def test_compiled_jobs_in_fp32_ask_for_them_and_others_give_them_back(
     monkeypatch.setattr(onednn_products, "why_not", lambda: reason)
     monkeypatch.setattr(onednn_products, "take", calls.append)
 
-    def lines(dtype: str = "float32", device: str = "cpu", **compilation: object) -> list[str]:
-        alone = SimpleNamespace(size=lambda: 1, device_type=device)
-        return parallelize(
-            plain_model(TINY),
-            SimpleNamespace(world=alone, tp=alone, cp=alone),
-            training=Training(mixed_precision_param=dtype),
-            parallelism=Parallelism(),
-            recomputation=ActivationCheckpoint(),
-            compilation=Compile(backend="eager", cpu_attention="torch", **compilation),
-            float8_options=Float8(),
-        )
-
+    lines = functools.partial(lines_on_one_rank, cpu_attention="torch")
     wanted = f"products in float32: {line}"
-    assert wanted in lines(enable=True)
+    assert wanted in lines("float32", enable=True)
     assert calls == ([] if reason else [True])
     calls.clear()
     for others in (
-        lines(),
-        lines(enable=True, cpu_products="torch"),
+        lines("float32"),
+        lines("float32", enable=True, cpu_products="torch"),
         lines("bfloat16", enable=True),
-        lines(device="cuda", enable=True),
+        lines("float32", "cuda", enable=True),
     ):
         assert not any("products" in text for text in others)
     assert calls == [False] * 4
