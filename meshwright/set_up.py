@@ -27,17 +27,19 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.checks import check_device
+from meshwright.config.conditions import has_inductor
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.extension import user_sinks
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.process import CHECKED, GPUS_EXPECTED
+from meshwright.launch.process import CHECKED, GPUS_EXPECTED, OTHER_MALLOC
 from meshwright.log import log_to_file, logger
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter
 from meshwright.metrics.sinks import Spared
+from meshwright.native import large_blocks
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.memory import check_memory
@@ -128,6 +130,8 @@ def set_up(
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 
+    if device.type == "cpu" and has_inductor(config):
+        _take_large_blocks()
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
     trainer = Trainer(plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/")))
@@ -160,6 +164,14 @@ def set_up(
         since=since,
         heart=heart,
     )
+
+
+def _take_large_blocks() -> None:
+    """Keep large tensors out of malloc's heap, unless the user has chosen an allocator."""
+    chosen = next((name for name in OTHER_MALLOC if os.environ.get(name)), "")
+    reason = f"{chosen} is set" if chosen else large_blocks.take()
+    where = f"malloc's, since {reason}" if reason else "heaps of their own"
+    logger.info("memory of large tensors: %s", where)
 
 
 def _say_done(plan: Plan) -> None:

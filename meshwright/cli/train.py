@@ -11,14 +11,18 @@ from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
 from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_ranks
-from meshwright.launch.process import CHECKED, GPUS_EXPECTED, HOST_SETTINGS, exit_when_asked
+from meshwright.launch.process import (
+    CHECKED,
+    GPUS_EXPECTED,
+    HOST_SETTINGS,
+    OTHER_MALLOC,
+    exit_when_asked,
+)
 
 DEFAULT_PRESET = "debug_model"
 SCRIPT = Path(ranks_package).with_name("train.py")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
-OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
-"""Another allocator, or settings of glibc's own: the user has chosen."""
 WAITING = {"GOMP_SPINCOUNT": "10000"}
 """How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

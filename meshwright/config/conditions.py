@@ -41,6 +41,11 @@ def wants_cpu_products(compilation: Compile, training: Training) -> bool:
     return is_on and training.mixed_precision_param == "float32"
 
 
+def has_inductor(c: JobConfig) -> bool:
+    """Return whether inductor compiles, so that a compiler of C++ is started on CPUs."""
+    return c.compile.enable and c.compile.backend == "inductor"
+
+
 def num_data_ranks(c: JobConfig) -> int:
     """Ranks that read different samples; of a config without -1."""
     p = c.parallelism

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from meshwright.config.conditions import num_decay_steps, schedule_steps, value_of
+from meshwright.config.conditions import (
+    has_inductor,
+    num_decay_steps,
+    schedule_steps,
+    value_of,
+)
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import Mistakes, check
 
@@ -29,10 +34,6 @@ def _decays_too_long(c: JobConfig) -> bool:
 def _is_compiled(c: JobConfig) -> bool:
     """Return whether a compiler changes the graph, which backend eager does not."""
     return c.compile.enable and c.compile.backend != "eager"
-
-
-def _has_inductor(c: JobConfig) -> bool:
-    return c.compile.enable and c.compile.backend == "inductor"
 
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
@@ -177,7 +178,7 @@ CONTRADICTIONS = (
         lambda c: (
             c.parallelism.enable_async_tensor_parallel
             and c.parallelism.tensor_parallel_degree > 1
-            and not _has_inductor(c)
+            and not has_inductor(c)
         ),
         "inductor does it, and nothing is compiled by inductor",
         'set compile.enable = true and compile.backend = "inductor", or leave it out',

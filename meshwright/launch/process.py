@@ -25,6 +25,9 @@ CHECKED = "MESHWRIGHT_CHECKED"
 """Environment variable of the ranks: `meshwright check` has written to the same console."""
 GPUS_EXPECTED = "MESHWRIGHT_GPUS"
 """Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
+OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
+"""Environment variables by which users choose an allocator of memory on CPUs, or settings of
+glibc's. The launcher and the ranks then choose none."""
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -160,10 +160,12 @@ def _differentiate(
     arguments are of one type."""
     needs_x, needs_weight = needed
     of_x = torch.empty_like(x) if needs_x else None
-    of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     # the same memory for all chunks: on CPUs new memory costs as much as the product
     memory = x.new_empty(min(chunk_tokens, len(x)), len(weight))
+    # after the memory that ends with this function: on CPUs the weight's cast and the logits leave
+    # one hole, where the embedding's gradient fits
+    of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
     for start in range(0, len(x), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
