@@ -7,8 +7,6 @@ import torch
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.place import Place
 from meshwright.errors import ConfigError, SaveError
-from meshwright.exchange.export import export
-from meshwright.exchange.export_job import export_job, tokenizer_files
 from meshwright.log import logger
 from meshwright.preflight import Plan
 
@@ -36,6 +34,10 @@ def export_last(plan: Plan) -> None:
 
 
 def _export_newest(plan: Plan) -> None:
+    # not above: jobs would import them before their first step
+    from meshwright.exchange.export import export
+    from meshwright.exchange.export_job import export_job, tokenizer_files
+
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
     with open_checkpoint(place, logger.warning) as (found, manifest):

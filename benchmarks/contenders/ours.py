@@ -6,9 +6,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from workload import Stopwatch, from_command_line
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from meshwright.imports import uncollected  # noqa: E402
+
+with uncollected():  # torch, too, as train.py
+    from workload import Stopwatch, from_command_line
+
+    from meshwright.config.loader import load_config
+    from meshwright.log import log_to_console
+    from meshwright.preflight import preflight
+    from meshwright.train import run
+
 OVERRIDES = "MESHWRIGHT_BENCHMARK_KEYS"
 """Environment variable: more keys for our job, as JSON."""
 
@@ -30,15 +40,6 @@ class Marks:
 def main() -> None:
     """Train, and print the result."""
     w = from_command_line()
-    sys.path.insert(0, str(ROOT))
-    from meshwright.imports import uncollected
-
-    with uncollected():  # as train.py
-        from meshwright.config.loader import load_config
-        from meshwright.log import log_to_console
-        from meshwright.preflight import preflight
-        from meshwright.train import run
-
     log_to_console()
     with tempfile.TemporaryDirectory() as folder:
         keys: dict[str, object] = {

@@ -27,7 +27,7 @@ from meshwright.log import quiet_torchao
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.hugging_face import HuggingFaceForm
-from meshwright.parallelisms.pipeline_parallel import keep_modules
+from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.pipeline_split import split_evenly
 
 NUM_TOKENS = 256

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from meshwright.batch import Batch
 from meshwright.config.job_config import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.pipeline_parallel import Pipeline, keep_modules
 from meshwright.parallelisms.pipeline_split import stages_of_rank
+
+if TYPE_CHECKING:
+    from meshwright.parallelisms.pipeline_parallel import Pipeline
 
 
 class LocalModel(nn.Module):
@@ -23,9 +26,9 @@ class LocalModel(nn.Module):
 
     stages: tuple[Decoder, ...]
     """In the order of the model; without a pipeline one, the whole model."""
-    pipeline: Pipeline | None
+    pipeline: "Pipeline | None"
 
-    def __init__(self, stages: Sequence[Decoder], pipeline: Pipeline | None = None) -> None:
+    def __init__(self, stages: Sequence[Decoder], pipeline: "Pipeline | None" = None) -> None:
         super().__init__()
         self.stages, self.pipeline = tuple(stages), pipeline
         self.layers = nn.ModuleDict()
@@ -119,6 +122,8 @@ def build_local_model(
             parameter.requires_grad_(name not in parts.frozen)
     if num_stages == 1:
         return LocalModel([stages[0]])
+    from meshwright.parallelisms.pipeline_parallel import Pipeline  # torch's part takes a while
+
     pipeline = Pipeline(
         stages,
         num_stages,
@@ -129,6 +134,16 @@ def build_local_model(
         device=device,
     )
     return LocalModel([*stages.values()], pipeline)
+
+
+def keep_modules(model: Decoder, names: Sequence[str]) -> None:
+    """Make `model` the stage that has the modules `names`, in place; best on the meta device."""
+    for name in list(model.layers):
+        if f"layers.{name}" not in names:
+            del model.layers[name]
+    for name, _ in list(model.named_children()):
+        if name != "layers" and name not in names:
+            setattr(model, name, None)
 
 
 def _first_trained(model: Decoder, parts: ModelParts) -> int:

@@ -17,16 +17,6 @@ from meshwright.parallelisms.pipeline_forward import forward_all
 from meshwright.parallelisms.pipeline_split import SCHEDULES, stages_of_rank
 
 
-def keep_modules(model: Decoder, names: Sequence[str]) -> None:
-    """Make `model` the stage that has the modules `names`, in place; best on the meta device."""
-    for name in list(model.layers):
-        if f"layers.{name}" not in names:
-            del model.layers[name]
-    for name, _ in list(model.named_children()):
-        if name != "layers" and name not in names:
-            setattr(model, name, None)
-
-
 class Stage(PipelineStage):
     """A stage of torch's, with two differences.
 

@@ -1,6 +1,8 @@
-"""Imports without the garbage collector, which is afterwards as it was."""
+"""Imports: without the garbage collector, which is afterwards as it was; and what a job needs."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -20,3 +22,17 @@ def test_the_collector_is_off_within_and_as_it_was_afterwards(is_on: bool) -> No
         assert not any(each is new for each in gc.get_objects())  # full collections pass it over
     finally:
         (gc.enable if before else gc.disable)()
+
+
+SELDOM = {  # each takes tens of milliseconds or more of the time to the first step
+    *("torch.distributed.pipelining", "torch._inductor.compile_fx", "torchao"),
+    *("tensorboard", "wandb", "datasets", "pyarrow"),
+    *("tokenizers", "sentencepiece", "tiktoken", "transformers", "safetensors.torch"),
+}
+
+
+def test_a_job_imports_nothing_that_few_jobs_need() -> None:
+    show = "import sys, meshwright.train, meshwright.preflight; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    assert "meshwright.set_up" in run.stdout.split()
+    assert not SELDOM & {*run.stdout.split()}
