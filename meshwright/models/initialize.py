@@ -4,10 +4,12 @@ Not on the number of ranks, the mesh, the wrapping, the device, or the order of 
 rank computes just the elements that it holds, and any two ranks agree on any element, to the bit.
 """
 
+import ctypes
 import hashlib
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from statistics import NormalDist
 
 import torch
@@ -24,22 +26,25 @@ TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
 FRACTION_BITS = 24  # a float32 holds them exactly
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds it to its state
-BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Elements at a time. On CPUs temporaries stay in the cache, and a thread fills a block: if torch
-spread operators over threads, these would on busy cores wait for each other ten times longer than
-they compute. On GPUs few kernels are launched."""
+BLOCKS = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Elements at a time. On CPUs temporaries stay in the cache, and a thread fills a block; on GPUs
+few kernels are launched."""
 
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
+    fills: list[Callable[[], None]] = []
     for name, parameter in model.named_parameters():
         local, offset = local_box(parameter)
         std = model.table.parameters[name].std
         if std is None:
             local.fill_(1.0)
         else:
-            fill_normal(local, std, seed, name, tuple(parameter.shape), offset)
+            fills += _fills(local, std, seed, name, tuple(parameter.shape), offset)
+            device = local.device
+    if fills:
+        _run(fills, device)
     model.init_buffers()
 
 
@@ -67,8 +72,20 @@ def fill_normal(
     Temporaries are a few times a block of `BLOCKS`, or one row where that is longer. Does not wait
     for the device, but for the first box on it.
     """
+    _run(_fills(box, std, seed, name, global_shape, offset), box.device)
+
+
+def _fills(
+    box: Tensor,
+    std: float,
+    seed: int,
+    name: str,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> list[Callable[[], None]]:
+    """Functions that fill the blocks of `box`, in any order."""
     if not box.numel():
-        return
+        return []
     box, device = box.detach(), box.device
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
     steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
@@ -84,14 +101,29 @@ def fill_normal(
         states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
         some.copy_(_normal(_mix_(states)).mul_(std))
 
-    starts = range(0, box.shape[0], rows_per_block)
+    return [partial(fill, start) for start in range(0, box.shape[0], rows_per_block)]
+
+
+def _run(fills: list[Callable[[], None]], device: torch.device) -> None:
     _quantiles(device)  # once, not by each thread
-    if device.type == "cpu" and len(starts) > 1:
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(fill, starts))
-    else:
-        for start in starts:
-            fill(start)
+    if device.type != "cpu":
+        for fill in fills:
+            fill()
+        return
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=_compute_alone) as threads:
+        list(threads.map(lambda fill: fill(), fills))
+
+
+def _compute_alone() -> None:
+    """Have torch spread no operator of this thread over others: these would on busy cores wait for
+    each other ten times longer than they compute.
+
+    Not by `torch.set_num_threads`, which changes MKL's choice of threads for the whole process: a
+    job that fills no weights, since it resumes, would round differently.
+    """
+    torch.get_num_threads()  # of a new thread torch sets OpenMP's number when it first asks for it
+    if openmp := getattr(ctypes.CDLL(None), "omp_set_num_threads", None):
+        openmp(1)
 
 
 def _mix_(x: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
 """Initial values: a function of seed, name and index, and normally distributed."""
 
 import math
+import os
+import subprocess
+import sys
+from ast import literal_eval
 
 import pytest
 import torch
@@ -37,6 +41,40 @@ def test_blocks_of_any_size_give_equal_bits(monkeypatch, block: int) -> None:
     want = whole((700, 3))
     monkeypatch.setitem(initialize.BLOCKS, "cpu", block)
     assert torch.equal(whole((700, 3)), want)
+
+
+SHOW_THREADS = """
+import ctypes, threading
+from pathlib import Path
+import torch
+from meshwright.models import initialize
+
+mkl = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+dynamic = getattr(mkl, "mkl_serv_get_dynamic", lambda: 1)
+counts = []
+count = lambda: counts.append((torch.get_num_threads(), dynamic()))
+def count_alone():
+    initialize._compute_alone()
+    count()
+count()
+for target in (count_alone, count):
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+initialize.fill_normal(torch.empty(9), 1.0, 0, "w", (9,), (0,))
+count()
+print(counts)
+"""
+
+
+def test_a_thread_computes_alone_and_others_multiply_as_before() -> None:
+    """Else a job that resumes, and fills nothing, would round its products differently."""
+    show = [sys.executable, "-c", SHOW_THREADS]
+    env = os.environ | {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    run = subprocess.run(show, capture_output=True, text=True, check=True, env=env)
+    before, (alone, _), *others = literal_eval(run.stdout)
+    assert alone == 1
+    assert others == [before] * 2
 
 
 def test_name_and_seed_matter() -> None:
