@@ -97,8 +97,9 @@ def train_step(
         )
     is_finite_here = torch.isfinite(loss)
 
+    parameters = dict(model.named_parameters())  # once: with many layers the walk takes a while
     if early is None:
-        squares = local_square_sums(model.named_parameters(), options.norm_groups, loss.device)
+        squares = local_square_sums(parameters.items(), options.norm_groups, loss.device)
     else:
         squares = early.square_sum.unsqueeze(0)
     mark("communication")
@@ -108,7 +109,7 @@ def train_step(
     mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()
     if options.max_norm != float("inf"):
-        clip_gradients(model.parameters(), options.max_norm, grad_norm)
+        clip_gradients(parameters.values(), options.max_norm, grad_norm)
 
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
     if early is None:

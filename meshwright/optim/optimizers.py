@@ -92,6 +92,7 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     groups, states = optimizer.param_groups, optimizer.state
     shards: dict[Tensor, nn.Parameter] = {}
 
+    @torch.no_grad()
     def swap(*_: object) -> None:
         optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         for group in groups:
@@ -120,7 +121,6 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups, optimizer.state = groups, states
 
 
-@torch.no_grad()
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
