@@ -1,16 +1,25 @@
 """The model folder that a finished job leaves for Hugging Face's libraries."""
 
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.place import Place
+from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError, SaveError
 from meshwright.log import logger
 from meshwright.preflight import Plan
 
 MAX_SHARD_BYTES = 5 * 10**9
+
+
+def prepare_export(config: JobConfig) -> None:
+    """Import what `export_last` will need, if it is asked for: files may change during the job."""
+    if config.checkpoint.last_save_in_hf:
+        import_module("meshwright.exchange.export")
+        import_module("meshwright.exchange.export_job")
 
 
 def export_last(plan: Plan) -> None:
@@ -34,7 +43,7 @@ def export_last(plan: Plan) -> None:
 
 
 def _export_newest(plan: Plan) -> None:
-    # not above: jobs would import them before their first step
+    # not above: other jobs would import them before their first step
     from meshwright.exchange.export import export
     from meshwright.exchange.export_job import export_job, tokenizer_files
 

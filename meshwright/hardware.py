@@ -146,7 +146,7 @@ def _read_peaks(cache: Path) -> dict[str, float]:
 def _measure_peak(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """FLOP/s of a square matrix product, with the threads that the rank has: the best in `seconds`,
     and of at least three; two slower than `SLOW_S` are enough, as on CPUs without the type. One may
-    have been held up."""
+    have been held up by other work: the slowest does not count."""
     # on CPUs 2048 is no faster in fp32 (by MKL), takes five times as long to measure, and in bf16
     # the best of equal runs differed by a factor of two, with 1024 by 1 % (2 cores with AMX)
     n = 1024 if device.type == "cpu" else 8192
@@ -155,7 +155,13 @@ def _measure_peak(device: torch.device, dtype: torch.dtype, seconds: float) -> f
     taken: list[float] = []
     # on a GPU the first loads its library, for longer than that
     slowest = SLOW_S if device.type == "cpu" else math.inf
-    while len(taken) < 2 or (min(taken) < slowest and (len(taken) < 3 or sum(taken) < seconds)):
+
+    def is_enough() -> bool:
+        if len(taken) < 3:
+            return len(taken) == 2 and min(taken) >= slowest
+        return sum(taken) - max(taken) >= seconds
+
+    while not is_enough():
         start = time.perf_counter()
         a @ b
         if device.type != "cpu":

@@ -97,7 +97,7 @@ def train_step(
         )
     is_finite_here = torch.isfinite(loss)
 
-    parameters = dict(model.named_parameters())  # once: with many layers the walk takes a while
+    parameters = dict(model.named_parameters()) if early is None else {}  # a walk, so once
     if early is None:
         squares = local_square_sums(parameters.items(), options.norm_groups, loss.device)
     else:

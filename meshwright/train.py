@@ -22,7 +22,7 @@ from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after, saves
 from meshwright.early_end import check_has_data, check_resumes, raise_data_error
-from meshwright.final_export import export_last
+from meshwright.final_export import export_last, prepare_export
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.stop import StopCoordinator
 from meshwright.log import busy, logger
@@ -76,6 +76,7 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
     try:
         heart.beat("set-up")
         with heart.guard(), busy("setting up"):
+            prepare_export(plan.config)
             job = set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart)
         if job is None:
             heart.limit(0, "")

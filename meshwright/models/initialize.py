@@ -7,10 +7,11 @@ rank computes just the elements that it holds, and any two ranks agree on any el
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from statistics import NormalDist
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -34,17 +35,17 @@ few kernels are launched."""
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
-    fills: list[Callable[[], None]] = []
-    for name, parameter in model.named_parameters():
-        local, offset = local_box(parameter)
-        std = model.table.parameters[name].std
-        if std is None:
-            local.fill_(1.0)
-        else:
-            fills += _fills(local, std, seed, name, tuple(parameter.shape), offset)
-            device = local.device
-    if fills:
-        _run(fills, device)
+
+    def fills() -> Iterator[Callable[[], None]]:
+        for name, parameter in model.named_parameters():
+            local, offset = local_box(parameter)
+            std = model.table.parameters[name].std
+            if std is None:
+                local.detach().fill_(1.0)
+            else:
+                yield from _fills(local, std, seed, name, tuple(parameter.shape), offset)
+
+    _run(fills(), all(parameter.device.type == "cpu" for parameter in model.parameters()))
     model.init_buffers()
 
 
@@ -69,10 +70,10 @@ def fill_normal(
     """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
 
     Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
-    Temporaries are a few times a block of `BLOCKS`, or one row where that is longer. Does not wait
-    for the device, but for the first box on it.
+    Temporaries are a few times a block of `BLOCKS`, or one row where that is longer; on CPUs, of
+    each thread. Does not wait for the device, but for the first box on it.
     """
-    _run(_fills(box, std, seed, name, global_shape, offset), box.device)
+    _run(_fills(box, std, seed, name, global_shape, offset), box.device.type == "cpu")
 
 
 def _fills(
@@ -82,10 +83,10 @@ def _fills(
     name: str,
     global_shape: tuple[int, ...],
     offset: tuple[int, ...],
-) -> list[Callable[[], None]]:
-    """Functions that fill the blocks of `box`, in any order."""
+) -> Iterator[Callable[[], None]]:
+    """Yield functions that fill the blocks of `box`, in any order."""
     if not box.numel():
-        return []
+        return
     box, device = box.detach(), box.device
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
     steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
@@ -101,27 +102,40 @@ def _fills(
         states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
         some.copy_(_normal(_mix_(states)).mul_(std))
 
-    return [partial(fill, start) for start in range(0, box.shape[0], rows_per_block)]
+    _quantiles(device)  # here, as two threads would both compute them
+    for start in range(0, box.shape[0], rows_per_block):
+        yield partial(fill, start)
 
 
-def _run(fills: list[Callable[[], None]], device: torch.device) -> None:
-    _quantiles(device)  # once, not by each thread
-    if device.type != "cpu":
+def _run(fills: Iterator[Callable[[], None]], is_on_cpu: bool) -> None:
+    if not is_on_cpu:
         for fill in fills:
             fill()
         return
-    with ThreadPoolExecutor(torch.get_num_threads(), initializer=_compute_alone) as threads:
-        list(threads.map(lambda fill: fill(), fills))
+    lock = Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                fill = next(fills, None)
+            if fill is None:
+                return
+            fill()
+
+    count = torch.get_num_threads()
+    with ThreadPoolExecutor(count, initializer=_compute_alone) as threads:
+        for future in [threads.submit(work) for _ in range(count)]:
+            future.result()
 
 
 def _compute_alone() -> None:
-    """Have torch spread no operator of this thread over others: these would on busy cores wait for
+    """Have torch spread no operator of this thread over other threads. On busy cores these wait for
     each other ten times longer than they compute.
 
     Not by `torch.set_num_threads`, which changes MKL's choice of threads for the whole process: a
     job that fills no weights, since it resumes, would round differently.
     """
-    torch.get_num_threads()  # of a new thread torch sets OpenMP's number when it first asks for it
+    torch.get_num_threads()  # in a new thread torch sets OpenMP's number when first asked for it
     if openmp := getattr(ctypes.CDLL(None), "omp_set_num_threads", None):
         openmp(1)
 

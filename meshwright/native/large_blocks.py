@@ -6,6 +6,7 @@ Malloc's heap grows by holes that smaller blocks have made too small (docs/perfo
 import ctypes
 import os
 import resource
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,9 +24,11 @@ def take() -> str:
     Returns:
         Why torch keeps its allocator; empty if it uses the heaps.
     """
+    if sys.platform != "linux":
+        return "this is not Linux"
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return "addresses are limited (ulimit -v)"
-    with suppress(OSError):  # not Linux
+    with suppress(OSError):  # /proc may be hidden
         if OVERCOMMIT.read_text().strip() == NEVER:
             return f"{OVERCOMMIT} is {NEVER}, which counts addresses as memory"
     try:

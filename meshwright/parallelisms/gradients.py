@@ -102,7 +102,7 @@ def _norms_of_chunks(flat: Tensor) -> Iterator[Tensor]:
     # elements there are (2.13: the norm of 65 M normal numbers is 0.5 % too low). Rows of one
     # tensor are spread over threads.
     size = len(flat) // CPU_CHUNK * CPU_CHUNK
-    if size or not len(flat):
+    if size or not len(flat):  # one of an empty gradient: `torch.cat` needs some
         yield torch.linalg.vector_norm(flat[:size].view(-1, CPU_CHUNK), dim=1, dtype=torch.float32)
     if size < len(flat):
         yield torch.linalg.vector_norm(flat[size:], dtype=torch.float32).view(1)

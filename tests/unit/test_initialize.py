@@ -1,5 +1,6 @@
 """Initial values: a function of seed, name and index, and normally distributed."""
 
+import ctypes
 import math
 import os
 import subprocess
@@ -68,13 +69,28 @@ print(counts)
 
 
 def test_a_thread_computes_alone_and_others_multiply_as_before() -> None:
-    """Else a job that resumes, and fills nothing, would round its products differently."""
+    """Otherwise a job that resumes, and fills nothing, would round its products differently."""
+    if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
+        pytest.skip("torch without OpenMP")
     show = [sys.executable, "-c", SHOW_THREADS]
     env = os.environ | {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     run = subprocess.run(show, capture_output=True, text=True, check=True, env=env)
     before, (alone, _), *others = literal_eval(run.stdout)
     assert alone == 1
     assert others == [before] * 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_threads_gives_equal_bits(monkeypatch, count) -> None:
+    want = whole((700, 300))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert torch.equal(whole((700, 300)), want)
+
+
+def test_the_error_of_a_thread_is_raised(monkeypatch) -> None:
+    monkeypatch.setattr(initialize, "_mix_", lambda states: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        whole((700, 300))
 
 
 def test_name_and_seed_matter() -> None:

@@ -240,21 +240,28 @@ def test_a_device_not_in_the_table_is_measured_and_says_so(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("device", "size", "slow_first", "best_s"),
-    [("cpu", 1024, 1, 1e-3), ("cpu", 1024, 2, 2.0), ("cuda", 8192, 2, 1e-3)],
+    ("device", "size", "slow_first", "best_s", "count"),
+    [
+        ("cpu", 1024, 0, 1e-3, 11),
+        ("cpu", 1024, 1, 1e-3, 11),
+        ("cpu", 1024, 2, 2.0, 2),
+        ("cuda", 8192, 1, 1e-3, 11),
+        ("cuda", 8192, 2, 1e-3, 3),
+    ],
 )
 def test_two_slow_products_are_enough_on_a_cpu_alone(
-    monkeypatch, device, size, slow_first, best_s
+    monkeypatch, device, size, slow_first, best_s, count
 ) -> None:
     """One may have been held up; on a GPU the first loads the library of products."""
-    slow = [0, 2.0] * slow_first
-    times = itertools.accumulate(itertools.chain(slow, itertools.repeat(1e-3)))
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(times))
+    times = [*(0, 2.0) * slow_first, *[1e-3] * 100]
+    clock = itertools.accumulate(times)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(torch, "Generator", lambda _: torch.default_generator)
     monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.ones(2, 1, 1))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
-    found = hardware._measure_peak(torch.device(device), torch.float32, 0.5)
+    found = hardware._measure_peak(torch.device(device), torch.float32, 9.5e-3)
     assert found == pytest.approx(2 * size**3 / best_s)
+    assert len(times) - len([*clock]) == 2 * count
 
 
 def test_the_highest_peak_ever_measured_counts_for_the_same_circumstances(
