@@ -7,12 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from meshwright.config.conditions import (
-    has_inductor,
-    num_decay_steps,
-    schedule_steps,
-    value_of,
-)
+from meshwright.config.conditions import has_inductor, num_decay_steps, schedule_steps, value_of
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import Mistakes, check
 

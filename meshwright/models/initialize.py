@@ -36,16 +36,16 @@ few kernels are launched."""
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
 
-    def fills() -> Iterator[Callable[[], None]]:
+    def blocks() -> Iterator[Callable[[], None]]:
         for name, parameter in model.named_parameters():
             local, offset = local_box(parameter)
             std = model.table.parameters[name].std
             if std is None:
                 local.detach().fill_(1.0)
             else:
-                yield from _fills(local, std, seed, name, tuple(parameter.shape), offset)
+                yield from normal_blocks(local, std, seed, name, tuple(parameter.shape), offset)
 
-    _run(fills(), all(parameter.device.type == "cpu" for parameter in model.parameters()))
+    fill(blocks(), all(parameter.device.type == "cpu" for parameter in model.parameters()))
     model.init_buffers()
 
 
@@ -59,24 +59,7 @@ def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), tuple(offset)
 
 
-def fill_normal(
-    box: Tensor,
-    std: float,
-    seed: int,
-    name: str,
-    global_shape: tuple[int, ...],
-    offset: tuple[int, ...],
-) -> None:
-    """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
-
-    Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
-    Temporaries are a few times a block of `BLOCKS`, or one row where that is longer; on CPUs, of
-    each thread. Does not wait for the device, but for the first box on it.
-    """
-    _run(_fills(box, std, seed, name, global_shape, offset), box.device.type == "cpu")
-
-
-def _fills(
+def normal_blocks(
     box: Tensor,
     std: float,
     seed: int,
@@ -84,7 +67,13 @@ def _fills(
     global_shape: tuple[int, ...],
     offset: tuple[int, ...],
 ) -> Iterator[Callable[[], None]]:
-    """Yield functions that fill the blocks of `box`, in any order."""
+    """Yield functions that fill the blocks of `box`, which lies at `offset` in a tensor of
+    `global_shape`, with truncated normals; in any order, on any thread.
+
+    Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
+    Temporaries of each are a few times a block of `BLOCKS`, or one row where that is longer. Does
+    not wait for the device, but for the first box on it.
+    """
     if not box.numel():
         return
     box, device = box.detach(), box.device
@@ -96,31 +85,32 @@ def _fills(
         row = row.unsqueeze(-1) + along * steps[dim]
     rows_per_block = max(1, BLOCKS.get(device.type, BLOCKS["cpu"]) // row.numel())
 
-    def fill(start: int) -> None:
+    def fill_block(start: int) -> None:
         some = box[start : start + rows_per_block]
         first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=device)
         states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
         some.copy_(_normal(_mix_(states)).mul_(std))
 
-    _quantiles(device)  # here, as two threads would both compute them
+    _quantiles(device)  # before blocks, whose threads would each compute them
     for start in range(0, box.shape[0], rows_per_block):
-        yield partial(fill, start)
+        yield partial(fill_block, start)
 
 
-def _run(fills: Iterator[Callable[[], None]], is_on_cpu: bool) -> None:
+def fill(blocks: Iterator[Callable[[], None]], is_on_cpu: bool) -> None:
+    """Fill all blocks; on CPUs by as many threads as torch has, which take one after the other."""
     if not is_on_cpu:
-        for fill in fills:
-            fill()
+        for fill_block in blocks:
+            fill_block()
         return
     lock = Lock()
 
     def work() -> None:
         while True:
             with lock:
-                fill = next(fills, None)
-            if fill is None:
+                fill_block = next(blocks, None)
+            if fill_block is None:
                 return
-            fill()
+            fill_block()
 
     count = torch.get_num_threads()
     with ThreadPoolExecutor(count, initializer=_compute_alone) as threads:

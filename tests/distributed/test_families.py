@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from meshwright.batch import Batch
 from meshwright.health import BadStepDetector
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import fill_normal, local_box
+from meshwright.models.initialize import fill, local_box, normal_blocks
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.norm_over_ranks import NormOverRanks
 from meshwright.parallelisms.parallel_dims import ParallelDims
@@ -48,7 +48,8 @@ def stir(model: Decoder | LocalModel) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             local, offset = local_box(parameter.detach())
-            fill_normal(local, 0.3, 1, name, tuple(parameter.shape), offset)
+            blocks = normal_blocks(local, 0.3, 1, name, tuple(parameter.shape), offset)
+            fill(blocks, is_on_cpu=True)
             local.add_(1)
 
 

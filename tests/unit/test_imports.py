@@ -36,3 +36,15 @@ def test_a_job_imports_nothing_that_few_jobs_need() -> None:
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert "meshwright.set_up" in run.stdout.split()
     assert not SELDOM & {*run.stdout.split()}
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
+    show = (
+        "import sys; from meshwright.config.loader import load_config;"
+        "from meshwright.final_export import prepare_export;"
+        f"prepare_export(load_config(['--checkpoint.last_save_in_hf={is_asked_for}'.lower(),"
+        "'--model.tokenizer_path=x'])[0]); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    assert ("meshwright.exchange.export_job" in run.stdout.split()) == is_asked_for

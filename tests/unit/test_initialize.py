@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from meshwright.models import initialize
-from meshwright.models.initialize import fill_normal
+from meshwright.models.initialize import fill, normal_blocks
 
 
 def whole(shape, seed=0, name="w") -> torch.Tensor:
     values = torch.empty(shape)
-    fill_normal(values, 1.0, seed, name, shape, (0,) * len(shape))
+    fill(normal_blocks(values, 1.0, seed, name, shape, (0,) * len(shape)), is_on_cpu=True)
     return values
 
 
@@ -31,7 +31,7 @@ def whole(shape, seed=0, name="w") -> torch.Tensor:
 )
 def test_a_box_equals_the_same_part_of_the_whole(shape, offset, box) -> None:
     part = torch.empty(box)
-    fill_normal(part, 1.0, 0, "w", shape, offset)
+    fill(normal_blocks(part, 1.0, 0, "w", shape, offset), is_on_cpu=True)
     where = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
     assert torch.equal(part, whole(shape)[where])
 
@@ -62,7 +62,8 @@ for target in (count_alone, count):
     thread = threading.Thread(target=target)
     thread.start()
     thread.join()
-initialize.fill_normal(torch.empty(9), 1.0, 0, "w", (9,), (0,))
+blocks = initialize.normal_blocks(torch.empty(9), 1.0, 0, "w", (9,), (0,))
+initialize.fill(blocks, is_on_cpu=True)
 count()
 print(counts)
 """
@@ -85,6 +86,12 @@ def test_any_number_of_threads_gives_equal_bits(monkeypatch, count) -> None:
     want = whole((700, 300))
     monkeypatch.setattr(torch, "get_num_threads", lambda: count)
     assert torch.equal(whole((700, 300)), want)
+
+
+def test_a_gpus_blocks_are_filled_in_order() -> None:
+    filled: list[int] = []
+    fill(iter([lambda: filled.append(1), lambda: filled.append(2)]), is_on_cpu=False)
+    assert filled == [1, 2]
 
 
 def test_the_error_of_a_thread_is_raised(monkeypatch) -> None:
