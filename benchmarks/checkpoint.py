@@ -124,7 +124,7 @@ def measure(mode: str, folder: Path, saves: int, results: Any) -> None:
     before = peak_bytes_now()
     forget_peak()
     with manager:
-        manager.preallocate(job.tensors)
+        manager.prepare_saves(job.tensors)
         while manager.is_writing:
             job.take_step()
         for number in range(1, saves + 1):

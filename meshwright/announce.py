@@ -19,8 +19,8 @@ import meshwright
 from meshwright import hardware, history
 from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
+from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
-from meshwright.due import saves
 from meshwright.errors import numbered
 from meshwright.file_system import whole_file
 from meshwright.launch.process import CHECKED, HOST_SETTINGS

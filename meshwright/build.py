@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from meshwright.batch import Batch
-from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import BatchShape, Loader, padded_samples, to_batches
 from meshwright.datasets.named_sources import weights
@@ -16,11 +15,7 @@ from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
 from meshwright.errors import ConfigError
-from meshwright.exchange.hf_read import HuggingFaceWeights
-from meshwright.exchange.initial_load import InitialWeights, meta_form, torchtitan_form
 from meshwright.exchange.initial_on_ranks import open_initial
-from meshwright.exchange.meta_read import MetaWeights
-from meshwright.exchange.torchtitan_folder import find_names
 from meshwright.log import logger
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import initialize
@@ -89,29 +84,16 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
+    from meshwright.exchange.initial_weights import open_weights
+
     start = time.perf_counter()
     with open_initial(config) as initial:
-        _open_weights(plan, initial).load(dict(model.named_parameters()))
+        weights = open_weights(initial, plan.spec, plan.model_args)
+        weights.load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()
     path = initial.place.path
     logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
-
-
-def _open_weights(
-    plan: Plan, initial: InitialWeights
-) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
-    spec, args, place = plan.spec, plan.model_args, initial.place
-    match initial.kind:
-        case "hf":
-            return HuggingFaceWeights(place, spec.hf, args)
-        case "meta":
-            return MetaWeights(place, meta_form(place, spec), args)
-        case "torchtitan":
-            names = find_names(place, torchtitan_form(place, spec), args)
-            return CheckpointWeights(place, names.__getitem__)
-        case "ours":
-            return CheckpointWeights(place)
 
 
 def build_loader(

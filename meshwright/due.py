@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshwright.config.conditions import saves
 from meshwright.config.job_config import Checkpoint, JobConfig
 
 
@@ -23,11 +24,6 @@ class Due:
     def look(self) -> bool:
         """Whether the host needs the device's figures now."""
         return self.log or self.save or self.stop
-
-
-def saves(config: Checkpoint) -> bool:
-    """Return whether the job writes checkpoints at all."""
-    return config.enable and not config.load_only
 
 
 def _is_save_step(step: int, config: Checkpoint) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.batch import Batch
 from meshwright.health import BadStepDetector
@@ -19,6 +18,7 @@ from meshwright.parallelisms.context_parallel import local_part, local_positions
 from meshwright.parallelisms.gradients import clip_gradients, local_square_sums
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
+from meshwright.sharded import is_fsdp
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _accumulate(
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        if isinstance(model, FSDPModule):
+        if is_fsdp(model):
             model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
         if early is not None:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from meshwright.agreement import check_agreement
 from meshwright.announce import announce_end, note_end, note_failure
 from meshwright.checkpoint.manager import CheckpointManager, HasState
-from meshwright.checkpoint.state import ModelTensors
-from meshwright.config.conditions import compiles
+from meshwright.config.conditions import compiles, saves
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
-from meshwright.due import Due, due_after, saves
+from meshwright.due import Due, due_after
 from meshwright.early_end import check_has_data, check_resumes, raise_data_error
 from meshwright.final_export import export_last, prepare_export
 from meshwright.launch.heartbeat import Heartbeat
@@ -153,8 +152,9 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
         is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
-        elif due.is_first and not is_over:
-            job.checkpoints.preallocate(job.trainer.tensors)
+        elif due.is_first and saves(config.checkpoint) and not is_over:
+            with job.reporter.paused("checkpoint"):
+                job.checkpoints.prepare_saves(job.trainer.tensors)
         job.checkpoints.poll()
         if due.is_first or due.validate:
             _set_limit(job, stop, "train_timeout_seconds")
@@ -236,6 +236,8 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
             manifest["data_ended"] = True
         tensors: HasState = job.trainer.tensors
         if is_done and config.last_save_model_only:
+            from meshwright.checkpoint.state import ModelTensors
+
             tensors = ModelTensors(job.trainer.model, getattr(torch, config.export_dtype))
             manifest["model_only"] = True
         job.checkpoints.save(taken.step, tensors, manifest, is_last)

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from meshwright.batch import Batch
 from meshwright.build import build_model, learning_rate
-from meshwright.checkpoint.state import TrainingTensors
 from meshwright.health import BadStepDetector
 from meshwright.metrics.phases import Phase, Phases
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
@@ -18,6 +18,9 @@ from meshwright.parallelisms.local_model import Allocate, allocate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import StepOptions, StepResult, train_step
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.state import TrainingTensors
 
 
 class Trainer:
@@ -63,8 +66,10 @@ class Trainer:
         )
 
     @property
-    def tensors(self) -> TrainingTensors:
+    def tensors(self) -> "TrainingTensors":
         """Everything that a checkpoint holds as tensors."""
+        from meshwright.checkpoint.state import TrainingTensors  # takes 0.8 s: when it is wanted
+
         return TrainingTensors(self.model, self.optimizer, dist.get_rank())
 
     def step(

@@ -5,31 +5,30 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import commit, exclude
+from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.exclude import left_out
-from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.on_ranks import on_first_rank, verify_on_ranks
-from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.shared_folder import check_shared
-from meshwright.checkpoint.staging import StagedPlanner, Staging
-from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.checkpoint.writer import CommittingWriter
+from meshwright.checkpoint.staging import Staging
+from meshwright.config.conditions import saves
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
 from meshwright.file_system import make_folder
 from meshwright.log import logger
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
@@ -68,7 +67,7 @@ class CheckpointManager:
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
         )
         self._staging = None
-        if config.enable and config.async_mode != "disabled" and not config.load_only:
+        if saves(config) and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
@@ -97,7 +96,7 @@ class CheckpointManager:
         Raises:
             ConfigError: on every rank, if another job writes to it.
         """
-        if self._config.enable and not self._config.load_only:
+        if saves(self._config):
             self.tell(self._claim_folder)
 
     def _claim_folder(self) -> None:
@@ -167,30 +166,12 @@ class CheckpointManager:
             ConfigError: if its index names anything but data, or a tensor is missing or has another
                 shape, and `state` is as it was; or if a later one cannot be set aside.
         """
+        from meshwright.checkpoint.restore import restore
+
         folder = commit.step_folder(self._folder, manifest["step"])
         start = time.perf_counter()
-        with being_read(folder):
-            wanted = state.state_dict()
-            reader = _open(folder)
-            saved = reader.read_metadata().state_dict_metadata
-            excluded = left_out(self._config, manifest)
-            if exclude.OPTIMIZER in excluded:
-                wanted = {k: v for k, v in wanted.items() if not k.startswith(OPTIMIZER)}
-            # a rank that was not there when the checkpoint was written keeps the RNG it has
-            wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
-            for name, tensor in wanted.items():
-                theirs = getattr(saved.get(name), "size", None)  # an object's has none
-                if theirs != tensor.shape:
-                    found = "is no tensor there" if name in saved else "is not in it"
-                    if theirs is not None:
-                        found = f"has shape {tuple(theirs)} there"
-                    raise ConfigError(
-                        "checkpoint.folder",
-                        f"checkpoint {folder} is of another model: {name} has shape "
-                        f"{tuple(tensor.shape)} here and {found}"
-                        "\n  fix: use another job.dump_folder, or the model it was saved from",
-                    )
-            dcp.load(wanted, storage_reader=reader, process_group=self._group)
+        excluded = left_out(self._config, manifest)
+        wanted = restore(folder, state.state_dict(), excluded, self._group)
         state.load_state_dict(wanted)
         if not self._config.load_only:
             self.tell(partial(self._set_aside_later, manifest["step"]))
@@ -213,11 +194,15 @@ class CheckpointManager:
                 "them",
             ) from None
 
-    def preallocate(self, state: HasTensors) -> None:
-        """Preallocate, in a background thread, the host memory that async saves copy into.
+    def prepare_saves(self, state: HasTensors) -> None:
+        """Import the modules that saves need, and preallocate, in a background thread, the host
+        memory that async saves copy into.
 
-        Call after the first step, when the optimizer has state; otherwise the first save allocates.
+        Call after the first step, when the optimizer has state; otherwise the first save does both.
+        Later, packages may have been installed over the imported ones.
         """
+        import_module("meshwright.checkpoint.writer")
+
         if self._staging is not None:
             self._wait()
             self._in_flight = self._writing.submit(self._staging.preallocate, state.state_dict())
@@ -239,17 +224,15 @@ class CheckpointManager:
                 `on_save_failure` says so; else that is a warning.
         """
         if self._staging is None:
-            writer = CommittingWriter(self._next_folder(step), manifest)
-            self._write(step, state.state_dict(), writer, None, is_last)
+            self._write(step, state.state_dict(), self._next_folder(step), manifest, None, is_last)
             return
         self._wait()
         unfinished = self._next_folder(step)
         start = time.perf_counter()
         tensors = state.state_dict()
         self._staging.take(tensors)
-        writer = CommittingWriter(unfinished, manifest, is_staged=True)
         self._in_flight = self._writing.submit(
-            self._write, step, tensors, writer, self._staging, is_last
+            self._write, step, tensors, unfinished, manifest, self._staging, is_last
         )
         seconds = time.perf_counter() - start
         logger.info("checkpoint of step %d: copied in %.2f s, now being written", step, seconds)
@@ -286,22 +269,23 @@ class CheckpointManager:
         self,
         step: int,
         tensors: dict[str, Tensor],
-        writer: CommittingWriter,
+        unfinished: Path,
+        manifest: Mapping[str, Any],
         staging: Staging | None,
         is_last: bool,
     ) -> None:
         """Write `tensors`, or their copies in `staging`. In the background, nothing else may use
         the process group meanwhile."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from meshwright.checkpoint.writer import write
+
         start = time.perf_counter()
         try:
             if staging is not None:
                 staging.wait()
-            dcp.save(
-                tensors,
-                storage_writer=writer,
-                planner=None if staging is None else StagedPlanner(staging.tensors),
-                process_group=self._group,
-            )
+            copies = None if staging is None else staging.tensors
+            write(tensors, unfinished, manifest, copies, self._group)
         except CheckpointException as error:
             self._give_up(step, error, is_last)
             return
@@ -310,7 +294,7 @@ class CheckpointManager:
         if self._is_first_rank:
             self._retention.apply()
 
-    def _give_up(self, step: int, error: CheckpointException, is_last: bool) -> None:
+    def _give_up(self, step: int, error: "CheckpointException", is_last: bool) -> None:
         """Clean up after a failed save, and warn or raise; every rank knows each rank's error."""
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
         if not all(isinstance(failure, OSError) for failure in failures.values()):
@@ -329,17 +313,6 @@ class CheckpointManager:
         steps = commit.saved_steps(self._folder)
         newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
         logger.warning("%s; training continues; %s", what, newest)
-
-
-def _open(checkpoint: Path) -> SafeCheckpointReader:
-    try:
-        return SafeCheckpointReader(checkpoint)
-    except Exception as error:  # a damaged pickle raises any exception
-        raise ConfigError(
-            "checkpoint.load_step",
-            f"checkpoint {checkpoint} cannot be read: {error}"
-            "\n  fix: name another step in checkpoint.load_step",
-        ) from None
 
 
 def _on_this_device() -> tuple[Callable[[int], None], tuple[int]] | tuple[()]:

@@ -10,11 +10,9 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from meshwright.log import logger
+from meshwright.sharded import is_dtensor
 
 ALIGNMENT = 64  # bytes, of a cache line
 
@@ -59,7 +57,7 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
 
 def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each."""
-    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+    return {k: v.to_local() if is_dtensor(v) else v for k, v in state.items()}
 
 
 class Staging:
@@ -149,15 +147,3 @@ class Staging:
 
 def _address(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-
-
-class StagedPlanner(DefaultSavePlanner):
-    """Plans from the tensors of the job, of which it reads no value; writes their copies."""
-
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._copies = copies
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the copy, whichever part of the tensor it is: a rank holds one part of each."""
-        return self._copies[index.fqn]

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -87,6 +90,44 @@ class CommittingWriter(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Nothing: torch's holds the folder's unfinished name, and a random number."""
         return StorageMeta()
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans from the tensors of the job, of which it reads no value; writes their copies."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the copy, whichever part of the tensor it is: a rank holds one part of each."""
+        return self._copies[index.fqn]
+
+
+def write(
+    tensors: dict[str, Tensor],
+    unfinished: Path,
+    manifest: Mapping[str, Any],
+    copies: Mapping[str, Tensor] | None,
+    group: ProcessGroup,
+) -> None:
+    """Write and publish a checkpoint. Collective over `group`.
+
+    Args:
+        tensors: of the job, by name.
+        unfinished: as `CommittingWriter` takes it; so `manifest`.
+        copies: host copies of this rank's parts, whose values are written; None: those of
+            `tensors`.
+
+    Raises:
+        CheckpointException: on every rank, with each rank's error.
+    """
+    dcp.save(
+        tensors,
+        storage_writer=CommittingWriter(unfinished, manifest, is_staged=copies is not None),
+        planner=None if copies is None else StagedPlanner(copies),
+        process_group=group,
+    )
 
 
 @contextmanager

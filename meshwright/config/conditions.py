@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.config.changes import shown
-from meshwright.config.job_config import Compile, Float8, JobConfig, Parallelism, Source, Training
+from meshwright.config.job_config import (
+    Checkpoint,
+    Compile,
+    Float8,
+    JobConfig,
+    Parallelism,
+    Source,
+    Training,
+)
 
 
 def schedule_steps(c: JobConfig) -> int:
@@ -22,6 +30,11 @@ def num_decay_steps(c: JobConfig) -> int:
     if schedule.decay_ratio is None:
         return max(steps - schedule.warmup_steps, 0)
     return round(steps * schedule.decay_ratio)
+
+
+def saves(config: Checkpoint) -> bool:
+    """Return whether the job writes checkpoints at all."""
+    return config.enable and not config.load_only
 
 
 def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:

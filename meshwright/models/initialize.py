@@ -15,13 +15,9 @@ from threading import Lock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-# Private, used by torch's own checkpointing to the same end; no public name says where in
-# the whole tensor a shard lies. If it moves, import it from where dcp's planner does.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.models.decoder import Decoder
+from meshwright.sharded import is_dtensor
 
 TRUNCATION = 3.0  # standard deviations
 TABLE_BITS = 14
@@ -51,8 +47,12 @@ def initialize(model: Decoder, seed: int) -> None:
 
 def local_box(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of `parameter` (or all of it), and its offset in the whole."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return parameter, (0,) * parameter.dim()
+    # Private, used by torch's own checkpointing to the same end; no public name says where in
+    # the whole tensor a shard lies. If it moves, import it from where dcp's planner does.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )

@@ -17,17 +17,35 @@ An optimizer of the table
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.config.job_config import Optimizer
 from meshwright.optim.groups import Settings, settings_of
+from meshwright.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def _without_compiler(kind: type[torch.optim.Adam]) -> type[torch.optim.Adam]:
+    """Return a class as `kind`, but whose methods do not import torch's compiler.
+
+    torch wraps them so that the compiler leaves them alone, and imports it to that end: 0.8 s of
+    the time to the first step, in vain since nothing compiled calls them. If torch no longer keeps
+    the functions within its wrappers, they are the methods again.
+    """
+    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
+    methods["step"] = torch.no_grad()(unwrap(kind.step))  # as torch's wrapper does
+    return type(kind.__name__, (kind,), methods)
+
 
 OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
+    "AdamW": _without_compiler(torch.optim.AdamW),
+    "Adam": _without_compiler(torch.optim.Adam),
 }
 
 LR_SCALE = "lr_scale"
@@ -113,7 +131,7 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             for key, value in optimizer.state[shard].items():
                 if key in states[parameter]:
                     continue
-                if isinstance(parameter, DTensor) and value.shape == shard.shape:
+                if is_dtensor(parameter) and value.shape == shard.shape:
                     value = _like(parameter, value)
                 states[parameter][key] = value  # of the first step
     finally:
@@ -122,10 +140,10 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_dtensor(value) else value
 
 
-def _like(parameter: DTensor, shard: Tensor) -> Tensor:
+def _like(parameter: "DTensor", shard: Tensor) -> Tensor:
     """Return the DTensor of all ranks' `shard`, laid out as `parameter`.
 
     Not by `DTensor.from_local`: it would move the shard of an offloaded parameter to the device.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import lookup_backend
 from torch._functorch import config as partitioner
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -78,6 +77,8 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
     }
     if has_meshes:
         options[MESHES_HAVE_NO_SIZE] = True
+    from torch._dynamo import lookup_backend  # takes 0.8 s, in vain where nothing is compiled
+
     compile_graph = lookup_backend(backend)
 
     def compile_within_budget(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

@@ -2,18 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
 from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
@@ -21,6 +14,10 @@ from meshwright.models.layers.projection import TiedProjection
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.precision import compute_in_fp32
 from meshwright.parallelisms.shared_memory import share_memory
+from meshwright.sharded import is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def apply_fsdp(
@@ -85,7 +82,7 @@ def apply_fsdp(
 class _Shard(Protocol):
     """Makes of modules one group, whose parameters are gathered together."""
 
-    def __call__(self, *modules: nn.Module, reshard_after_forward: bool) -> FSDPModule: ...
+    def __call__(self, *modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule": ...
 
 
 def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module]) -> _Shard:
@@ -94,6 +91,13 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
     Args:
         kept: modules that are not cast.
     """
+    from torch.distributed.fsdp import (  # takes 0.8 s, in vain on a single rank
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     # Inputs of a block are in the compute type as they come: the embedding makes them so. Casting
     # them would also cast the fp32 rotary cache, which is an input of each block.
     mixed_policy, fp32_policy = (
@@ -109,7 +113,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
         # pinned, so that copies do not wait; torch pins by way of an accelerator, or raises
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
-    def shard(*modules: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+    def shard(*modules: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
         return fully_shard(
             [*modules],
             mesh=mesh,
@@ -132,7 +136,7 @@ def _describe(mesh: DeviceMesh, training: Training) -> str:
     )
 
 
-def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: int) -> None:
+def _prefetch(root: "FSDPModule", layers: Sequence[Sequence["FSDPModule"]], ahead: int) -> None:
     """Make each layer gather the next `ahead` of them too, before it computes.
 
     Args:
@@ -152,7 +156,7 @@ def _prefetch(root: FSDPModule, layers: Sequence[Sequence[FSDPModule]], ahead: i
 def sum_gradients(model: Decoder) -> None:
     """Make every FSDP group in `model` sum its gradients over ranks, where it would average."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
             # else FSDP2 pre-multiplies within the collective, which gloo cannot
             module.set_force_sum_reduction_for_comms(True)
@@ -165,7 +169,7 @@ def accumulate_in_reduce_dtype(model: nn.Module) -> None:
     compute weight gradients later, and autograd then adds up microbatches in `param_dtype`.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             # Nothing public reaches these sums. If a name is gone, this raises; without it, bf16
             # gradients of several microbatches are rounded after each (errors of 1e-3).
             state = module._get_fsdp_state()
@@ -180,9 +184,9 @@ def reset_after_no_grad(model: Decoder) -> None:
     """After forwards of `model` without gradients: free gathered parameters, and leave FSDP2 as a
     backward would, which never comes."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.reshard()
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         # FSDP2 notes every forward, to prefetch in backward in reverse order; notes of one that
         # has no backward make the next gather in vain. Only `reset_iter_state` clears them too,
         # which torch 2.11 lacks. If the name is gone, look whether they are still made.

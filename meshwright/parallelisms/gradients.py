@@ -8,7 +8,8 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from meshwright.sharded import is_dtensor
 
 CPU_CHUNK = 1 << 15  # elements that are added up in one go
 
@@ -49,7 +50,7 @@ def local_square_sums(
     by_replicas: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, parameter in parameters:
         grad = parameter.grad
-        if isinstance(grad, DTensor):
+        if is_dtensor(grad):
             pairs = zip(grad.device_mesh.shape, grad.placements, strict=True)
             replicas = math.prod(size for size, placement in pairs if placement.is_replicate())
             by_replicas[replicas].append((name, grad.to_local()))
@@ -79,7 +80,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
         norm: () fp32, of the gradients of all ranks.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    shards = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
     if shards:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(shards, scale.to(shards[0].device))

@@ -12,6 +12,7 @@ from meshwright.config.job_config import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.pipeline_split import stages_of_rank
+from meshwright.sharded import is_fsdp
 
 if TYPE_CHECKING:
     from meshwright.parallelisms.pipeline_parallel import Pipeline
@@ -63,10 +64,20 @@ class LocalModel(nn.Module):
 
 def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
     """Give tensors of `model` on meta memory on these devices; values are arbitrary."""
-    model.to_empty(device=parameters)
+
+    def empty(like: Tensor, device: torch.device) -> Tensor:
+        # not `empty_like`: of tensors on meta it imports torch's symbolic shapes, which takes 0.2 s
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+    if is_fsdp(model):
+        model.to_empty(device=parameters)
     for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                own = nn.Parameter(empty(parameter, parameters), parameter.requires_grad)
+                module.register_parameter(name, own)
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(buffers))
+            setattr(module, name, empty(buffer, buffers))
 
 
 Allocate = Callable[[nn.Module, torch.device, torch.device], None]

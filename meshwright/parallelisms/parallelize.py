@@ -26,7 +26,6 @@ from meshwright.parallelisms import (
     data_parallel,
     float8,
     precision,
-    tensor_parallel,
 )
 from meshwright.parallelisms.compile_cache import tell_code_apart
 from meshwright.parallelisms.meshes import Meshes
@@ -67,6 +66,8 @@ def parallelize(
     if float8_options.enable:
         applied.append(float8.apply_float8(model, float8_layers, float8_options))
     if meshes.tp.size() > 1:
+        from meshwright.parallelisms import tensor_parallel  # with DTensors: 0.4 s
+
         applied.append(tensor_parallel.apply_tp(model, meshes.tp))
         if parallelism.enable_async_tensor_parallel:
             applied.append(tensor_parallel.enable_async_tp(meshes.tp))

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from meshwright.sharded import is_dtensor, is_fsdp
 
 SPARE_SLOTS = 8
 """More than FSDP2 has tensors of collectives at a time, besides those that are gathered early."""
@@ -51,7 +51,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         return False
     gather, scatter = AllGather(slots), ReduceScatter(slots)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             # any objects with these methods will do; FSDP2's base classes have no public name
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
 
 def _padded_size(parameter: nn.Parameter, num_ranks: int) -> int:
     """Return at least the elements that FSDP2 gathers of a sharded parameter, with padding."""
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     return num_ranks * (parameter.to_local().numel() + math.prod(parameter.shape[1:]))
 
 

@@ -234,7 +234,7 @@ def _overlap(folder: str, mode: str) -> None:
     state = State(0)
     slow = patch("os.fsync", side_effect=lambda _: time.sleep(0.1))
     with slow, make(f"{folder}/{mode}", async_mode=mode, keep_latest_k=2) as manager:
-        manager.preallocate(state)
+        manager.prepare_saves(state)
         for step in range(1, 5):
             state.change(step)
             manager.save(step, state, BARE | {"step": step}, is_last=step == 4)

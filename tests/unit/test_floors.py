@@ -14,7 +14,7 @@ from meshwright.specs import MODELS
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
     "errors native",
-    "log hardware imports user_module families html",
+    "log hardware imports sharded user_module families html",
     "config models batch file_system history",
     "parallelisms launch",
     "datasets optim checkpoint metrics profiling validation sampling generation health",

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from meshwright.imports import uncollected
+from tests.helpers.jobs import CONFIG
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -36,6 +37,34 @@ def test_a_job_imports_nothing_that_few_jobs_need() -> None:
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert "meshwright.set_up" in run.stdout.split()
     assert not SELDOM & {*run.stdout.split()}
+
+
+COMPILER_AND_MESHES = {  # 0.8 s together
+    *("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    "torch.distributed.checkpoint",
+}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its_first_step(
+    tmp_path, saves: bool
+) -> None:
+    words = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path)]
+    words += ["--training.steps=2", "--compile.enable=false", "--metrics.log_freq=1"]
+    words += [f"--checkpoint.enable={saves}".lower()]
+    show = (
+        "import sys; from meshwright.config.loader import load_config;"
+        "from meshwright.preflight import preflight; from meshwright.train import run;"
+        "show = lambda: print('modules', *sys.modules);"
+        "sink = type('', (), {'write': lambda *_: show(), 'close': lambda _: None});"
+        f"run(preflight(load_config({words})[0], 1), [sink()])"
+    )
+    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in run.stdout.splitlines() if line.startswith("modules ")]
+    at_first_step, at_second = map(set, lines)
+    assert not COMPILER_AND_MESHES & at_first_step
+    # long before a save, at which packages may have been installed over those in use
+    assert ("meshwright.checkpoint.writer" in at_second) == saves
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])

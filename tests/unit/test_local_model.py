@@ -12,7 +12,6 @@ from meshwright import build
 from meshwright.config.job_config import Training
 from meshwright.config.loader import load_config
 from meshwright.models.decoder import Decoder
-from meshwright.parallelisms import data_parallel
 from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
 from meshwright.preflight import preflight
 from tests.helpers.tiny import SEQ_LEN, TINY
@@ -52,7 +51,7 @@ def test_every_type_is_the_configs(monkeypatch, dtype, param, reduce) -> None:
         seen.append((mp_policy.param_dtype, mp_policy.reduce_dtype))
         return [Mock()]
 
-    monkeypatch.setattr(data_parallel, "fully_shard", note)
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", note)
     plan = preflight(load_config(words)[0], 1)
     model = build.build_model(plan, one_rank(), torch.device("cpu"))
     assert {*seen} == {(getattr(torch, param), getattr(torch, reduce))}

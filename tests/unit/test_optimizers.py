@@ -207,3 +207,18 @@ def test_settings_are_counted_in_the_log() -> None:
         "AdamW: 7 parameters with weight decay 0, lr x 0.5; "
         "7 parameters with weight decay 0.1, lr x 0.25; 15 parameters with weight decay 0.1"
     )
+
+
+def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(name) -> None:
+    """It updates parameters in place, which autograd allows only where it does not record."""
+    model, theirs = plain_model(), plain_model()
+    ours = OPTIMIZERS[name](model.parameters(), lr=0.01)
+    plain = getattr(torch.optim, name)(theirs.parameters(), lr=0.01)
+    for seed in range(2):
+        for each, optimizer in ((model, ours), (theirs, plain)):
+            set_gradients(each, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), theirs.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert type(ours).__name__ == name

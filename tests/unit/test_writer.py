@@ -6,8 +6,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.staging import StagedPlanner, Staging
-from meshwright.checkpoint.writer import CommittingWriter
+from meshwright.checkpoint.staging import Staging
+from meshwright.checkpoint.writer import CommittingWriter, StagedPlanner
 from tests.helpers.checkpoints import BARE
 
 

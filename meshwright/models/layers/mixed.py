@@ -43,6 +43,12 @@ class Embedding(nn.Embedding):
     dtype: torch.dtype | None = None
     """None: the type of the table."""
 
+    def reset_parameters(self) -> None:
+        """Draw values, unless there is no memory for them: torch's code for that imports the
+        compiler, which takes 0.8 s."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, tokens: Tensor, *, table: Tensor | None = None) -> Tensor:
         """(B, S) int64 -> (B, S, D).
 
