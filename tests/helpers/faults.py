@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
@@ -171,12 +172,12 @@ def documents_lost_by_the_pipeline() -> Iterator[None]:
 @contextmanager
 def gradients_summed_in_bf16() -> Iterator[None]:
     """Over ranks, where fp32 was asked for."""
-    real = data_parallel.MixedPrecisionPolicy
+    real = fsdp.MixedPrecisionPolicy
 
     def low(**options):
         return real(**options | {"reduce_dtype": torch.bfloat16})
 
-    with patch.object(data_parallel, "MixedPrecisionPolicy", low):
+    with patch.object(fsdp, "MixedPrecisionPolicy", low):
         yield
 
 
