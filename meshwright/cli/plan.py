@@ -52,9 +52,6 @@ def _calibrate(given: Namespace) -> None:
 
 
 def _answer(given: Namespace) -> str:
-    # not at the top: it needs torch, which `--help` and the checks of options do not
-    from meshwright.planning import command
-
     device = given.device
     check(bool(device), "--device", device, "is needed", "--device h100, cpu, 80, ...")
     check(bool(given.config), "CONFIG", given.config, "is needed", "name a TOML")
@@ -66,6 +63,9 @@ def _answer(given: Namespace) -> str:
         check(not (given.search and value), key, value, "has no effect on a --search", fix)
     workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
     config, provenance = load_given(given)
+    # not at the top: it needs torch, which `--help` and the checks so far do not
+    from meshwright.planning import command
+
     with config_errors(provenance):
         if given.search:
             return command.search(

@@ -17,6 +17,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+IMPORTED_BY_RANKS = (
+    *("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp"),
+    *("meshwright.parallelisms.tensor_parallel", "meshwright.parallelisms.pipeline_parallel"),
+    *("meshwright.checkpoint.restore", "meshwright.checkpoint.writer"),
+)
+"""Modules that jobs import where they need them. Meshes need them all, and imported before the
+fork they take no time of a rank."""
+
 
 class RankError(RuntimeError):
     """A function failed on a rank."""
@@ -86,7 +94,7 @@ def _start_method() -> ForkServerContext | SpawnContext:
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.proof.measure"])
+    context.set_forkserver_preload(["meshwright.proof.measure", *IMPORTED_BY_RANKS])
     return context
 
 

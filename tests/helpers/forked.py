@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
+from meshwright.proof.ranks import IMPORTED_BY_RANKS
+
 
 class Forked:
     """A script that runs, with its output in files.
@@ -32,7 +34,7 @@ class Forked:
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.train"])
+        context.set_forkserver_preload(["meshwright.train", *IMPORTED_BY_RANKS])
         self.process = context.Process(
             target=_become, args=(self._words, dict(env), str(cwd), self._outputs)
         )

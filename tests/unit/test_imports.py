@@ -67,6 +67,20 @@ def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its
     assert ("meshwright.checkpoint.writer" in at_second) == saves
 
 
+def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
+    words = ["plan", str(CONFIG), "--device", "h100", "--world-size", "8", "--training.step", "3"]
+    show = (
+        "import sys; from meshwright.cli.main import main\n"
+        f"sys.argv[1:] = {words}\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "training.step" in run.stderr
+    assert run.stdout.split()[-1] == "False"
+
+
 @pytest.mark.parametrize("is_asked_for", [True, False])
 def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
     show = (
