@@ -14,13 +14,13 @@ import torch.distributed as dist
 # registers what collectives give for fake tensors
 import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import _utils as sharding
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.loader import load_config
-from meshwright.models import initialize
 from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.planning.simulate import allocate_fake
 from meshwright.preflight import Plan, preflight
@@ -75,8 +75,8 @@ def simulate(case: Case) -> Figures:
         return _run(case, plan, meshes, watch)
 
 
-initialize.compute_local_shape_and_global_offset = fake_cuda.real(
-    initialize.compute_local_shape_and_global_offset  # of meshes, on the host
+sharding.compute_local_shape_and_global_offset = fake_cuda.real(
+    sharding.compute_local_shape_and_global_offset  # of meshes, on the host
 )
 
 
