@@ -69,6 +69,7 @@ NUM_TOKENS = SEQ_LEN - max(map(len, PROMPTS))
 def texts_of(
     job: Job,
     *,
+    num_tokens: int = NUM_TOKENS,
     eos_id: int | None = None,
     mask_documents: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -79,7 +80,7 @@ def texts_of(
         PROMPTS,
         job.meshes,
         shape=job.part(data()[0])[0].tokens.shape,
-        num_tokens=NUM_TOKENS,
+        num_tokens=num_tokens,
         eos_id=eos_id,
         mask_documents=mask_documents,
         is_stopped=is_stopped,
@@ -187,7 +188,7 @@ def _training(dims: ParallelDims, options: dict, is_evaluated: bool) -> dict[str
         if is_evaluated:
             for _ in range(step):  # before the first step, and one after another before the second
                 evaluation_of(job, data())
-                assert texts_of(job)
+                assert texts_of(job, num_tokens=2)
             assert all(parameter.grad is None for parameter in job.model.parameters())
         job.take_step(step)
     return _state(job)
@@ -247,7 +248,7 @@ def _gathered_in_steps(dims: ParallelDims, options: dict, is_evaluated: bool) ->
         counts.append(counter.counts["_allgather_base_"])
         if is_evaluated:
             evaluation_of(job, data())
-            texts_of(job)
+            texts_of(job, num_tokens=2)
         for stage in job.model.stages:
             assert not fully_shard.state(stage)._comm_ctx.post_forward_order
             for module in stage.modules():
