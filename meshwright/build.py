@@ -84,12 +84,12 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
-    from meshwright.exchange.initial_weights import open_weights
+    from meshwright.exchange.weight_readers import open_weights
 
     start = time.perf_counter()
     with open_initial(config) as initial:
-        weights = open_weights(initial, plan.spec, plan.model_args)
-        weights.load(dict(model.named_parameters()))
+        reader = open_weights(initial, plan.spec, plan.model_args)
+        reader.load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()
     path = initial.place.path

@@ -153,7 +153,8 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
         elif due.is_first and saves(config.checkpoint) and not is_over:
-            with job.reporter.paused("checkpoint"):
+            job.heart.beat("preparing saves", step)
+            with job.reporter.paused(None), busy("preparing saves"):
                 job.checkpoints.prepare_saves(job.trainer.tensors)
         job.checkpoints.poll()
         if due.is_first or due.validate:

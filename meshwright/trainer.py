@@ -68,7 +68,7 @@ class Trainer:
     @property
     def tensors(self) -> "TrainingTensors":
         """Everything that a checkpoint holds as tensors."""
-        from meshwright.checkpoint.state import TrainingTensors  # takes 0.8 s: when it is wanted
+        from meshwright.checkpoint.state import TrainingTensors  # takes up to 0.8 s
 
         return TrainingTensors(self.model, self.optimizer, dist.get_rank())
 

@@ -154,13 +154,13 @@ class CheckpointManager:
         return on_first_rank(find, self._group)
 
     def load(self, state: HasTensors, manifest: Manifest) -> None:
-        """Restore `state` in place from the checkpoint that `find` found, without the parts that
-        `exclude_from_loading` leaves out: `state` is then not given it.
+        """Restore `state` in place from the checkpoint that `select_and_verify` chose, without the
+        parts that `exclude_from_loading` leaves out: `state` is then not given them.
 
         Later ones, damaged or not wanted, are set aside.
 
         Args:
-            manifest: the result of `find`.
+            manifest: the result of `select_and_verify`.
 
         Raises:
             ConfigError: if its index names anything but data, or a tensor is missing or has another
@@ -199,7 +199,7 @@ class CheckpointManager:
         memory that async saves copy into.
 
         Call after the first step, when the optimizer has state; otherwise the first save does both.
-        Later, packages may have been installed over the imported ones.
+        By then, other versions of packages may have been installed.
         """
         import_module("meshwright.checkpoint.writer")
 

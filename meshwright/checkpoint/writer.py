@@ -114,8 +114,9 @@ def write(
     """Write and publish a checkpoint. Collective over `group`.
 
     Args:
-        tensors: of the job, by name.
-        unfinished: as `CommittingWriter` takes it; so `manifest`.
+        tensors: the job's, by name.
+        unfinished: the folder to write, as `CommittingWriter` takes it.
+        manifest: its content, apart from the records of files.
         copies: host copies of this rank's parts, whose values are written; None: those of
             `tensors`.
 

@@ -60,7 +60,7 @@ class Reporter:
         self.step = 0
         self.best_validation = best_validation
         self._phases = phases
-        self._paused: dict[Pause, float] = {}
+        self._paused: dict[Pause | None, float] = {}
         self._restart()
 
     def _restart(self) -> None:
@@ -96,7 +96,8 @@ class Reporter:
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():
-            record[f"time/{pause}_s"] = seconds
+            if pause is not None:
+                record[f"time/{pause}_s"] = seconds
         record["memory/peak_gib"] = hardware.peak_memory_gib(self._device)
         loss = validation_loss(figures)
         if loss is not None and (self.best_validation is None or loss < self.best_validation[1]):
@@ -116,8 +117,12 @@ class Reporter:
         return self.best_validation is not None and self.best_validation[0] == step
 
     @contextmanager
-    def paused(self, pause: Pause) -> Iterator[None]:
-        """Leave the time inside out of rates; it is a figure of its own."""
+    def paused(self, pause: Pause | None) -> Iterator[None]:
+        """Leave the time inside out of rates.
+
+        Args:
+            pause: the figure that the time adds to; None: no figure.
+        """
         start = time.perf_counter()
         yield
         self._paused[pause] = self._paused.get(pause, 0.0) + time.perf_counter() - start

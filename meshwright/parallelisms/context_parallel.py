@@ -15,7 +15,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
 from meshwright.parallelisms.all_gather import all_gather
 from meshwright.parallelisms.gathered_attention import gathered_attention
-from meshwright.parallelisms.ring_attention import is_available, ring_attention
+from meshwright.parallelisms.ring_attention import is_available, ring_attention, torch_ring
 
 Attention = Literal["auto", "gather", "ring"]
 
@@ -66,6 +66,8 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: 
         parallelism.context_parallel_attention, mesh.device_type, is_available=has_kernel
     )
     ring = mesh.get_group().group_name if uses_ring else None
+    if uses_ring:
+        torch_ring()  # if torch has moved it, that shows here
     # one for all blocks, so that they share a graph
     shared = functools.partial(attend, mesh=mesh, ring=ring, has_kernel=has_kernel)
     for block in model.layers.values():

@@ -91,7 +91,7 @@ def _sharding(mesh: DeviceMesh, training: Training, kept: Collection[nn.Module])
     Args:
         kept: modules that are not cast.
     """
-    from torch.distributed.fsdp import (  # takes 0.8 s, in vain on a single rank
+    from torch.distributed.fsdp import (  # takes 0.8 s, which few single ranks need
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
         OffloadPolicy,

@@ -153,7 +153,7 @@ def ring_attention(
     Returns:
         (B, N, S/cp, H), and the logarithm of the sum of the exponential scores, (B, N, S/cp) fp32.
     """
-    out, logsumexp, *_ = _torch_ring()._templated_ring_attention(
+    out, logsumexp, *_ = torch_ring()._templated_ring_attention(
         _group(group_name), SEQUENCE, kernels(q)[0], q, k, v, is_causal=True, scale=scale
     )
     return out.contiguous(), logsumexp.contiguous()
@@ -179,7 +179,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v`, in their shapes; arguments as
     `ring_attention`'s."""
-    gradients = _torch_ring()._templated_ring_attention_backward(
+    gradients = torch_ring()._templated_ring_attention_backward(
         _group(group_name),
         SEQUENCE,
         kernels(q)[1],
@@ -256,7 +256,7 @@ def _backward_flops(
 ring_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _torch_ring() -> Any:
+def torch_ring() -> Any:
     """torch's ring without its public face, context_parallel(), which makes DTensors of q, k and v,
     for whose dispatch the kernel of CPUs has no rule (2.13).
 
@@ -272,7 +272,7 @@ def _torch_ring() -> Any:
 def _group(name: str) -> ProcessGroup:
     """Return the group of this name, and set torch's options for its ring: others may have changed
     them. One part after the other goes around, of chunks that are dealt out evenly."""
-    ring = _torch_ring()
+    ring = torch_ring()
     ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
     ring._cp_options.enable_load_balance = True
     ring._cp_options.convert_to_f32 = True

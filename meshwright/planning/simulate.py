@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch
 from meshwright.config.update import changed
@@ -151,12 +150,10 @@ class Rank:
             model: nn.Module, parameters: torch.device, buffers: torch.device
         ) -> None:
             with self._mode:
-                allocate_fake(model, parameters, buffers)
+                allocate(model, parameters, buffers)
 
         # meshes and modules outside of fake mode, which is for tensors with memory
-        self.trainer = Trainer(
-            plan, meshes, CPU, allocate=allocate if fake is None else allocate_in_mode
-        )
+        self.trainer = Trainer(plan, meshes, CPU, allocate=allocate_in_mode)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         with self._mode:
             self.detector = BadStepDetector(CPU, plan.config.bad_steps)
@@ -209,17 +206,3 @@ class Rank:
         """Take one optimizer step, as the job does."""
         with self._mode:
             self.trainer.step(number, batches, self.detector)
-
-
-def allocate_fake(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Do the work of `local_model.allocate`, whose `to_empty` cannot replace plain parameters by
-    fake ones."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        allocate(model, parameters, buffers)
-        return
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty_like(parameter, device=parameters)
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=buffers))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError
 from tests.helpers.checkpoints import BARE, Trap, republish
@@ -256,6 +257,22 @@ def test_a_save_in_the_background_is_the_same_to_the_bit(on_ranks, tmp_path) -> 
     got = contents(tmp_path / "thread")
     assert got.keys() == want.keys()
     assert [name for name in want if got[name] != want[name]] == []
+
+
+def _preallocate(folder: str) -> None:
+    state = State(1)
+    with make(folder, async_mode="thread") as manager:
+        manager.prepare_saves(state)
+        manager._wait()
+        with patch.object(Staging, "_allocate", side_effect=AssertionError("allocated anew")):
+            manager.save(5, state, BARE | {"step": 5}, is_last=True)
+    assert make(folder, async_mode="thread", load_only=True)._staging is None
+
+
+def test_the_memory_for_saves_is_taken_beforehand_and_only_where_there_are_saves(
+    on_ranks, tmp_path
+) -> None:
+    on_ranks(2, _preallocate, str(tmp_path / "checkpoint"))
 
 
 def _fail_in_the_background(folder: str) -> None:

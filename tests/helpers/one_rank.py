@@ -5,7 +5,6 @@ import torch
 from meshwright.batch import Batch
 from meshwright.health import BadStepDetector
 from meshwright.models.initialize import initialize
-from meshwright.parallelisms.local_model import Allocate, allocate
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.preflight import Plan
 from meshwright.step import StepResult
@@ -15,16 +14,10 @@ from meshwright.trainer import Trainer
 class OneRank:
     """Model and optimizer of `plan` on `device`; values are arbitrary before `initialize`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        meshes: Meshes,
-        device: torch.device,
-        allocate: Allocate = allocate,
-    ) -> None:
+    def __init__(self, plan: Plan, meshes: Meshes, device: torch.device) -> None:
         config = plan.config
         self.plan, self.meshes, self.device = plan, meshes, device
-        self.trainer = Trainer(plan, meshes, device, allocate=allocate)
+        self.trainer = Trainer(plan, meshes, device)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
         self.detector = BadStepDetector(device, config.bad_steps)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from meshwright.models.layers.mixed import Embedding
 
@@ -34,3 +35,10 @@ def test_a_frozen_table_asks_for_no_backward() -> None:
     embedding = Embedding(5, 8).requires_grad_(False)
     embedding.dtype = torch.bfloat16
     assert not embedding(torch.zeros(1, 3, dtype=torch.int64)).requires_grad
+
+
+def test_a_table_with_memory_has_the_values_of_torchs() -> None:
+    torch.manual_seed(3)
+    own = Embedding(8, 4).weight
+    torch.manual_seed(3)
+    assert torch.equal(own, nn.Embedding(8, 4).weight)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -207,6 +209,19 @@ def test_settings_are_counted_in_the_log() -> None:
         "AdamW: 7 parameters with weight decay 0, lr x 0.5; "
         "7 parameters with weight decay 0.1, lr x 0.25; 15 parameters with weight decay 0.1"
     )
+
+
+def test_none_imports_the_compiler(name) -> None:
+    code = (
+        "import sys, torch; from torch import nn;"
+        "from meshwright.config.job_config import Optimizer;"
+        "from meshwright.optim.optimizers import build_optimizer, update;"
+        "weight = nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2);"
+        f"optimizer = build_optimizer([('w', weight)], Optimizer(name={name!r}));"
+        "update(optimizer, torch.tensor(False)); optimizer.zero_grad();"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_step_of_torchs_unfused_optimizer_is_as_torchs(name) -> None:

@@ -44,8 +44,8 @@ class Embedding(nn.Embedding):
     """None: the type of the table."""
 
     def reset_parameters(self) -> None:
-        """Draw values, unless there is no memory for them: torch's code for that imports the
-        compiler, which takes 0.8 s."""
+        """Draw values if the table has memory. On meta torch's code would import the compiler
+        (0.8 s)."""
         if not self.weight.is_meta:
             super().reset_parameters()
 

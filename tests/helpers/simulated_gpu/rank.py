@@ -22,7 +22,6 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.planning.simulate import allocate_fake
 from meshwright.preflight import Plan, preflight
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu import fake_cuda
@@ -81,7 +80,7 @@ sharding.compute_local_shape_and_global_offset = fake_cuda.real(
 
 
 def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
-    rank = OneRank(plan, meshes, DEVICE, allocate_fake)
+    rank = OneRank(plan, meshes, DEVICE)
     model, optimizer = rank.model, rank.optimizer
     watch.begin()
     rank.initialize()

@@ -1,4 +1,4 @@
-"""The reader of a job's first weights, by the kind of their source."""
+"""Readers of a job's first weights, by the kind of their source."""
 
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.exchange.hf_read import HuggingFaceWeights
@@ -15,8 +15,8 @@ def open_weights(
     """Return the reader of `initial`.
 
     Args:
-        spec: the family of the model that is to get them.
-        args: of this model.
+        spec: the model's family.
+        args: the model's dimensions.
 
     Raises:
         ConfigError: if they cannot be read.
