@@ -8,7 +8,7 @@ from tests.helpers.jobs import ROOT, environment
 
 CAMPAIGN = (
     *("--kills=1", "--file-faults=1", "--only=stray_files"),
-    *("--steps=40", "--seed=51"),
+    *("--steps=30", "--seed=51"),
 )
 
 
