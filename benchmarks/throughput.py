@@ -126,7 +126,7 @@ def measure(
         if index >= 0:
             limits.append(limit_of(work))
         names = list(runs)
-        first = index % len(names) if names else 0  # the first of a round starts more slowly
+        first = index % len(names) if names else 0  # so that none is always the first of a round
         for name in names[first:] + names[:first]:
             try:
                 run = run_once(name, work)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 IMPORTED_BY_RANKS = (
-    *("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp"),
+    "torch._dynamo",
     *("meshwright.parallelisms.tensor_parallel", "meshwright.parallelisms.pipeline_parallel"),
     *("meshwright.checkpoint.restore", "meshwright.checkpoint.writer"),
 )
