@@ -379,7 +379,6 @@ RULES = (
         "name another folder",
     ),
     ("checkpoint", "load_step", "5", "not among the checkpoints", ""),
-    ("activation_checkpoint", "mode", '"memory_budget"', "backend eager", "compile.enable = true"),
     ("optimizer", "early_step_in_backward", "true", "training.max_norm", "max_norm = inf"),
     ("model", "frozen", '["layer.*"]', "matches no parameter", ""),
     ("checkpoint", "initial_load_path", '"/no/such/folder"', "no such folder", "check the path"),

@@ -22,6 +22,7 @@ from meshwright.native import onednn_products
 from meshwright.preflight import Plan
 
 CONFIG = "config"
+COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
 OWN_PATHS = {
     *("config_file", "dump_folder", "token_cache_folder", "tokenizer_path", "chat_template_path"),
     *("dataset_path", "dataset_format"),
@@ -94,7 +95,8 @@ def _differences(
             continue
         for key, old, new in differences(json.loads(usual), json.loads(value)):
             if key.rpartition(".")[2] not in OWN_PATHS:
-                yield f"{key}: {who}: {shown(new)}; {to_whom}: {shown(old)}"
+                hint = COMPILE_HINT if key == "compile.enable" else ""
+                yield f"{key}: {who}: {shown(new)}; {to_whom}: {shown(old)}{hint}"
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     logger.info("config, where it differs from the defaults:")
     for line in compact_toml(to_toml(config, True)):
         logger.info("  %s", line)
-    for text in plan.idle_options:
+    for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
     logger.info(
         "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"

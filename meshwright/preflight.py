@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.checks import (
     check_divisible,
+    check_fp32_modules,
     check_writable,
     find_fp32_modules,
     resolve_auto_values,
@@ -39,6 +40,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.parallelisms import memory, pipeline_split
+from meshwright.parallelisms.compile_choice import resolve_compile
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.resolve_model import resolve_model
 from meshwright.user_module import code_of
@@ -50,6 +52,8 @@ class Plan:
 
     config: JobConfig
     """Without -1: every value that follows from others is filled in."""
+    compile_line: str
+    """How `compile.enable = "auto"` was decided, for the log; "": the config says true or false."""
     spec: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
@@ -90,6 +94,11 @@ class Plan:
         }
 
     @property
+    def notes(self) -> list[str]:
+        """Lines that `meshwright check` prints, and the job when it starts."""
+        return [line for line in (self.compile_line, *self.idle_options) if line]
+
+    @property
     def idle_options(self) -> list[str]:
         """Options that have no effect in this job, and why, one sentence each."""
         names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
@@ -127,8 +136,10 @@ def preflight(
     spec, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": spec.name}})
     check_divisible(config, model_args.table)
-    stage_modules = _plan_pipeline(config, model_args)
     fp32_modules = find_fp32_modules(config, model_args)
+    config, compile_line = resolve_compile(config, model_args, fp32_modules)
+    check_fp32_modules(config, fp32_modules)
+    stage_modules = _plan_pipeline(config, model_args)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
@@ -148,6 +159,7 @@ def preflight(
         resume_step = commit.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
+        compile_line=compile_line,
         spec=spec,
         model_args=model_args,
         tokenizer=tokenizer,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.agreement import check_agreement
 from meshwright.announce import announce_end, note_end, note_failure
 from meshwright.checkpoint.manager import CheckpointManager, HasState
-from meshwright.config.conditions import compiles, saves
+from meshwright.config.conditions import compiles, is_compiled, saves
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after
@@ -117,7 +117,7 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
     config, step, taken, is_last = job.plan.config, job.resumed_step, None, False
     data_time_s = _look_ahead(job, stop, step)
     is_over = stop.is_over(step)
-    if config.compile.enable and not is_over:
+    if is_compiled(config.compile) and not is_over:
         logger.info("the first step compiles: minutes, or seconds if a job like it has run here")
     while not is_over:
         data = next(job.loader, None)

@@ -12,8 +12,8 @@ from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 def run(given: Namespace) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks.
 
-    Say which options have no effect, whether another type would be much faster, and how the job
-    differs from the one that saved the checkpoint to resume from.
+    Say whether "auto" compiles, which options have no effect, whether another type would be much
+    faster, and how the job differs from the one that saved the checkpoint to resume from.
     """
     check(
         bool(given.config or given.overrides),
@@ -22,11 +22,11 @@ def run(given: Namespace) -> None:
     ranks = count_ranks(given)
     plan = load_and_check(given, ranks.total)
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
-    if slow or plan.idle_options or plan.resume_step:
+    if slow or plan.notes or plan.resume_step:
         log_to_console()
     if slow:
         logger.warning("%s", slow)
-    for text in plan.idle_options:
+    for text in plan.notes:
         logger.info("%s", text)
     if plan.resume_step:
         resume_diff(plan).log()

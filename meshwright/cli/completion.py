@@ -1,10 +1,10 @@
 """`meshwright completion`: a script by which bash or zsh completes commands, options and keys."""
 
 from argparse import Namespace
-from typing import get_args, get_origin
+from typing import get_args
 
 from meshwright.cli import main
-from meshwright.config.fields import all_keys
+from meshwright.config.fields import all_keys, is_flag
 from meshwright.config.presets import preset_names
 
 SCRIPT = """\
@@ -87,11 +87,9 @@ def _values() -> list[str]:
     """By key: the values that it may have."""
     lines = []
     for key, field in all_keys():
-        choices: list[str] = []
-        if field.annotation is bool:
-            choices = ["true", "false"]
-        elif get_origin(field.annotation) is not None:
-            choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+        choices = ["true", "false"] if is_flag(field) else []
+        for part in (field.annotation, *get_args(field.annotation)):
+            choices += [choice for choice in get_args(part) if isinstance(choice, str)]
         if choices:
             lines.append(f'        --{".".join(key)}) words="{" ".join(choices)}" ;;')
     return lines

@@ -3,11 +3,12 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
+from meshwright.config.conditions import is_compiled
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import changed
 from meshwright.errors import check, did_you_mean, divisors_of
@@ -146,10 +147,11 @@ def check_device(
     # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
     # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
-    is_compiled = config.compile.enable and config.compile.backend != "eager"
-    is_cut = config.parallelism.tensor_parallel_degree > 1
+    recomputes_parts = parallelism.tensor_parallel_degree > 1 and recomputes_attention(config)
     check(
-        device_type != "cpu" or not (is_compiled and is_cut and recomputes_attention(config)),
+        device_type != "cpu"
+        or not (recomputes_parts and is_compiled(config.compile))
+        or config.compile.backend == "eager",
         "activation_checkpoint.mode",
         config.activation_checkpoint.mode,
         "torch cannot compile recomputed attention under tensor parallelism on a CPU",
@@ -285,10 +287,29 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
         "names the embedding or the output, which are one matrix (model.args.tie_embeddings)",
         "leave both out, or set model.args.tie_embeddings = false",
     )
+    return outermost
+
+
+def has_part_of_block(modules: Iterable[str]) -> bool:
+    """Return whether one of these modules is inside a block."""
+    return any(name.count(".") > 1 for name in modules)
+
+
+def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
+    """Check that modules inside a block may stay fp32.
+
+    Args:
+        config: with `compile.enable` resolved.
+        fp32_modules: the result of `find_fp32_modules`.
+
+    Raises:
+        ConfigError: if the block is compiled, or its operations are counted.
+    """
+    key, patterns = "training.fp32_modules", config.training.fp32_modules
     whole_blocks = 'name whole blocks, as "layers.0", or '
-    has_inside = any(name.count(".") > 1 for name in outermost)
+    has_inside = has_part_of_block(fp32_modules)
     check(
-        not (has_inside and config.compile.enable),
+        not (has_inside and is_compiled(config.compile)),
         key,
         patterns,
         "names modules inside a block, where torch.compile cannot trace FSDP's hooks",
@@ -303,4 +324,3 @@ def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
         'activation_checkpoint.selective_ac_option = "op" counts them',
         f'{whole_blocks}set activation_checkpoint.mode = "full"',
     )
-    return outermost

@@ -68,10 +68,10 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 def _needs_value(key: Key) -> bool:
     """Return whether `key` is known, and is not a flag."""
     # pydantic takes 0.1 s, more than `--help` needs for all else
-    from meshwright.config.fields import find_field
+    from meshwright.config.fields import find_field, is_flag
 
     field = find_field(key)
-    return field is not None and field.annotation is not bool
+    return field is not None and not is_flag(field)
 
 
 class _Override(argparse.Action):

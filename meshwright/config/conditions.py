@@ -37,6 +37,13 @@ def saves(config: Checkpoint) -> bool:
     return config.enable and not config.load_only
 
 
+def is_compiled(compilation: Compile) -> bool:
+    """Return whether blocks are compiled; of a config that preflight has resolved."""
+    # "auto" would be as good as true in a condition
+    assert isinstance(compilation.enable, bool), "compile.enable is not resolved"
+    return compilation.enable
+
+
 def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
     """Return whether attention is one that the kernel of `compile.cpu_attention` computes."""
     return not training.mask_documents and parallelism.context_parallel_degree == 1
@@ -44,19 +51,19 @@ def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
 
 def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
     """Return whether a job on CPUs looks for that kernel."""
-    is_on = compilation.enable and compilation.cpu_attention == "auto"
+    is_on = is_compiled(compilation) and compilation.cpu_attention == "auto"
     return is_on and suits_cpu_attention(training, parallelism)
 
 
 def wants_cpu_products(compilation: Compile, training: Training) -> bool:
     """Return whether a job on CPUs looks for the products of `compile.cpu_products`."""
-    is_on = compilation.enable and compilation.cpu_products == "auto"
+    is_on = is_compiled(compilation) and compilation.cpu_products == "auto"
     return is_on and training.mixed_precision_param == "float32"
 
 
 def has_inductor(c: JobConfig) -> bool:
     """Return whether inductor compiles, so that a compiler of C++ is started on CPUs."""
-    return c.compile.enable and c.compile.backend == "inductor"
+    return is_compiled(c.compile) and c.compile.backend == "inductor"
 
 
 def num_data_ranks(c: JobConfig) -> int:
@@ -88,7 +95,7 @@ def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
 
 def compiles(c: JobConfig) -> bool:
     """Return whether a pass of a new kind, as validation, compiles; masks have compiled kernels."""
-    return c.compile.enable or c.training.mask_documents
+    return is_compiled(c.compile) or c.training.mask_documents
 
 
 def _has_one_microbatch(c: JobConfig) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from meshwright.config.conditions import has_inductor, num_decay_steps, schedule_steps, value_of
+from meshwright.config.conditions import num_decay_steps, schedule_steps, value_of
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import Mistakes, check
 
@@ -26,9 +26,9 @@ def _decays_too_long(c: JobConfig) -> bool:
     return c.lr_scheduler.decay_ratio is not None and needed > schedule_steps(c)
 
 
-def _is_compiled(c: JobConfig) -> bool:
-    """Return whether a compiler changes the graph, which backend eager does not."""
-    return c.compile.enable and c.compile.backend != "eager"
+def _may_be_compiled_by(c: JobConfig, *backends: str) -> bool:
+    """Return whether one of these backends compiles; "auto" compiles if an option needs it."""
+    return c.compile.enable is not False and c.compile.backend in backends
 
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
@@ -97,7 +97,10 @@ CONTRADICTIONS = (
     ),
     Contradiction(
         "activation_checkpoint.mode",
-        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _is_compiled(c),
+        lambda c: (
+            c.activation_checkpoint.mode == "memory_budget"
+            and not _may_be_compiled_by(c, "inductor", "aot_eager")
+        ),
         "it is the compiler that decides, and backend eager decides nothing",
         'set compile.enable = true and compile.backend = "inductor", or choose another mode',
     ),
@@ -173,7 +176,7 @@ CONTRADICTIONS = (
         lambda c: (
             c.parallelism.enable_async_tensor_parallel
             and c.parallelism.tensor_parallel_degree > 1
-            and not has_inductor(c)
+            and not _may_be_compiled_by(c, "inductor")
         ),
         "inductor does it, and nothing is compiled by inductor",
         'set compile.enable = true and compile.backend = "inductor", or leave it out',

@@ -72,7 +72,7 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
     match kind:
         case "int_type" | "int_from_float" | "float_type":
             return _as_number(value, whole=kind != "float_type")
-        case "bool_type":
+        case "bool_type" | "bool_or_auto":
             word = str(value).lower()
             known = {**dict.fromkeys(YES, "true"), **dict.fromkeys(NO, "false")}
             return f"write {known[word]}, without quotes" if word in known else ""

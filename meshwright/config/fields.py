@@ -30,6 +30,11 @@ def find_section(key: Key) -> type[Section] | None:
     return section
 
 
+def is_flag(field: FieldInfo) -> bool:
+    """Return whether the key may be true or false."""
+    return bool in (field.annotation, *get_args(field.annotation))
+
+
 def all_keys() -> Iterator[tuple[Key, FieldInfo]]:
     """Yield every key of every section, in order, without those inside lists of tables."""
     for name in JobConfig.model_fields:

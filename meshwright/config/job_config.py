@@ -476,7 +476,7 @@ class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """Activations that backward computes again. none: none, the fastest. full: every block, the
     least memory. selective: between them (`selective_ac_option`). memory_budget: those that the
-    compiler finds cheapest; needs `compile.enable`."""
+    compiler finds cheapest; not with `compile.enable` = false."""
 
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
@@ -492,12 +492,20 @@ class ActivationCheckpoint(Section):
     1: as without recomputation; 0: as with full."""
 
 
+def _check_bool_or_auto(value: object) -> object:
+    """Refuse all else with one error: pydantic would give one for each type of the union."""
+    if not (isinstance(value, bool) or value == "auto"):
+        raise PydanticCustomError("bool_or_auto", 'must be true, false or "auto"')
+    return value
+
+
 class Compile(Section):
     """[compile] torch.compile, block by block."""
 
-    enable: bool = False
+    enable: Annotated[bool | Literal["auto"], BeforeValidator(_check_bool_or_auto)] = "auto"
     """Compile every block, for faster steps; one graph serves all of them. The first step then
-    takes longer."""
+    takes longer. auto: if an option needs it, or if the whole job computes 100 TFLOP or more, a
+    C++ compiler is there, and no option is incompatible; the log says why."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile; all but inductor are for finding faults."""

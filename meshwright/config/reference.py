@@ -41,6 +41,8 @@ def _kind(schema: dict[str, Any]) -> str:
     """Return the type of a key, from its JSON Schema, as a person would write it."""
     if "enum" in schema:
         return "|".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
     if "anyOf" in schema:
         return "|".join(_kind(option) for option in schema["anyOf"] if option.get("type") != "null")
     names = {

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 
 from meshwright.config.conditions import (
+    is_compiled,
     needs_fsdp_alone,
     wants_cpu_attention,
     wants_cpu_products,
@@ -82,7 +83,7 @@ def parallelize(
         applied.append(_multiply_by_onednn())
     else:
         onednn_products.take(False)
-    if compilation.enable:
+    if is_compiled(compilation):
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             applied.append(_use_cpu_kernel(model, training.mixed_precision_param))
         has_meshes = meshes.tp.size() > 1

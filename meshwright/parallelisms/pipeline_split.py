@@ -5,6 +5,7 @@ from functools import cache
 from importlib import metadata
 from itertools import pairwise
 
+from meshwright.config.conditions import is_compiled
 from meshwright.config.job_config import JobConfig, Parallelism
 from meshwright.errors import check, did_you_mean
 
@@ -92,7 +93,7 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
     if SCHEDULES[name].splits_backward:
         key, what = "parallelism.pipeline_parallel_schedule", "computes gradients in two passes"
         check(
-            not config.compile.enable,
+            not is_compiled(config.compile),
             key,
             name,
             f"{what}, which compiled blocks cannot",
@@ -119,15 +120,20 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
     check_split_float8(config)
 
 
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Return whether there is a pipeline whose schedule computes gradients in two passes."""
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    return has_pipeline and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
+
+
 def check_split_float8(config: JobConfig) -> None:
     """Check that torch can compute the gradients of float8 layers as the schedule does.
 
     Up to 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried).
     """
     name, version = config.parallelism.pipeline_parallel_schedule, metadata.version("torch")
-    is_split = config.parallelism.pipeline_parallel_degree > 1 and SCHEDULES[name].splits_backward
     check(
-        not (config.float8.enable and is_split)
+        not (config.float8.enable and splits_backward(config.parallelism))
         or tuple(map(int, version.split(".")[:2])) >= (2, 13),
         "parallelism.pipeline_parallel_schedule",
         name,

@@ -9,9 +9,11 @@ from typing import Any
 
 import tomli_w
 
+from meshwright.config.conditions import is_compiled
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import Update, changed
 from meshwright.errors import ConfigError
+from meshwright.parallelisms.compile_choice import resolve_compile
 from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
@@ -123,7 +125,10 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choic
 
     The global batch stays the config's, so more tokens per second are a shorter step.
     """
-    batch = plan_job(config, ranks, is_gpu=device.is_gpu).config.training.global_batch_size
+    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
+    batch = plan.config.training.global_batch_size
+    whole = changed(config, {"training": {"global_batch_size": batch}})
+    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules)
     for mesh in _meshes(config, ranks, device):
         for mode, keeps in product(MODES, (True, False)):
             choice = Choice(mesh, mode, keeps)
@@ -152,8 +157,8 @@ def _schedules(config: JobConfig) -> list[str]:
     """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
     compilation out, which schedules that split backward do not allow."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_compiled = config.compile.enable
-    return [name for name in names if not (is_compiled and SCHEDULES[name].splits_backward)]
+    has_graphs = is_compiled(config.compile)
+    return [name for name in names if not (has_graphs and SCHEDULES[name].splits_backward)]
 
 
 def difference(old: JobConfig, new: JobConfig) -> str:

@@ -106,8 +106,7 @@ def parallel_model(
     for option, value in options.items():
         key, section = KEYS.get(option, option), SECTIONS[option]
         given[section][key] = value
-    if options.get("compile_backend"):
-        given[Compile]["enable"] = True
+    given[Compile]["enable"] = bool(options.get("compile_backend"))
     sections = {section: section(**values) for section, values in given.items()}
     training = Training(
         dtype=_name(master_dtype),
@@ -165,6 +164,6 @@ def lines_on_one_rank(dtype: str, device_type: str = "cpu", **compilation: objec
         training=Training(mixed_precision_param=dtype),
         parallelism=Parallelism(),
         recomputation=ActivationCheckpoint(),
-        compilation=Compile(backend="eager", **compilation),
+        compilation=Compile(backend="eager", **{"enable": False} | compilation),
         float8_options=Float8(),
     )

@@ -48,6 +48,7 @@ VALUES: dict[str, Any] = {
     "activation_checkpoint.selective_ac_option": "2",
     "activation_checkpoint.saved_ops": ["aten.mm"],
     "checkpoint.exclude_from_loading": ["optimizer"],
+    "compile.enable": True,
     "float8.filter_fqns": ["attention"],
 }
 """Valid values where the type does not say one."""
@@ -158,6 +159,7 @@ under `acts` only if it does."""
 
 def test_every_key_acts_or_is_answered(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb, no torchao
+    monkeypatch.setenv("CXX", "none")  # so nothing is compiled by default
     got: dict[str, set[str]] = {name: set() for name in OUTCOMES}
     for key in KEYS:
         got[outcome(key, tmp_path)].add(key)
@@ -276,6 +278,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "lr_scheduler.decay_type": {"training__steps": 100},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
+    "compile.backend": {"compile__enable": False},
     "compile.cpu_attention": {"compile__enable": True, "training__mask_documents": True},
     "compile.cpu_products": {"compile__enable": True},
     "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
@@ -334,6 +337,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
+        'compile.enable = "auto": eager, since the job computes 1.53 TFLOP (less than 100 TFLOP)',
         f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
         f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
@@ -344,17 +348,19 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     plan = preflight(load_config(words)[0], 1)
     for device_type in ("cpu", "cuda"):
         check_device(plan.config, device_type, has_ring_kernel=False, fp32_modules=["layers.0"])
+    eager = [*words, "--compile.enable=false"]
     for key, says in {
         "context": "ring attention does not support training.mask_documents",
         "tensor": "nothing is compiled by inductor",
     }.items():
         with pytest.raises(ConfigError, match=says):
-            check_job(["--ngpu", "2", *words, f"--parallelism.{key}_parallel_degree", "2"])
+            check_job(["--ngpu", "2", *eager, f"--parallelism.{key}_parallel_degree", "2"])
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
     words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
+    words.append("--compile.enable=false")  # the default is decided, and says how
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == ""
 

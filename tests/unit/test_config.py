@@ -255,9 +255,10 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ),
         ([*RING, "--training.mask_documents"], "does not support training.mask_documents"),
         (
-            ASYNC_TP,
+            [*ASYNC_TP, "--compile.enable=false"],
             "nothing is compiled by inductor",
         ),
+        ([*ASYNC_TP, "--compile.backend=aot_eager"], "nothing is compiled by inductor"),
         (
             [*ASYNC_TP, "--compile.enable", "--compile.backend", "eager"],
             "nothing is compiled by inductor",
@@ -314,7 +315,14 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         ([*EARLY, "--bad_steps.policy", "skip"], "bad_steps.policy = 'skip': optimizer.early_step"),
         ([*EARLY, "--bad_steps.spike_std", "6"], "bad_steps.spike_std = 6.0: optimizer.early_step"),
         (["--bad_steps.budget", "0"], "bad_steps.budget = 0: should be greater than or"),
-        (["--activation_checkpoint.mode", "memory_budget"], "set compile.enable = true"),
+        (
+            ["--activation_checkpoint.mode", "memory_budget", "--compile.enable=false"],
+            "set compile.enable = true",
+        ),
+        (
+            ["--activation_checkpoint.mode", "memory_budget", "--compile.backend=eager"],
+            "backend eager decides nothing",
+        ),
         (
             [
                 f"--{s}"

@@ -20,7 +20,8 @@ def test_validation_that_compiles_may_take_as_long_as_the_first_step(
     monkeypatch: pytest.MonkeyPatch, section: str, key: str, limits: list[str]
 ) -> None:
     """Masks have compiled kernels in a job that is not compiled, too."""
-    config, given = JobConfig.model_validate({section: {key: True}}), list[str]()
+    eager: dict[str, dict[str, bool]] = {"compile": {"enable": False}}
+    config, given = JobConfig.model_validate(eager | {section: {key: True}}), list[str]()
     job, due, result = MagicMock(), MagicMock(is_first=False), MagicMock(group_norms=None)
     job.plan.config, job.bad_steps.figures = config, {}
     job.validate.return_value = {"loss/validation": 1.0}

@@ -74,6 +74,7 @@ DEFAULTS: dict[str, Default] = {
         "2", ("activation_checkpoint.mode", "selective")
     ),
     "checkpoint.last_save_model_only": Default(True, ("checkpoint.enable", True)),
+    "compile.enable": Default(False),
     "metrics.enable_tensorboard": Default(False),
     # no key there: weight decay applies to every parameter
     "optimizer.decay_norm_and_bias": Default(True),

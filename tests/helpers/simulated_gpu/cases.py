@@ -47,7 +47,7 @@ PRECISION = "--training.mixed_precision_param"
 BASE = (
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
-    "--validation.enable=false",
+    *("--validation.enable=false", "--compile.enable=false"),
     "--model.args.n_layers=2",
 )
 

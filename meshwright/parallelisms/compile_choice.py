@@ -1,0 +1,115 @@
+"""Whether `compile.enable = "auto"` compiles. Free of torch."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Collection
+from pathlib import Path
+
+from meshwright.config.checks import has_part_of_block, recomputes_attention
+from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
+from meshwright.models.args import DecoderArgs
+from meshwright.parallelisms.pipeline_split import splits_backward
+
+LEAST_FLOP = 100e12
+"""Work of a whole job from which compiling is taken to pay."""
+
+
+def resolve_compile(
+    config: JobConfig, args: DecoderArgs, fp32_modules: Collection[str]
+) -> tuple[JobConfig, str]:
+    """Return `config` with `compile.enable` true or false, and how "auto" was decided.
+
+    "auto" compiles if an option needs the compiler, as if true were given. Otherwise it compiles if
+
+    - the job computes `LEAST_FLOP` or more over all of its steps, as MFU counts them,
+    - inductor compiles, since the other backends make no step faster,
+    - no other option is incompatible with compiled blocks, and
+    - this machine has the compiler that inductor starts.
+
+    The first compilation takes 40 to 60 s on two CPU cores, and compiled steps are about 1.3 times
+    as fast: it pays after about four minutes of eager steps. Two cores compute 0.3 TFLOP/s, so
+    these are about `LEAST_FLOP`. A GPU computes them in a second, and loses at most one
+    compilation; later starts find it in inductor's cache.
+
+    A job's work does not depend on the mesh, unless `training.global_batch_size` is -1: the data
+    then depends on it, too.
+
+    Args:
+        config: with every -1 filled in.
+        fp32_modules: as `find_fp32_modules` gives them.
+
+    Returns:
+        The config, and a line for the log; empty if the config says true or false.
+    """
+    if config.compile.enable != "auto":
+        return config, ""
+    training = config.training
+    tokens = training.seq_len * training.global_batch_size * training.steps
+    flop = args.table.flops_per_token(training.seq_len) * tokens
+    work, least = f"the job computes {_shown(flop)}", _shown(LEAST_FLOP)
+    needs = _option_that_compiles(config)
+    obstacle = "" if needs else _obstacle(config, fp32_modules) or _why_no_compiler()
+    is_on = bool(needs) or (flop >= LEAST_FLOP and not obstacle)
+    if needs:
+        reason = f"{needs} needs it"
+    elif flop < LEAST_FLOP:
+        reason = f"{work} (less than {least})"
+    else:
+        reason = obstacle or f"{work} ({least} or more)"
+    line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
+    return changed(config, {"compile": {"enable": is_on}}), line
+
+
+def _option_that_compiles(config: JobConfig) -> str:
+    """Return the option, if any, that has an effect in compiled blocks alone."""
+    parallelism = config.parallelism
+    if config.activation_checkpoint.mode == "memory_budget":
+        return 'activation_checkpoint.mode = "memory_budget"'
+    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree > 1:
+        return "parallelism.enable_async_tensor_parallel"
+    return ""
+
+
+def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
+    """Return why blocks should not be compiled; "" if nothing in the config is against it."""
+    parallelism, backend = config.parallelism, config.compile.backend
+    if backend != "inductor":
+        return f'compile.backend = "{backend}" makes no step faster'
+    if has_part_of_block(fp32_modules):
+        return "training.fp32_modules names modules inside a block"
+    if splits_backward(parallelism):
+        return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"
+    # only a rank knows its device (see `check_device`)
+    if parallelism.tensor_parallel_degree > 1 and recomputes_attention(config):
+        return (
+            "recomputed attention under tensor parallelism can be compiled on GPUs alone (there, "
+            "set it to true)"
+        )
+    return ""
+
+
+def _why_no_compiler() -> str:
+    """Return why inductor cannot compile C++ on this machine; "" if it can, as far as is seen.
+
+    It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
+    `_get_python_include_dirs`).
+    """
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler!r} (CXX names another)"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    if not (headers / "Python.h").exists():
+        return f"Python's headers for C++ are not installed ({headers})"
+    return ""
+
+
+def _shown(flop: float) -> str:
+    """Return a number of operations with three digits and a unit."""
+    for unit in ("", "K", "M", "G", "T", "P", "E"):
+        if flop < 1000:
+            return f"{flop:.3g} {unit}FLOP"
+        flop /= 1000
+    return f"{flop:.3g} ZFLOP"

@@ -1,0 +1,293 @@
+"""`compile.enable = "auto"`: a function of the job's work, its options, and the compiler."""
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from meshwright.agreement import check_same
+from meshwright.config.changes import to_json
+from meshwright.config.conditions import is_compiled
+from meshwright.config.job_config import Compile, JobConfig
+from meshwright.config.loader import load_config, to_toml
+from meshwright.config.update import changed
+from meshwright.errors import ConfigError
+from meshwright.parallelisms import compile_choice
+from meshwright.parallelisms.compile_choice import LEAST_FLOP
+from meshwright.planning.choices import legal
+from meshwright.planning.devices import find_device
+from meshwright.planning.job import plan_job
+from meshwright.preflight import Plan, preflight
+from meshwright.proof.cases import default_cases
+from meshwright.proof.shrink import shrink
+from meshwright.resolve_model import resolve_model
+from tests.helpers.cli import check_job, command
+
+DEBUG = str(Path(__file__).parents[2] / "train_configs/debug_model.toml")
+LONG = ["--training.steps=100000"]
+TWO_BY_TENSORS = ["--parallelism.tensor_parallel_degree=2"]
+FULL = ["--activation_checkpoint.mode=full"]
+SPLIT = [
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+]
+INSIDE = ['--training.fp32_modules=["layers.0.attention"]']
+INSIDE.append("--training.mixed_precision_param=bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which g++ is all there is."""
+    monkeypatch.delenv("CXX", raising=False)
+    (folder := tmp_path / "bin").mkdir()
+    program = folder / "g++"
+    program.write_text("")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(compile_choice.sys, "platform", "linux")
+    (headers := tmp_path / "include").mkdir()
+    (headers / "Python.h").touch()
+    monkeypatch.setattr(compile_choice.sysconfig, "get_path", lambda *_: str(headers))
+    return program
+
+
+@pytest.fixture
+def plan_of(tmp_path: Path) -> Callable[..., Plan]:
+    def plan_of(*words: str, ranks: int = 1) -> Plan:
+        dump = f"--job.dump_folder={tmp_path / 'out'}"
+        return preflight(load_config([DEBUG, dump, *words])[0], ranks)
+
+    return plan_of
+
+
+def test_the_work_of_the_whole_job_decides(plan_of) -> None:
+    plan = plan_of()
+    training = plan.config.training
+    assert plan.config.compile.enable is False
+    work = plan.model_args.table.flops_per_token(training.seq_len) * training.seq_len
+    work *= training.global_batch_size
+    assert work * training.steps < LEAST_FLOP / 10
+    enough = -int(-LEAST_FLOP // work)
+    for steps, is_on in ((enough - 1, False), (enough, True)):
+        plan = plan_of(f"--training.steps={steps}")
+        assert plan.config.compile.enable is is_on, steps
+    assert plan.compile_line == (
+        'compile.enable = "auto": compiled, since the job computes 100 TFLOP (100 TFLOP or more)'
+    )
+    batch = ["--training.global_batch_size=80", f"--training.steps={enough // 10 + 1}"]
+    assert plan_of(*batch).config.compile.enable is True
+    length = ["--training.seq_len=2560", f"--training.steps={enough // 10 + 1}"]
+    assert plan_of(*length).config.compile.enable is True
+    deeper = ["--model.args.n_layers=24", f"--training.steps={enough // 2}"]
+    assert plan_of(*deeper).config.compile.enable is True
+
+
+def test_the_mesh_does_not_decide(plan_of) -> None:
+    words = [*LONG, "--training.global_batch_size=8", "--training.local_batch_size=1"]
+    for ranks in (1, 2, 8):
+        plan = plan_of(*words, ranks=ranks)
+        assert plan.config.compile.enable is True
+        assert "compiled, since the job computes 7.41 PFLOP" in plan.compile_line
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "reason", "error"),
+    [
+        (INSIDE, 1, "training.fp32_modules names modules inside a block", "inside a block"),
+        (SPLIT, 2, "ZBVZeroBubble computes gradients in two passes", "which compiled blocks"),
+        ([*TWO_BY_TENSORS, *FULL], 2, "recomputed attention under tensor parallelism", ""),
+        (["--compile.backend=aot_eager"], 1, '"aot_eager" makes no step faster', ""),
+    ],
+)
+def test_an_option_that_is_against_it_leaves_the_job_eager(
+    words, ranks, reason, error, plan_of
+) -> None:
+    """While true is an error as ever, or compiles."""
+    words = [*LONG, *words]
+    plan = plan_of(*words, ranks=ranks)
+    assert plan.config.compile.enable is False
+    assert plan.compile_line.startswith('compile.enable = "auto": eager, since ')
+    assert reason in plan.compile_line
+    words.append("--compile.enable=true")
+    if error:
+        with pytest.raises(ConfigError, match=error):
+            plan_of(*words, ranks=ranks)
+    else:
+        assert plan_of(*words, ranks=ranks).config.compile.enable is True
+
+
+def test_the_same_options_that_can_be_compiled_are(plan_of) -> None:
+    whole = ['--training.fp32_modules=["layers.0"]', INSIDE[1]]
+    one_pass = [SPLIT[0], "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
+    for words, ranks in ((whole, 1), (one_pass, 2), (TWO_BY_TENSORS, 2), (FULL, 1), (SPLIT[1:], 1)):
+        assert plan_of(*LONG, *words, ranks=ranks).config.compile.enable is True, words
+
+
+def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", str(compiler))
+    assert plan_of(*LONG).config.compile.enable is True
+    monkeypatch.setenv("CXX", "clang++")  # and g++ is not looked for
+    assert "no C++ compiler 'clang++'" in plan_of(*LONG).compile_line
+    monkeypatch.delenv("CXX")
+    compiler.unlink()
+    plan = plan_of(*LONG)
+    assert plan.config.compile.enable is False
+    assert "eager, since there is no C++ compiler 'g++'" in plan.compile_line
+    assert plan_of(*LONG, "--compile.enable=true").config.compile.enable is True
+
+
+def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
+    (tmp_path / "include/Python.h").unlink()
+    plan = plan_of(*LONG)
+    assert plan.config.compile.enable is False
+    assert "Python's headers for C++ are not installed" in plan.compile_line
+
+
+BUDGET = "--activation_checkpoint.mode=memory_budget"
+ASYNC_TP = [*TWO_BY_TENSORS, "--parallelism.enable_async_tensor_parallel"]
+
+
+def test_an_option_that_needs_it_compiles_the_smallest_job(plan_of, compiler) -> None:
+    """As true would: with its errors, and on a machine that cannot."""
+    compiler.unlink()
+    for words, ranks in (
+        ([BUDGET], 1),
+        (ASYNC_TP, 2),
+        ([BUDGET, "--compile.backend=aot_eager"], 1),
+    ):
+        plan = plan_of("--training.steps=1", *words, ranks=ranks)
+        assert plan.config.compile.enable is True
+        assert "needs it" in plan.compile_line
+    assert plan_of(ASYNC_TP[1]).config.compile.enable is False  # of no effect on one rank
+    with pytest.raises(ConfigError, match="which compiled blocks cannot"):
+        plan_of(BUDGET, *SPLIT, ranks=2)
+    with pytest.raises(ConfigError, match="names modules inside a block"):
+        plan_of(BUDGET, *INSIDE)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_value_that_is_given_stays(plan_of, value) -> None:
+    for words in ([], LONG):
+        plan = plan_of(*words, f"--compile.enable={str(value).lower()}")
+        assert plan.config.compile.enable is value
+        assert plan.compile_line == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "auto"),
+        (["--compile.enable"], True),
+        (["--compile.enable", "--training.steps", "3"], True),
+        (["--compile.enable", "true"], True),
+        (["--compile.enable=false"], False),
+        (["--compile.enable", "False"], False),
+        (["--compile.enable=auto"], "auto"),
+        (["--compile.enable", "auto"], "auto"),
+        (["--compile.enable", '"auto"'], "auto"),
+    ],
+)
+def test_every_way_to_write_it(words, value, tmp_path) -> None:
+    config, _ = load_config(words)
+    assert config.compile.enable is value or config.compile.enable == value == "auto"
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(config))
+    assert load_config([str(path)])[0].compile == config.compile
+    assert JobConfig.model_validate(to_json(config)).compile == config.compile
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ('"true"', "write true, without quotes"),
+        ('"off"', "write false, without quotes"),
+        ("1", "write true, without quotes"),
+        ('"atuo"', ""),
+        ("[true]", ""),
+    ],
+)
+def test_another_value_is_one_mistake(text, fix, tmp_path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f"[compile]\nenable = {text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(path)])
+    said = str(caught.value)
+    assert said.count("compile.enable = ") == 1
+    assert 'must be true, false or "auto"' in said
+    assert ("fix: " + fix in said) if fix else "fix: " not in said
+
+
+def test_the_shell_completes_its_values(capsys) -> None:
+    command("completion")(["bash"])
+    assert '--compile.enable) words="true false auto" ;;' in capsys.readouterr().out
+
+
+def test_auto_is_never_taken_for_true() -> None:
+    with pytest.raises(AssertionError, match="not resolved"):
+        is_compiled(Compile())
+
+
+def test_check_says_it_once(tmp_path, capsys) -> None:
+    words = [DEBUG, "--ngpu", "1", "--job.dump_folder", str(tmp_path)]
+    check_job([*words, *LONG])
+    out = capsys.readouterr().out
+    assert out.count('compile.enable = "auto": compiled, since the job computes 7.41 PFLOP') == 1
+    check_job([*words, *LONG, "--compile.enable=true"])
+    assert "compile.enable" not in capsys.readouterr().out
+
+
+def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
+    words = ["--compile.cpu_attention=torch"]
+    text = "compile.cpu_attention = 'torch' has no effect: compile.enable = False"
+    assert text in plan_of(*words).notes
+    assert text not in plan_of(*LONG, *words).notes
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_a_proof_compiles_as_the_whole_job_does(is_long) -> None:
+    words = [DEBUG, *(LONG if is_long else []), "--parallelism.data_parallel_replicate_degree=2"]
+    config, _ = load_config(words)
+    _, args = resolve_model(config)
+    cases = default_cases(config, shrink(config, args), args)
+    for case in cases:
+        plan = preflight(case.config, case.world_size)
+        wanted = {"as configured": is_long, "compiled": True}
+        assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
+        assert plan.compile_line == ""
+
+
+def test_a_plan_is_of_eager_blocks() -> None:
+    config, _ = load_config([DEBUG, *LONG])
+    assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
+
+
+def test_a_search_leaves_a_job_compiled_that_is() -> None:
+    for words, has_split in ((LONG, False), ([], True)):
+        config, _ = load_config([DEBUG, *words, "--training.global_batch_size=64"])
+        schedules = {choice.mesh.schedule for choice, _ in legal(config, 2, find_device("h100"))}
+        assert ("ZBVZeroBubble" in schedules) == has_split
+        assert "1F1B" in schedules
+
+
+def test_ranks_that_decide_differently_say_so() -> None:
+    def facts(value: bool) -> dict[str, str]:
+        config = changed(JobConfig(), {"compile": {"enable": value}})
+        return {"config": json.dumps(to_json(config))}
+
+    def gather(found: list[Any], mine: object) -> None:
+        found[:] = [("here", facts(True)), ("there", facts(False))]
+
+    with (
+        patch("torch.distributed.get_world_size", lambda: 2),
+        patch("torch.distributed.all_gather_object", gather),
+        pytest.raises(ConfigError) as caught,
+    ):
+        check_same(facts(True))
+    assert (
+        "compile.enable: rank 1 (on there): False; rank 0 (on here): True "
+        '("auto" asks each machine for a C++ compiler; false runs on all machines)'
+    ) in str(caught.value)
