@@ -51,6 +51,7 @@ def make_plan(folder: Path, steps: int, batch: int, reports: str) -> Plan:
         "training.steps": steps,
         "training.mixed_precision_param": "float32",
         "metrics.log_freq": 1,
+        "compile.enable": "false",  # as the bare loop
         **REPORTS[reports],
     }
     config, _ = load_config([f"--{key}={value}" for key, value in keys.items()])

@@ -26,6 +26,7 @@ BASE = {
     "validation.enable": "false",
     "metrics.log_freq": "1",
     "training.steps": str(STEPS),
+    "compile.enable": "false",  # as a plan
 }
 JOBS = {
     "D 320, 6 layers, S 192 x 8, fp32": "320 6 5 5 192 8 1 float32 none 2048",
