@@ -50,15 +50,14 @@ def resolve_compile(
     tokens = training.seq_len * training.global_batch_size * training.steps
     flop = args.table.flops_per_token(training.seq_len) * tokens
     work, least = f"the job computes {_shown(flop)}", _shown(LEAST_FLOP)
-    needs = _option_that_compiles(config)
-    obstacle = "" if needs else _obstacle(config, fp32_modules) or _why_no_compiler()
-    is_on = bool(needs) or (flop >= LEAST_FLOP and not obstacle)
-    if needs:
-        reason = f"{needs} needs it"
+    if option := _option_that_compiles(config):
+        is_on, reason = True, f"{option} needs it"
     elif flop < LEAST_FLOP:
-        reason = f"{work} (less than {least})"
+        is_on, reason = False, f"{work} (less than {least})"
+    elif obstacle := _obstacle(config, fp32_modules) or _why_no_compiler():
+        is_on, reason = False, obstacle
     else:
-        reason = obstacle or f"{work} ({least} or more)"
+        is_on, reason = True, f"{work} ({least} or more)"
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return changed(config, {"compile": {"enable": is_on}}), line
 

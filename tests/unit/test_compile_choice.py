@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from meshwright.agreement import check_same
-from meshwright.config.changes import to_json
+from meshwright.config.changes import Difference, changes, config_defaults, to_json
 from meshwright.config.conditions import is_compiled
 from meshwright.config.job_config import Compile, JobConfig
 from meshwright.config.loader import load_config, to_toml
@@ -291,3 +291,9 @@ def test_ranks_that_decide_differently_say_so() -> None:
         "compile.enable: rank 1 (on there): False; rank 0 (on here): True "
         '("auto" asks each machine for a C++ compiler; false runs on all machines)'
     ) in str(caught.value)
+
+
+def test_a_longer_job_may_change_when_it_resumes(plan_of) -> None:
+    short, long = (to_json(plan_of(*words).config) for words in ([], LONG))
+    found = [change for change in changes(short, long, config_defaults()) if change.old is False]
+    assert found == [Difference("compile.enable", False, True)]
