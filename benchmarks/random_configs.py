@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.checks import check_device
+from meshwright.config.conditions import is_compiled
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.update import changed
@@ -78,7 +79,8 @@ def _case(
     options["training"]["mixed_precision_reduce"] = training.mixed_precision_reduce
     kind: Kind = "fp32"
     if training.mixed_precision_param == "bfloat16":
-        is_exact = training.mixed_precision_reduce == "float32" and not config.compile.enable
+        is_exact = training.mixed_precision_reduce == "float32"
+        is_exact = is_exact and not is_compiled(config.compile)
         kind = "bf16 sums" if is_exact and not {"cp", "tp"} & mesh.keys() else "bf16"
     per_rank = config.parallelism.pipeline_parallel_stages_per_rank
     options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank
@@ -156,6 +158,8 @@ def _model_words(chance: random.Random, maybe: Maybe) -> list[str]:
     if chance.random() < (1.0 if mode == "memory_budget" else 0.15):
         backend = chance.choice(["aot_eager", "aot_eager", "eager", "inductor"])
         words += ["--compile.enable=true", f"--compile.backend={backend}"]
+    else:
+        words.append("--compile.enable=false")
     return words
 
 
