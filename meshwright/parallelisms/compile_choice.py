@@ -96,7 +96,9 @@ def _why_no_compiler() -> str:
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
     `_get_python_include_dirs`).
     """
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if sys.platform == "darwin":  # clang++ may be there without what it needs
+        return "compiled blocks were not tried on macOS"
+    compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler {compiler!r} (CXX names another)"
     headers = Path(sysconfig.get_path("include", "posix_prefix"))

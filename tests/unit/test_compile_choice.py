@@ -140,6 +140,11 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> 
     assert plan_of(*LONG, "--compile.enable=true").config.compile.enable is True
 
 
+def test_on_macos_the_job_is_eager(plan_of, monkeypatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert plan_of(*LONG).config.compile.enable is False
+
+
 def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
     (tmp_path / "include/Python.h").unlink()
     plan = plan_of(*LONG)
@@ -237,6 +242,7 @@ def test_check_says_it_once(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert out.count('compile.enable = "auto": compiled, since the job computes 7.41 PFLOP') == 1
     check_job([*words, *LONG, "--compile.enable=true"])
+    check_job(words)  # and is silent if it is as small as the preset
     assert "compile.enable" not in capsys.readouterr().out
 
 

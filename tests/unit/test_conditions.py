@@ -337,7 +337,6 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
-        'compile.enable = "auto": eager, since the job computes 1.53 TFLOP (less than 100 TFLOP)',
         f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
         f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
@@ -360,7 +359,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
     words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
-    words.append("--compile.enable=false")  # the default is decided, and says how
+    words.append("--compile.enable=false")  # the default compiles so long a job, and says so
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
     assert capsys.readouterr().out == ""
 
