@@ -15,7 +15,7 @@ from meshwright.models.layers.loss import IGNORE
 from meshwright.optim.optimizer_in_backward import OptimizerInBackward
 from meshwright.optim.optimizers import update
 from meshwright.parallelisms.context_parallel import local_part, local_positions
-from meshwright.parallelisms.gradients import clip_gradients, local_square_sums
+from meshwright.parallelisms.gradients import divisor_to_clip, local_square_sums
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.sharded import is_fsdp
@@ -108,12 +108,11 @@ def train_step(
     dist.all_reduce(sums)  # over the whole job: one collective for every axis
     mark("optimizer")
     loss, grad_norm = sums[0], sums[1].sqrt()
-    if options.max_norm != float("inf"):
-        clip_gradients(parameters.values(), options.max_norm, grad_norm)
-
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
     if early is None:
-        update(optimizer, is_held_back)
+        is_clipped = options.max_norm != float("inf")
+        divisor = divisor_to_clip(grad_norm, options.max_norm) if is_clipped else None
+        update(optimizer, is_held_back, divisor)
         optimizer.zero_grad()
     mark(None)
     group_norms = sums[2:].sqrt() if options.norm_groups else None

@@ -5,7 +5,8 @@ An optimizer of the table
 * has its parameters in groups with `LR_SCALE` and `weight_decay`, and takes the learning rate from
   `set_learning_rate` before every update;
 * is updated by `update` alone, which can hold an update back: parameters and state, its count of
-  steps included, then stay bitwise the same, and the host does not learn of it;
+  steps included, then stay bitwise the same, and the host does not learn of it; and which can have
+  it divide the gradients, as clipping does;
 * updates a parameter from that parameter, its gradient and its state alone, so that
   `OptimizerInBackward` may update one at a time;
 * keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
@@ -83,17 +84,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group[LR_SCALE]
 
 
-def update(optimizer: torch.optim.Optimizer, is_held_back: Tensor) -> None:
+def update(
+    optimizer: torch.optim.Optimizer, is_held_back: Tensor, divisor: Tensor | None = None
+) -> None:
     """Update the parameters of `optimizer`, unless they are to stay as they are.
 
     Args:
         is_held_back: () bool, on the device: leave parameters and state bitwise unchanged.
+        divisor: () fp32, on the device, of all gradients; None: 1. The kernel divides them as it
+            reads them, and leaves them divided.
     """
-    # The optimizer would move it itself, but not wait: too early a read for offloaded weights.
+    # The optimizer would move them itself, but not wait: too early a read for offloaded weights.
     parameter_device = optimizer.param_groups[0]["params"][0].device
-    # torch's fused optimizers read this attribute, as GradScaler sets it; without it they would
-    # update all the same. It is not documented: the test of the contract fails if it goes.
+    # torch's fused optimizers read these attributes, as GradScaler sets them; without them they
+    # would update all the same. They are not documented: the test of the contract fails if they go.
     optimizer.found_inf = is_held_back.float().to(parameter_device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = (  # type: ignore[attr-defined]
+        None if divisor is None else divisor.to(parameter_device)
+    )
     with _on_local_shards(optimizer):
         optimizer.step()
 

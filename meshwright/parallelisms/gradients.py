@@ -69,21 +69,14 @@ def local_square_sums(
     return sums
 
 
-@torch.no_grad()  # which spares to_local() its bookkeeping
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Multiply all gradients by `max_norm` / `norm`, in place, if that is less than 1.
-
-    As `torch.nn.utils.clip_grads_with_norm_`, but of this rank's shards: on DTensors torch first
-    works out how the whole list of them may be sharded, for seconds on a mesh of several axes.
+def divisor_to_clip(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the number, at least 1, by which gradients of that norm are divided so that it is
+    `max_norm` at most: () fp32. Source: `torch.nn.utils.clip_grads_with_norm_`, 1e-6 included.
 
     Args:
         norm: () fp32, of the gradients of all ranks.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
-    if shards:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(shards, scale.to(shards[0].device))
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def _squares(grads: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.parallelisms.gradients import CPU_CHUNK, local_square_sum, local_square_sums
+from meshwright.parallelisms.gradients import (
+    CPU_CHUNK,
+    divisor_to_clip,
+    local_square_sum,
+    local_square_sums,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,3 +63,12 @@ def test_norms_of_groups_leave_the_whole_as_it_is() -> None:
     norms = [0.0 if p.grad is None else p.grad.square().sum().item() for _, p in named]
     want = [norms[0], norms[1], norms[2] + norms[3], norms[4], 0.0]
     assert got[1:].tolist() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 2.0, 300.0])
+def test_the_divisor_clips_as_torch_does(norm: float) -> None:
+    parameter = nn.Parameter(torch.empty(4))
+    parameter.grad = torch.full((4,), norm / 2)
+    ours = parameter.grad / divisor_to_clip(parameter.grad.norm(), 1.5)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.5)
+    torch.testing.assert_close(ours, parameter.grad, rtol=2e-7, atol=0)

@@ -100,6 +100,26 @@ def test_an_update_that_is_held_back_changes_no_bit(name) -> None:
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
+def test_gradients_are_divided_on_the_way(name) -> None:
+    def trained(divisors: list[torch.Tensor | None], factor: float) -> dict[str, torch.Tensor]:
+        model = plain_model()
+        optimizer = build_optimizer(model.named_parameters(), options(name))
+        for seed, divisor in enumerate(divisors):
+            set_gradients(model, seed)
+            for parameter in model.parameters():
+                parameter.grad *= factor
+            update(optimizer, GO, divisor)
+        return tensors_of(model, optimizer)
+
+    four = torch.tensor(4.0)
+    want = trained([None, None], 1.0)
+    for found in (trained([four, four], 4.0), trained([torch.tensor(1.0), None], 1.0)):
+        assert all(torch.equal(found[key], want[key]) for key in want)
+    assert not torch.equal(
+        trained([four, None], 1.0)["norm.weight.exp_avg"], want["norm.weight.exp_avg"]
+    )
+
+
 def test_each_parameter_is_updated_from_its_own_gradient_and_state(name) -> None:
     """What the optimizer in backward relies on."""
     model = plain_model()

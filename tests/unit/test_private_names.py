@@ -20,7 +20,7 @@ KNOWN = {
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
     "parallelisms/all_gather.py": "_functional_collectives",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
-    "parallelisms/gradients.py": "_foreach_mul_ _foreach_norm",
+    "parallelisms/gradients.py": "_foreach_norm",
     "parallelisms/process_group.py": "_C _distributed_c10d _set_pg_timeout",
     "parallelisms/ring_attention.py": (
         "_RotateMethod _cp_options _resolve_process_group _templated_ring_attention "

@@ -256,7 +256,8 @@ def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    return matrix.split(_block_size(matrix))
+    """Blocks small enough that products of theirs in fp32, and rounded, lie in the cache, too."""
+    return matrix.split(max(1, _block_size(matrix) // 4))
 
 
 def _block_size(matrix: Tensor) -> int:
