@@ -104,6 +104,7 @@ def update(
     )
     with _on_local_shards(optimizer):
         optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 @contextmanager
