@@ -35,7 +35,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
     from meshwright.optim.optimizers import build_optimizer
     from meshwright.parallelisms.meshes import build_meshes
     from meshwright.preflight import preflight
-    from meshwright.step import train_step
+    from meshwright.step import StepOptions, train_step
 
     torch.set_num_threads(2)
     plan, cpu = preflight(load_config(words)[0], 1), torch.device("cpu")
@@ -57,9 +57,9 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
                 [Batch(tokens[:, :-1], tokens[:, 1:])],
                 optimizer,
                 step=step,
-                max_norm=1.0,
                 meshes=meshes,
                 detector=BadStepDetector(cpu),
+                options=StepOptions(max_norm=1.0),
             )
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()

@@ -41,8 +41,6 @@ def announce(plan: Plan, device: torch.device) -> None:
         logger.info("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
-    if plan.compile_line and plan.compile_line not in plan.notes:
-        logger.info("%s", plan.compile_line)
     logger.info(
         "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
     )

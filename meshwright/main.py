@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright import hardware
+from meshwright.config.conditions import is_compiled
 from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
     EXIT_CODES,
@@ -61,6 +62,8 @@ def main() -> None:
     os._exit(code)
 
 
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+"""Modules of the errors that compilation raises; private, for a hint alone."""
 FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
@@ -89,4 +92,9 @@ def _run_command_line() -> bool:
             lines = planned_ledger(Path(config.job.dump_folder), world_size)
             lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
             error.add_note("\n".join(lines))
+            raise
+        except Exception as error:
+            is_of_compiler = type(error).__module__.startswith(COMPILERS)
+            if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
+                error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
             raise

@@ -19,12 +19,7 @@ from meshwright.config.checks import (
     find_fp32_modules,
     resolve_auto_values,
 )
-from meshwright.config.conditions import (
-    idle_options,
-    is_compiled,
-    num_data_ranks,
-    num_microbatches,
-)
+from meshwright.config.conditions import idle_options, num_data_ranks, num_microbatches
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.float8_layers import find_float8_layers
 from meshwright.config.job_config import JobConfig
@@ -58,7 +53,7 @@ class Plan:
     config: JobConfig
     """Without -1: every value that follows from others is filled in."""
     compile_line: str
-    """How `compile.enable = "auto"` was decided, for the log; "": the config says true or false."""
+    """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
     spec: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
@@ -101,8 +96,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        is_chosen = self.compile_line and is_compiled(self.config.compile)
-        return [*([self.compile_line] if is_chosen else []), *self.idle_options]
+        return [line for line in (self.compile_line, *self.idle_options) if line]
 
     @property
     def idle_options(self) -> list[str]:

@@ -12,8 +12,9 @@ from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 def run(given: Namespace) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks.
 
-    Say whether "auto" compiles, which options have no effect, whether another type would be much
-    faster, and how the job differs from the one that saved the checkpoint to resume from.
+    Say how "auto" was decided for compilation, which options have no effect, whether another type
+    would be much faster, and how the job differs from the one that saved the checkpoint to resume
+    from.
     """
     check(
         bool(given.config or given.overrides),

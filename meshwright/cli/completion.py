@@ -1,7 +1,7 @@
 """`meshwright completion`: a script by which bash or zsh completes commands, options and keys."""
 
 from argparse import Namespace
-from typing import get_args
+from typing import get_args, get_origin
 
 from meshwright.cli import main
 from meshwright.config.fields import all_keys, is_flag
@@ -88,7 +88,8 @@ def _values() -> list[str]:
     lines = []
     for key, field in all_keys():
         choices = ["true", "false"] if is_flag(field) else []
-        for part in (field.annotation, *get_args(field.annotation)):
+        is_list = get_origin(field.annotation) is list
+        for part in (field.annotation, *get_args(field.annotation)) if not is_list else ():
             choices += [choice for choice in get_args(part) if isinstance(choice, str)]
         if choices:
             lines.append(f'        --{".".join(key)}) words="{" ".join(choices)}" ;;')

@@ -147,10 +147,9 @@ def check_device(
     # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
     # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
-    recomputes_parts = parallelism.tensor_parallel_degree > 1 and recomputes_attention(config)
     check(
         device_type != "cpu"
-        or not (recomputes_parts and is_compiled(config.compile))
+        or not (recomputes_cut_attention(config) and is_compiled(config.compile))
         or config.compile.backend == "eager",
         "activation_checkpoint.mode",
         config.activation_checkpoint.mode,
@@ -186,6 +185,11 @@ def recomputes_attention(config: JobConfig) -> bool:
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         return "aten._scaled_dot_product_flash_attention_for_cpu" not in ac.saved_ops
     return ac.mode in ("full", "selective")
+
+
+def recomputes_cut_attention(config: JobConfig) -> bool:
+    """Return whether backward computes attention again that tensor parallelism has cut."""
+    return config.parallelism.tensor_parallel_degree > 1 and recomputes_attention(config)
 
 
 class HasParts(Protocol):

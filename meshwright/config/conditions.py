@@ -39,7 +39,7 @@ def saves(config: Checkpoint) -> bool:
 
 def is_compiled(compilation: Compile) -> bool:
     """Return whether blocks are compiled; of a config that preflight has resolved."""
-    # "auto" would be as good as true in a condition
+    # "auto" is truthy
     assert isinstance(compilation.enable, bool), "compile.enable is not resolved"
     return compilation.enable
 

@@ -493,7 +493,7 @@ class ActivationCheckpoint(Section):
 
 
 def _check_bool_or_auto(value: object) -> object:
-    """Refuse all else with one error: pydantic would give one for each type of the union."""
+    """Refuse other values with one error: pydantic would give one for each type of the union."""
     if not (isinstance(value, bool) or value == "auto"):
         raise PydanticCustomError("bool_or_auto", 'must be true, false or "auto"')
     return value

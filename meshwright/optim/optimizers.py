@@ -4,9 +4,9 @@ An optimizer of the table
 
 * has its parameters in groups with `LR_SCALE` and `weight_decay`, and takes the learning rate from
   `set_learning_rate` before every update;
-* is updated by `update` alone, which can hold an update back: parameters and state, its count of
-  steps included, then stay bitwise the same, and the host does not learn of it; and which can have
-  it divide the gradients, as clipping does;
+* is updated by `update` alone, which can have the kernel divide the gradients, and can hold an
+  update back: parameters and state, its count of steps included, then stay bitwise the same, and
+  the host does not learn of it;
 * updates a parameter from that parameter, its gradient and its state alone, so that
   `OptimizerInBackward` may update one at a time;
 * keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold

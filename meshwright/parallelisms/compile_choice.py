@@ -1,5 +1,6 @@
 """Whether `compile.enable = "auto"` compiles. Free of torch."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -7,14 +8,14 @@ import sysconfig
 from collections.abc import Collection
 from pathlib import Path
 
-from meshwright.config.checks import has_part_of_block, recomputes_attention
+from meshwright.config.checks import has_part_of_block, recomputes_cut_attention
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import changed
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.pipeline_split import splits_backward
 
 LEAST_FLOP = 100e12
-"""Work of a whole job from which compiling is taken to pay."""
+"""Work of a whole job from which compiling pays."""
 
 
 def resolve_compile(
@@ -27,7 +28,7 @@ def resolve_compile(
     - the job computes `LEAST_FLOP` or more over all of its steps, as MFU counts them,
     - inductor compiles, since the other backends make no step faster,
     - no other option is incompatible with compiled blocks, and
-    - this machine has the compiler that inductor starts.
+    - this machine has the compilers that inductor starts.
 
     The first compilation takes 40 to 60 s on two CPU cores, and compiled steps are about 1.3 times
     as fast: it pays after about four minutes of eager steps. Two cores compute 0.3 TFLOP/s, so
@@ -35,31 +36,30 @@ def resolve_compile(
     compilation; later starts find it in inductor's cache.
 
     A job's work does not depend on the mesh, unless `training.global_batch_size` is -1: the data
-    then depends on it, too.
+    then depends on it, too. Data that ends before `training.steps` is not known here.
 
     Args:
         config: with every -1 filled in.
         fp32_modules: as `find_fp32_modules` gives them.
 
     Returns:
-        The config, and a line for the log; empty if the config says true or false.
+        The config, and a line for the log; empty if the config says true or false, or if the job
+        is small.
     """
     if config.compile.enable != "auto":
         return config, ""
     training = config.training
     tokens = training.seq_len * training.global_batch_size * training.steps
     flop = args.table.flops_per_token(training.seq_len) * tokens
-    work, least = f"the job computes {_shown(flop)}", _shown(LEAST_FLOP)
+    is_on, reason = True, f"the job computes {_shown(flop)} ({_shown(LEAST_FLOP)} or more)"
     if option := _option_that_compiles(config):
-        is_on, reason = True, f"{option} needs it"
+        reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
-        is_on, reason = False, f"{work} (less than {least})"
+        is_on, reason = False, ""
     elif obstacle := _obstacle(config, fp32_modules) or _why_no_compiler():
         is_on, reason = False, obstacle
-    else:
-        is_on, reason = True, f"{work} ({least} or more)"
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
-    return changed(config, {"compile": {"enable": is_on}}), line
+    return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
 
 
 def _option_that_compiles(config: JobConfig) -> str:
@@ -81,8 +81,7 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
         return "training.fp32_modules names modules inside a block"
     if splits_backward(parallelism):
         return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"
-    # only a rank knows its device (see `check_device`)
-    if parallelism.tensor_parallel_degree > 1 and recomputes_attention(config):
+    if recomputes_cut_attention(config):  # only a rank knows its device (see `check_device`)
         return (
             "recomputed attention under tensor parallelism can be compiled on GPUs alone (there, "
             "set it to true)"
@@ -91,10 +90,10 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
 
 
 def _why_no_compiler() -> str:
-    """Return why inductor cannot compile C++ on this machine; "" if it can, as far as is seen.
+    """Return why inductor cannot compile on this machine; "" if it can, as far as is seen.
 
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
-    `_get_python_include_dirs`).
+    `_get_python_include_dirs`), and Triton, which compiles for GPUs (triton/runtime/build.py).
     """
     if sys.platform == "darwin":  # clang++ may be there without what it needs
         return "compiled blocks were not tried on macOS"
@@ -104,13 +103,16 @@ def _why_no_compiler() -> str:
     headers = Path(sysconfig.get_path("include", "posix_prefix"))
     if not (headers / "Python.h").exists():
         return f"Python's headers for C++ are not installed ({headers})"
+    has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+    if importlib.util.find_spec("triton") is not None and not has_c:
+        return "there is no C compiler for Triton (CC, gcc or clang)"
     return ""
 
 
 def _shown(flop: float) -> str:
     """Return a number of operations with three digits and a unit."""
     for unit in ("", "K", "M", "G", "T", "P", "E"):
-        if flop < 1000:
+        if flop < 999.5:
             return f"{flop:.3g} {unit}FLOP"
         flop /= 1000
     return f"{flop:.3g} ZFLOP"

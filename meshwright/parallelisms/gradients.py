@@ -70,8 +70,9 @@ def local_square_sums(
 
 
 def divisor_to_clip(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the number, at least 1, by which gradients of that norm are divided so that it is
-    `max_norm` at most: () fp32. Source: `torch.nn.utils.clip_grads_with_norm_`, 1e-6 included.
+    """Return the divisor, at least 1, that scales gradients of a norm down to `max_norm`: () fp32.
+
+    Source: `torch.nn.utils.clip_grads_with_norm_`, 1e-6 included.
 
     Args:
         norm: () fp32, of the gradients of all ranks.

@@ -157,8 +157,8 @@ def _schedules(config: JobConfig) -> list[str]:
     """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
     compilation out, which schedules that split backward do not allow."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    has_graphs = is_compiled(config.compile)
-    return [name for name in names if not (has_graphs and SCHEDULES[name].splits_backward)]
+    is_split_refused = is_compiled(config.compile)
+    return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
 
 
 def difference(old: JobConfig, new: JobConfig) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.config.checks import find_fp32_modules, recomputes_attention, resolve_auto_values
-from meshwright.config.conditions import is_compiled
+from meshwright.config.checks import recomputes_attention
 from meshwright.config.job_config import JobConfig, Parallelism
 from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.models.args import DecoderArgs
-from meshwright.parallelisms.compile_choice import resolve_compile
-from meshwright.parallelisms.pipeline_split import SCHEDULES, num_stages
+from meshwright.parallelisms.pipeline_split import SCHEDULES
 from meshwright.preflight import preflight
 from meshwright.proof.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp, small_parts
 
@@ -75,7 +73,6 @@ def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
 
 def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
     """Return the config's own shape, each of its axes alone, and options that users switch."""
-    config = _with_compile_decided(config, args)
     used = _used_axes(config, args)
     cases = _own_cases(config, small, args, used)
     shape = cases[0].mesh
@@ -146,21 +143,6 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
     return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
 
 
-def _with_compile_decided(config: JobConfig, args: DecoderArgs) -> JobConfig:
-    """Return `config` compiled or not as the whole job is, on the fewest ranks that it can have.
-
-    Raises:
-        ConfigError: if its batch cannot run on any number of ranks.
-    """
-    if config.compile.enable != "auto":
-        return config
-    degrees = [getattr(config.parallelism, key) for key in KEYS.values()]
-    fewest = math.prod(max(degree, 1) for degree in degrees)  # -1: one rank is enough
-    whole = resolve_auto_values(config, fewest, num_stages(config.parallelism))
-    whole, _ = resolve_compile(whole, args, find_fp32_modules(whole, args))
-    return changed(config, {"compile": {"enable": whole.compile.enable}})
-
-
 def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
     used = [axis for axis, key in KEYS.items() if getattr(config.parallelism, key) not in (0, 1)]
     if "tp" in used and largest_tp(args) == 1:
@@ -174,7 +156,9 @@ def _own_cases(
     """Return the config's axes with its options: three at a time if it has more, or two where three
     leave its schedule too few microbatches."""
     options, name = own_options(config), "as configured"
-    if is_compiled(config.compile) and "tp" in used and recomputes_attention(config):  # not on CPUs
+    if (
+        config.compile.enable is True and "tp" in used and recomputes_attention(config)
+    ):  # not on CPUs
         options["compile"] = {"enable": False}
         name = "as configured, but eager"
     cases: list[Case] = []

@@ -149,7 +149,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         update={
             "parallelism": Parallelism(),
             "activation_checkpoint": ActivationCheckpoint(),
-            "compile": Compile(enable=False),  # cases have it: a small job would not decide alike
+            "compile": Compile(enable=False),  # cases say otherwise
             "validation": Validation(num_samples=NUM_VALIDATED),
             "checkpoint": Checkpoint(),
             "metrics": Metrics(enable_tensorboard=False),

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -16,6 +16,7 @@ from meshwright.config.job_config import Compile, JobConfig
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.update import changed
 from meshwright.errors import ConfigError
+from meshwright.main import _run_command_line
 from meshwright.parallelisms import compile_choice
 from meshwright.parallelisms.compile_choice import LEAST_FLOP
 from meshwright.planning.choices import legal
@@ -75,6 +76,7 @@ def test_the_work_of_the_whole_job_decides(plan_of) -> None:
     for steps, is_on in ((enough - 1, False), (enough, True)):
         plan = plan_of(f"--training.steps={steps}")
         assert plan.config.compile.enable is is_on, steps
+        assert bool(plan.compile_line) is is_on
     assert plan.compile_line == (
         'compile.enable = "auto": compiled, since the job computes 100 TFLOP (100 TFLOP or more)'
     )
@@ -138,6 +140,32 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> 
     assert plan.config.compile.enable is False
     assert "eager, since there is no C++ compiler 'g++'" in plan.compile_line
     assert plan_of(*LONG, "--compile.enable=true").config.compile.enable is True
+
+
+def test_triton_needs_a_c_compiler(plan_of, compiler, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or None)
+    plan = plan_of(*LONG)
+    assert plan.config.compile.enable is False
+    assert "no C compiler for Triton" in plan.compile_line
+    for name in ("clang", "gcc"):
+        (other := compiler.with_name(name)).symlink_to(compiler)
+        assert plan_of(*LONG).config.compile.enable is True
+        other.unlink()
+
+
+def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> None:
+    class FailedError(Exception):
+        __module__ = "torch._inductor.exc"
+
+    monkeypatch.setattr("meshwright.main.run", Mock(side_effect=FailedError))
+    notes = []
+    for words in (LONG, [*LONG, "--compile.enable=true"], []):
+        monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", DEBUG, *words])
+        with pytest.raises(FailedError) as caught:
+            _run_command_line()
+        notes.append("".join(getattr(caught.value, "__notes__", [])))
+    assert notes[0].endswith("fix: compile.enable = false")
+    assert notes[1:] == ["", ""]
 
 
 def test_on_macos_the_job_is_eager(plan_of, monkeypatch) -> None:
@@ -253,17 +281,20 @@ def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
     assert text not in plan_of(*LONG, *words).notes
 
 
-@pytest.mark.parametrize("is_long", [True, False])
-def test_a_proof_compiles_as_the_whole_job_does(is_long) -> None:
-    words = [DEBUG, *(LONG if is_long else []), "--parallelism.data_parallel_replicate_degree=2"]
+@pytest.mark.parametrize(
+    ("words", "is_on"),
+    [(LONG, False), (["--compile.enable=true"], True), ([BUDGET], True)],
+)
+def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, is_on) -> None:
+    """Many compilers at once take minutes, so "auto" has one case of its own."""
+    words = [DEBUG, *words, "--parallelism.data_parallel_replicate_degree=2"]
     config, _ = load_config(words)
     _, args = resolve_model(config)
     cases = default_cases(config, shrink(config, args), args)
     for case in cases:
         plan = preflight(case.config, case.world_size)
-        wanted = {"as configured": is_long, "compiled": True}
+        wanted = {"as configured": is_on, "compiled": True}
         assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
-        assert plan.compile_line == ""
 
 
 def test_a_plan_is_of_eager_blocks() -> None:

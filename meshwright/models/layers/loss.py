@@ -249,17 +249,21 @@ def _exponentiate_in_blocks(logits: Tensor, log_sum: Tensor) -> None:
 def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Blocks of `logits`, of `per_token`, and fp32 memory for each block, the same for all: to get
     memory anew takes longer on a CPU than to compute in it."""
-    size = max(1, _block_size(logits) // 4)
+    size = _small_block_size(logits)
     scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
     for block, part in zip(logits.split(size), per_token.split(size), strict=True):
         yield block, part, scratch[: len(block)]
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Blocks small enough that products of theirs in fp32, and rounded, lie in the cache, too."""
-    return matrix.split(max(1, _block_size(matrix) // 4))
+    return matrix.split(_small_block_size(matrix))
 
 
 def _block_size(matrix: Tensor) -> int:
     """Rows of a matrix that make a block."""
     return max(1, BLOCKS.get(matrix.device.type, BLOCKS["cpu"]) // matrix.shape[1])
+
+
+def _small_block_size(matrix: Tensor) -> int:
+    """Rows of a block that lies in a CPU's cache beside fp32 and rounded copies of it."""
+    return max(1, _block_size(matrix) // 4)
