@@ -42,12 +42,14 @@ INSIDE.append("--training.mixed_precision_param=bfloat16")
 
 @pytest.fixture(autouse=True)
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which g++ is all there is."""
-    monkeypatch.delenv("CXX", raising=False)
+    """The g++ of a machine that has it and gcc; the environment may have Triton or not."""
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
     (folder := tmp_path / "bin").mkdir()
     program = folder / "g++"
     program.write_text("")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (folder / "gcc").symlink_to(program)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(compile_choice.sys, "platform", "linux")
     (headers := tmp_path / "include").mkdir()
@@ -144,13 +146,13 @@ def test_without_a_compiler_the_job_is_eager(plan_of, compiler, monkeypatch) -> 
 
 def test_triton_needs_a_c_compiler(plan_of, compiler, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or None)
+    assert plan_of(*LONG).config.compile.enable is True
+    (gcc := compiler.with_name("gcc")).unlink()
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
     assert "no C compiler for Triton" in plan.compile_line
-    for name in ("clang", "gcc"):
-        (other := compiler.with_name(name)).symlink_to(compiler)
-        assert plan_of(*LONG).config.compile.enable is True
-        other.unlink()
+    gcc.with_name("clang").symlink_to(compiler)
+    assert plan_of(*LONG).config.compile.enable is True
 
 
 def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> None:
