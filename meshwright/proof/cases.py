@@ -156,9 +156,10 @@ def _own_cases(
     """Return the config's axes with its options: three at a time if it has more, or two where three
     leave its schedule too few microbatches."""
     options, name = own_options(config), "as configured"
-    if (
-        config.compile.enable is True and "tp" in used and recomputes_attention(config)
-    ):  # not on CPUs
+    has_budget = config.activation_checkpoint.mode == "memory_budget"
+    if config.compile.enable == "auto" and not has_budget:  # a case of its own is compiled
+        options["compile"]["enable"] = False
+    elif "tp" in used and recomputes_attention(config):  # CPUs cannot compile it
         options["compile"] = {"enable": False}
         name = "as configured, but eager"
     cases: list[Case] = []

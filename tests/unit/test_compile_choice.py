@@ -258,7 +258,14 @@ def test_another_value_is_one_mistake(text, fix, tmp_path) -> None:
 
 def test_the_shell_completes_its_values(capsys) -> None:
     command("completion")(["bash"])
-    assert '--compile.enable) words="true false auto" ;;' in capsys.readouterr().out
+    script = capsys.readouterr().out
+    assert '--compile.enable) words="true false auto" ;;' in script
+    assert "--checkpoint.exclude_from_loading) words" not in script  # a list is written otherwise
+
+
+def test_work_has_three_digits_and_a_unit() -> None:
+    shown = [compile_choice._shown(flop) for flop in (12.0, 999.4e12, 999.6e12, 1.234e15)]
+    assert shown == ["12 FLOP", "999 TFLOP", "1 PFLOP", "1.23 PFLOP"]
 
 
 def test_auto_is_never_taken_for_true() -> None:
