@@ -159,7 +159,8 @@ def _own_cases(
     has_budget = config.activation_checkpoint.mode == "memory_budget"
     if config.compile.enable == "auto" and not has_budget:  # a case of its own is compiled
         options["compile"]["enable"] = False
-    elif "tp" in used and recomputes_attention(config):  # CPUs cannot compile it
+    elif config.compile.enable is True and "tp" in used and recomputes_attention(config):
+        # which CPUs cannot compile
         options["compile"] = {"enable": False}
         name = "as configured, but eager"
     cases: list[Case] = []

@@ -306,6 +306,16 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, is_on) -> None
         assert plan.config.compile.enable is wanted.get(case.name.split(":")[0], False), case.name
 
 
+@pytest.mark.parametrize(
+    ("value", "name"), [("true", "as configured, but eager"), ("false", "as configured")]
+)
+def test_a_proof_says_where_it_is_eager_against_the_config(value, name) -> None:
+    words = [*FULL, *TWO_BY_TENSORS, f"--compile.enable={value}"]
+    config, _ = load_config([DEBUG, *words])
+    _, args = resolve_model(config)
+    assert default_cases(config, shrink(config, args), args)[0].name.split(":")[0] == name
+
+
 def test_a_plan_is_of_eager_blocks() -> None:
     config, _ = load_config([DEBUG, *LONG])
     assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
