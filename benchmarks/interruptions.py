@@ -15,10 +15,14 @@ without flock or fsync, with files and links of others, two jobs in one folder, 
 see it. Each fault has a job of its own, which must get to its last step; every checkpoint left is
 verified, too.
 
+With `--world-faults` a job has two machines of one rank each, and the world around it fails
+(`world_faults.py`): signals, kills, tools, clocks, read errors, cold caches, and the files' faults.
+
     python benchmarks/interruptions.py --kills 200
     python benchmarks/interruptions.py --file-faults 50 --seed 3
     python benchmarks/interruptions.py --stops 50 --compile
     python benchmarks/interruptions.py --kills 5 --file-faults 5
+    python benchmarks/interruptions.py --world-faults 60 --seed 1
 """
 
 import argparse
@@ -37,6 +41,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import file_faults
+import world_faults
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import MANIFEST
@@ -62,6 +67,7 @@ JOB = {
     "metrics.enable_tensorboard": "false",
 }
 FIGURES = ("loss/train", "optim/grad_norm", "validation/loss")
+HERE = {"NGPU": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 START_S, COMPILED_START_S = 8, 20
 """From the launcher to the first step, or a little longer."""
 
@@ -76,29 +82,35 @@ class Start:
         is_compiled: bool,
         mode: str,
         console: Path | None = None,
+        machines: int = 1,
+        only_first: dict[str, str | None] | None = None,
         **environment: str,
     ) -> None:
         self.folder, self.console = folder, console or folder.with_suffix(".log")
+        self.codes: list[int] = []
         self.newest = _saved(folder)
         self._begun = time.time()
         self._start_s = COMPILED_START_S if is_compiled else START_S
         self._records_before = _records(folder)
         keys = JOB | {"checkpoint.async_mode": mode, "job.dump_folder": folder}
         keys |= {"training.steps": steps, "compile.enable": str(is_compiled).lower()}
+        words = [str(ROOT / "run_llama_train.sh"), *(f"--{k}={v}" for k, v in keys.items())]
+        variables: dict[str, str | None] = os.environ | HERE | environment
         with self.console.open("wb") as console:
-            self.process = subprocess.Popen(
-                [ROOT / "run_llama_train.sh", *(f"--{key}={value}" for key, value in keys.items())],
-                env=os.environ
-                | {"NGPU": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                | environment,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.processes = [
+                subprocess.Popen(
+                    command,
+                    env={k: v for k, v in (variables | of_machine).items() if v is not None},
+                    stdout=console,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for command, of_machine in world_faults.on_machines(words, machines, only_first)
+            ]
 
     @property
     def is_over(self) -> bool:
-        return self.process.poll() is not None
+        return all(process.poll() is not None for process in self.processes)
 
     @property
     def has_begun(self) -> bool:
@@ -166,25 +178,27 @@ class Start:
                 os.kill(chance.choice(ranks), number)
                 return f"{number.name} to one rank, {when}"
             if kind == "kill":
-                os.killpg(self.process.pid, signal.SIGKILL)
+                self.kill()
                 return f"SIGKILL to all, {when}"
             number = chance.choice((signal.SIGTERM, signal.SIGUSR1))
-            self.process.send_signal(number)
+            self.processes[0].send_signal(number)
         except ProcessLookupError:
             return "nothing, for it was over"
         return f"{number.name} to the launcher, {when}"
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and all ranks."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL to the launchers and all ranks."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Wait for the launcher and the ranks; the exit code, as a shell would see it."""
-        code = self.process.wait(timeout=600)
+        """Wait for launchers and ranks; the largest exit code, as a shell would see it."""
+        codes = [process.wait(timeout=600) for process in self.processes]
         while self.ranks():
             time.sleep(0.01)
-        return 128 - code if code < 0 else code
+        self.codes = [128 - code if code < 0 else code for code in codes]
+        return max(self.codes)
 
 
 def main() -> None:
@@ -193,10 +207,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--file-faults", type=int, default=0)
-    parser.add_argument(
-        "--only", action="append", choices=file_faults.FAULTS, help="these faults of files alone"
-    )
-    parser.add_argument("--steps", type=int, help="120; with --file-faults alone 30")
+    parser.add_argument("--world-faults", type=int, default=0, help="with two machines a job")
+    kinds = file_faults.FAULTS | world_faults.FAULTS
+    parser.add_argument("--only", action="append", choices=kinds, help="these faults alone")
+    parser.add_argument("--steps", type=int, help="120; with faults alone 30")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -213,7 +227,12 @@ def main() -> None:
             done += interrupt(reference, want, plan, steps, options.compile, chance)
         if options.file_faults:
             kinds = options.only or file_faults.possible()
-            done += damage_files(reference, want, options.file_faults, kinds, steps, chance)
+            done += plant(reference, want, options.file_faults, kinds, steps, chance)
+        if options.world_faults:
+            kinds = options.only or [*world_faults.FAULTS, *file_faults.FAULTS]
+            reference = Path(folder) / "two_machines"
+            want = train_uninterrupted(reference, steps, options.compile, machines=2)
+            done += plant(reference, want, options.world_faults, kinds, steps, chance, machines=2)
     for what, count in sorted(done.items()):
         print(f"{count:5}  {what}")
     print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
@@ -223,9 +242,9 @@ Records = dict[int, dict[str, float]]
 """By step."""
 
 
-def train_uninterrupted(folder: Path, steps: int, is_compiled: bool) -> Records:
-    """Train into `folder` without any fault; return what it recorded."""
-    start = Start(folder, steps, is_compiled, "disabled")
+def train_uninterrupted(folder: Path, steps: int, is_compiled: bool, machines: int = 1) -> Records:
+    """Train into `folder` without any fault; return its records."""
+    start = Start(folder, steps, is_compiled, "disabled", machines=machines)
     if start.end():
         sys.exit(f"the uninterrupted job failed:\n{start.console.read_text()}")
     return {record["step"]: record for record in _records(folder)}
@@ -251,8 +270,7 @@ def interrupt(
                 how = start.strike(plan[-1], chance)
             code = start.end()
         finally:
-            if not start.is_over:  # this script itself is being ended
-                os.killpg(start.process.pid, signal.SIGKILL)
+            start.kill()  # it still runs if this script itself is being ended
         if wrong := _what_is_wrong(start, code, plan[-1] if how else "", want):
             sys.exit(f"WRONG after {how}: {wrong}\n{start.console.read_text()}")
         if code:
@@ -280,13 +298,14 @@ def interrupt(
             return done
 
 
-def damage_files(
+def plant(
     reference: Path,
     want: Records,
     number: int,
     kinds: list[str],
     steps: int,
     chance: random.Random,
+    machines: int = 1,
 ) -> Counter[str]:
     """Plant so many faults; how often which was."""
     done = Counter[str]()
@@ -302,12 +321,14 @@ def damage_files(
             into: Path, starts: list[Start] = starts, mode: str = mode, **given: object
         ) -> Start:
             path = os.pathsep.join((str(file_faults.SHIM), os.environ.get("PYTHONPATH", "")))
-            start = Start(into, steps, False, mode, **{"PYTHONPATH": path, **given})  # type: ignore[arg-type]
+            given = {"PYTHONPATH": path, "machines": machines, **given}
+            start = Start(into, steps, False, mode, **given)  # type: ignore[arg-type]
             starts.append(start)
             return start
 
         try:
-            how = file_faults.FAULTS[kind](begin, current, random.Random(seed))
+            fault = (file_faults.FAULTS | world_faults.FAULTS)[kind]
+            how = fault(begin, current, random.Random(seed))
             _check_all(current, reference, steps, want)
         except file_faults.WrongError as wrong:
             sys.exit(f"WRONG after {kind} ({mode}, fault {count}): {wrong}")
