@@ -1,6 +1,7 @@
 """`meshwright train`: check a config, tokenise its data, start the ranks."""
 
 import os
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -107,11 +108,26 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
             f"RDZV_ENDPOINT: not set, but there are {ranks.machines} machines\n"
             "  fix: set it to host:port of one of the machines, the same on all",
         )
+    _check_host_name()
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
     return [
         *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", endpoint, "--rdzv-id", name),
     ]
+
+
+def _check_host_name() -> None:
+    """Check that this machine's name leads to it: torchrun and gloo hand the name to the others,
+    which would try it for minutes."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        raise ConfigError(
+            "",
+            f"host name = {name}: this machine cannot look up its own name, so that others cannot "
+            "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
+        ) from None
 
 
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:
