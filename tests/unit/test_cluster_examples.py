@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from meshwright.cli.main import build_parser
 from meshwright.cli.train import _rendezvous
 from meshwright.config.command_line import parse
 from meshwright.config.presets import find_config
-from meshwright.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED
-from meshwright.launch.machine import count_ranks
+from meshwright.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
+from meshwright.launch.machine import Ranks, count_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AGAIN = [EXIT_DATA, EXIT_HANG, EXIT_STOPPED]
@@ -83,3 +84,12 @@ def test_kubeflow_s_own_types_take_the_example() -> None:
     for example in (RUNTIME, TRAIN_JOB):
         read = getattr(models, f"TrainerV1alpha1{example['kind']}").from_dict(example)
         assert read.to_dict() == example
+
+
+def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:
+    """Otherwise the others would try that name for minutes."""
+    monkeypatch.setattr("socket.getfqdn", lambda: "node7.invalid")
+    options = Namespace(rdzv_endpoint="node0:29500", rdzv_id=None)
+    ranks = Ranks(machines=2, per_machine=1, gpus=0)
+    with pytest.raises(ConfigError, match=r"host name = node7\.invalid.*\n  fix: .*/etc/hosts"):
+        _rendezvous(options, ranks)
