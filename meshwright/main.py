@@ -49,6 +49,7 @@ def main(requests: Requests | None = None) -> None:
     if requests is None:
         with Requests() as requests:
             main(requests)
+        return
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
@@ -94,10 +95,11 @@ def _stopped_before_training(requests: Requests) -> int:
 
 def _log_failure(error: Exception) -> None:
     """Log the traceback; of a rank that another one has left, only to the file."""
-    has_lost_peer = bool(LOST_PEER.search(str(error)))
-    if has_lost_peer:
+    if LOST_PEER.search(str(error)):
         logger.error("failed: the connection to another rank is lost")
-    logger.error("failed", exc_info=error, extra={"is_printed": has_lost_peer})
+        logger.error("failed", exc_info=error, extra={"is_printed": True})
+    else:
+        logger.exception("failed")
 
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")

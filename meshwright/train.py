@@ -97,7 +97,7 @@ def run(
             return rank > 0 or _export(plan, requests)
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
-        with requests.held(), note_failure(job.plan, job.reporter):
+        with requests.held(), note_failure(job.plan, lambda: job.reporter.step):
             with (
                 Profiler(config.profiling, dump_folder, rank, first) as profiler,
                 StopCoordinator(dump_folder, config.job.max_run_seconds, requests) as stop,

@@ -157,9 +157,8 @@ def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
     unfinished = request.with_suffix(".new")
     unfinished.write_text(name, "ascii")
     unfinished.rename(request)  # never seen empty
-    will = (
-        "saves and stops" if _has_trained(request) else "stops, after its first step at the latest"
-    )
+    late = "stops, at the latest after its first step"
+    will = "saves and stops" if _has_trained(request) else late
     again = "; again: killed" * (number == signal.SIGINT)
     # a handler may have interrupted a print; whoever read our stderr (`| tee`) may be gone by now
     with suppress(OSError):
