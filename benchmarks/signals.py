@@ -22,6 +22,7 @@ import os
 import pty
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -166,7 +167,7 @@ class Job:
         env |= {"CUDA_VISIBLE_DEVICES": "", "MESHWRIGHT_COLUMNS": "10000"}
         env |= {STALLED: cell.phase, STALL_S: str(save_s), FILE: str(self.in_phase)}
         self._tee: subprocess.Popen[bytes] | None = None
-        self._terminal = -1
+        self._terminal, self._is_closed = -1, False
         self.process = {"terminal": self._on_terminal, "pipe": self._into_tee}.get(
             cell.console, self._under_nohup
         )(words, env)
@@ -193,8 +194,12 @@ class Job:
 
     def _keep_what_is_shown(self) -> None:
         with self._console.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while data := os.read(self._terminal, 4096):
-                file.write(data)
+            while not self._is_closed:
+                # a read that waits would keep the terminal open
+                if select.select([self._terminal], [], [], 0.05)[0]:
+                    file.write(os.read(self._terminal, 4096))
+        if self._is_closed:
+            os.close(self._terminal)  # the kernel sends SIGHUP
 
     def _into_tee(self, words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
@@ -259,7 +264,7 @@ class Job:
         elif self.cell.console == "terminal" and self.cell.signal == "QUIT":
             os.write(self._terminal, b"\x1c")
         elif self.cell.console == "terminal" and self.cell.signal == "HUP":
-            os.close(self._terminal)  # the window is closed, or ssh ends
+            self._is_closed = True  # the window is closed, or ssh ends
         else:
             os.killpg(self.process.pid, number)
 

@@ -24,6 +24,7 @@ from meshwright.config.loader import load_config
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.history import note_missing_end
 from meshwright.launch.exit_codes import (
+    BY_TORCHRUN,
     LOST_PEER,
     OWN_CODES,
     RankEnd,
@@ -188,6 +189,8 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     place = watch.last_place(end.rank)
     where = f", in {place}" if place else ""
     how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
+    if end.code in BY_TORCHRUN:
+        how = "was ended by SIGTERM"
     _note_end(args, watch, f"failed: rank {end.rank} {how}{where}")
     _show_details(end, failure, args)
     hint = "; most often there is too little memory: dmesg" * (end.code == -signal.SIGKILL)
