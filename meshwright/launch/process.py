@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -99,7 +100,8 @@ class Requests:
         self.when_asked: Literal["exit", "raise", "hold"] = when_asked
         self.name, self.has_trained, self.is_agreed = "", False, False
         self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
-        self._num_interrupts, self._is_raised = 0, False
+        self._num_interrupts = 0
+        self._is_entered = self._is_raised = False
 
     def __enter__(self) -> "Requests":
         # Python writes a signal's number only if it has a handler for it
@@ -110,14 +112,19 @@ class Requests:
         # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
         # number is written here at once, and read by a thread
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._pid = os.getpid()
-        os.register_at_fork(after_in_child=self._forget)
+        self._is_entered = True
+        # a process that a library forks must not write its own signals into our pipe
+        os.register_at_fork(
+            before=partial(self._mask, signal.SIG_BLOCK),
+            after_in_parent=partial(self._mask, signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
         threading.Thread(target=self._listen, name="requests", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
-        self._pid = 0
+        self._is_entered = False
         os.close(self._write_end)  # ends the thread
 
     @property
@@ -159,10 +166,16 @@ class Requests:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _mask(self, how: int) -> None:
+        if self._is_entered:
+            signal.pthread_sigmask(how, STOP_SIGNALS)
+
     def _forget(self) -> None:
-        """Have a process that this one forks, by a library, end by signals as usual."""
-        if self._pid == os.getppid():
+        """Have a process that was forked from this one end by signals as usual."""
+        if self._is_entered:
             self._restore()
+            self._mask(signal.SIG_UNBLOCK)
+            self._is_entered = False
 
     def _listen(self) -> None:
         while True:
