@@ -7,7 +7,7 @@ import shlex
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
 from meshwright.errors import numbered
 from meshwright.file_system import whole_file
-from meshwright.launch.process import CHECKED, HOST_SETTINGS
+from meshwright.launch.process import CHECKED, HOST_SETTINGS, StopRequested
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
@@ -161,13 +161,20 @@ def note_start(plan: Plan, device: torch.device) -> None:
 
 
 @contextmanager
-def note_failure(plan: Plan, reporter: Reporter) -> Iterator[None]:
-    """Add an error that ends this process to the history of the run."""
+def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
+    """Add an error, or a request to stop, that ends this process to the history of the run.
+
+    Args:
+        step: returns the last step that was taken.
+    """
     try:
         yield
+    except StopRequested as asked:
+        note_end(plan, max(step(), plan.resume_step), f"stopped: {asked}")
+        raise
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        note_end(plan, max(reporter.step, plan.resume_step), f"failed: {reason}")
+        note_end(plan, max(step(), plan.resume_step), f"failed: {reason}")
         raise
 
 

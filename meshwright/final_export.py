@@ -22,6 +22,13 @@ def prepare_export(config: JobConfig) -> None:
         import_module("meshwright.exchange.export_job")
 
 
+def is_exported(config: JobConfig) -> bool:
+    """Return whether the job ends with an export."""
+    # with load_only nothing was saved
+    checkpoint = config.checkpoint
+    return checkpoint.enable and checkpoint.last_save_in_hf and not checkpoint.load_only
+
+
 def export_last(plan: Plan) -> None:
     """Export the newest checkpoint to {dump_folder}/hf, as `checkpoint.last_save_in_hf` asks.
 
@@ -31,10 +38,7 @@ def export_last(plan: Plan) -> None:
     Raises:
         SaveError: if it cannot be written, or is not what was saved.
     """
-    config = plan.config
-    if not (config.checkpoint.enable and config.checkpoint.last_save_in_hf):
-        return
-    if config.checkpoint.load_only:  # nothing was saved
+    if not is_exported(plan.config):
         return
     try:
         _export_newest(plan)

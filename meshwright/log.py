@@ -9,7 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -86,9 +86,10 @@ def print_error(text: object) -> None:
     Lines of a config, which are shown indented with carets below them, stay whole.
     """
     width = console_width(sys.stderr)
-    for line in f"meshwright: {text}".split("\n"):
-        is_excerpt = line.startswith(EXCERPT)
-        print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
+    with suppress(OSError):  # nobody reads it any more: `| tee`, a terminal that is closed
+        for line in f"meshwright: {text}".split("\n"):
+            is_excerpt = line.startswith(EXCERPT)
+            print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
 
 
 @contextmanager
@@ -107,18 +108,30 @@ def quiet_torchao() -> Iterator[None]:
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """The console; with a progress bar, messages appear above it. An error ends the bar."""
+    """The console; with a progress bar, messages appear above it. An error ends the bar.
+
+    A console that is gone, as a terminal that was closed, takes nothing more, and ends nothing.
+    """
 
     bar: Bar | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.bar is not None:
-            self.bar.clear()
-            if record.levelno >= logging.ERROR:
-                self.bar = None
-        super().emit(record)
-        if self.bar is not None:
-            self.bar.refresh()
+        try:
+            if self.bar is not None:
+                self.bar.clear()
+                if record.levelno >= logging.ERROR:
+                    self.bar = None
+            super().emit(record)
+            if self.bar is not None:
+                self.bar.refresh()
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        if isinstance(sys.exception(), OSError):
+            self.bar = None
+        else:
+            super().handleError(record)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -17,42 +17,64 @@ from meshwright.config.loader import config_errors, load_config
 from meshwright.errors import (
     EXIT_CODES,
     EXIT_CONFIG,
-    EXIT_INTERRUPTED,
     EXIT_STOPPED,
     ConfigError,
     DataError,
     SaveError,
     TrainingError,
 )
+from meshwright.launch.exit_codes import LOST_PEER
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
-from meshwright.launch.process import CHECKED, LAUNCHER, die_with_parent
+from meshwright.launch.process import (
+    CHECKED,
+    FROM_LAUNCHER,
+    LAUNCHER,
+    Requests,
+    StopRequested,
+    before_training,
+    die_with_parent,
+)
 from meshwright.log import log_to_console, logger, print_error
 from meshwright.metrics.planned import planned_ledger
 from meshwright.preflight import preflight
 from meshwright.train import run
 
 
-def main() -> None:
-    """Run the job that the command line describes; leave with its exit code."""
+def main(requests: Requests | None = None) -> None:
+    """Run the job that the command line describes; leave with its exit code.
+
+    Args:
+        requests: to stop, since the process began; None: from now on.
+    """
+    if requests is None:
+        with Requests() as requests:
+            main(requests)
+        return
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
     log_to_console()
     code = 0
     try:
-        if not _run_command_line():
+        requests.when_asked = "raise"
+        requests.check()
+        if not _run_command_line(requests):
             code = EXIT_STOPPED
+    except StopRequested:
+        code = _stopped_before_training(requests)
     except ConfigError as error:
         print_error(error)
         code = EXIT_CONFIG
     except (TrainingError, DataError, SaveError) as error:
         logger.error("stopped: %s", error)
         code = EXIT_CODES[type(error)]
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except Exception:
-        logger.exception("failed")
-        code = 1
+    except Exception as error:
+        # ranks that were asked a moment before this one are gone, and so are compilers
+        if requests.look() and not requests.has_trained:
+            code = _stopped_before_training(requests)
+        else:
+            _log_failure(error)
+            code = 1
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
@@ -60,6 +82,24 @@ def main() -> None:
         time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)
+
+
+def _stopped_before_training(requests: Requests) -> int:
+    """Return the exit code; say so if there is no launcher of ours that does."""
+    if not requests.is_of_failure:
+        is_said = FROM_LAUNCHER in os.environ
+        words = before_training(requests.look())
+        logger.info("%s", words, extra={"is_printed": is_said})
+    return requests.exit_code
+
+
+def _log_failure(error: Exception) -> None:
+    """Log the traceback; of a rank that another one has left, only to the file."""
+    if LOST_PEER.search(str(error)):
+        logger.error("failed: the connection to another rank is lost")
+        logger.error("failed", exc_info=error, extra={"is_printed": True})
+    else:
+        logger.exception("failed")
 
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
@@ -78,7 +118,7 @@ def _to_plan() -> str:
 
 
 @record  # an exception reaches the launcher, which shows the first failing rank's
-def _run_command_line() -> bool:
+def _run_command_line(requests: Requests) -> bool:
     config, provenance = load_config(sys.argv[1:])
     if CHECKED not in os.environ and os.environ.get("RANK", "0") == "0":
         for note in provenance.notes:
@@ -87,7 +127,7 @@ def _run_command_line() -> bool:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         plan = preflight(config, world_size, looks_at_files=False)
         try:
-            return run(plan, heart=heartbeat_of_this_rank())
+            return run(plan, heart=heartbeat_of_this_rank(), requests=requests)
         except torch.OutOfMemoryError as error:
             lines = planned_ledger(Path(config.job.dump_folder), world_size)
             lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import hardware
-from meshwright.announce import announce, note_start
+from meshwright.announce import announce, note_failure, note_start
 from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
     Validate,
@@ -123,10 +123,29 @@ def set_up(
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     announce(plan, device)
-    extra_sinks = [*extra_sinks, *_user_sinks(config)]
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
         resume_diff(plan, found).log(_is_printed(plan))
+    with note_failure(plan, lambda: plan.resume_step):
+        parts = plan, device, checkpoints, found, sources, held_out, extra_sinks, heart
+        return _build(*parts, since=since)
+
+
+def _build(
+    plan: Plan,
+    device: torch.device,
+    checkpoints: CheckpointManager,
+    found: Manifest | None,
+    sources: Sequence[OpenSource],
+    held_out: Sequence[OpenSource],
+    extra_sinks: Sequence[Sink],
+    heart: Heartbeat,
+    *,
+    since: float,
+) -> Job:
+    """Build the parts of a job that resumes from `found`, or begins."""
+    config = plan.config
+    extra_sinks = [*extra_sinks, *_user_sinks(config)]
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
 

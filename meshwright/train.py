@@ -21,9 +21,10 @@ from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after
 from meshwright.early_end import check_has_data, check_resumes, raise_data_error
-from meshwright.final_export import export_last, prepare_export
+from meshwright.final_export import export_last, is_exported, prepare_export
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.stop import StopCoordinator
+from meshwright.launch.process import Requests, StopRequested
+from meshwright.launch.stop import StopCoordinator, remove_stop_file
 from meshwright.log import busy, logger
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.record import Sink
@@ -48,20 +49,30 @@ class Taken:
     result: StepResult
 
 
-def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = None) -> bool:
+def run(
+    plan: Plan,
+    extra_sinks: Sequence[Sink] = (),
+    heart: Heartbeat | None = None,
+    requests: Requests | None = None,
+) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
         extra_sinks: get every record after the sinks that the config asks for.
         heart: tells the launcher where this rank is.
+        requests: to stop; None: only signals from now on.
 
     Returns:
-        Whether the last step is done.
+        Whether the last step is done, and exported if that is asked for.
 
     Raises:
+        StopRequested: if asked before the first step.
         TrainingError: if there were more bad steps than allowed; or if it was asked to stop, and
             the same command would not resume from there.
     """
+    if requests is None:
+        with Requests() as requests:
+            return run(plan, extra_sinks, heart, requests)
     heart = heart or Heartbeat()
     heart.beat("meeting the other ranks, opening the data")
     heart.limit(plan.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
@@ -73,6 +84,8 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         checkpoints.claim()
     try:
+        if dist.get_rank() == 0:
+            remove_stop_file(Path(plan.config.job.dump_folder))
         heart.beat("set-up")
         with heart.guard(), busy("setting up"):
             prepare_export(plan.config)
@@ -81,33 +94,43 @@ def run(plan: Plan, extra_sinks: Sequence[Sink] = (), heart: Heartbeat | None = 
             heart.limit(0, "")
             rank = dist.get_rank()
             dist.destroy_process_group()
-            if rank == 0:
-                export_last(plan)
-            return True
+            return rank > 0 or _export(plan, requests)
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
-        with note_failure(job.plan, job.reporter):
+        with requests.held(), note_failure(job.plan, lambda: job.reporter.step):
             with (
                 Profiler(config.profiling, dump_folder, rank, first) as profiler,
-                StopCoordinator(dump_folder, config.job.max_run_seconds) as stop,
+                StopCoordinator(dump_folder, config.job.max_run_seconds, requests) as stop,
                 checkpoints,
                 heart.guard(),
             ):
-                taken, is_done = _loop(job, stop, profiler)
+                taken, is_done = _loop(job, stop, profiler, requests)
                 if taken is not None and saves(config.checkpoint):
                     _save(job, taken, is_last=True, is_done=is_done)
             step = taken.step if taken is not None else first
             heart.beat("end", step)
             is_done = _finish(job, stop, step, is_done)
         heart.limit(0, "")  # nobody waits for the export
-        if is_done and rank == 0:
-            export_last(job.plan)
-        return is_done
+        return is_done and (rank > 0 or _export(job.plan, requests))
     finally:
         checkpoints.release()
 
 
-def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | None, bool]:
+def _export(plan: Plan, requests: Requests) -> bool:
+    """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
+    try:
+        if is_exported(plan.config):
+            requests.check()  # it may have come during the last save
+        export_last(plan)
+    except StopRequested as asked:
+        logger.info("%s: the export is left out; start it again to export what is saved", asked)
+        return False
+    return True
+
+
+def _loop(
+    job: Job, stop: StopCoordinator, profiler: Profiler, requests: Requests
+) -> tuple[Taken | None, bool]:
     """Take steps until none is left or the ranks agree to stop.
 
     Returns:
@@ -128,9 +151,12 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
         job.heart.beat("copying its batches to the device", step)
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         is_first = step == job.resumed_step + 1
-        with busy("first step, with compilation") if is_first else nullcontext():
+        task = f"first step{', with compilation' * is_compiled(config.compile)}"
+        with busy(task) if is_first else nullcontext():
             result = job.trainer.step(step, batches, job.bad_steps.detector)
         taken = Taken(step, data, result)
+        if is_first:
+            requests.note_training()
         job.reporter.count(step, data_time_s)
         job.bad_steps.count(step, data.cursor)
 

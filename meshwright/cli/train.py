@@ -108,6 +108,12 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
             f"RDZV_ENDPOINT: not set, but there are {ranks.machines} machines\n"
             "  fix: set it to host:port of one of the machines, the same on all",
         )
+    host, _, port = endpoint.rpartition(":")
+    check(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+        *("RDZV_ENDPOINT", endpoint, "must be host:port"),
+        f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all machines",
+    )
     _check_host_name()
     name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
     return [
@@ -133,11 +139,11 @@ def _check_host_name() -> None:
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:
     """Return the ranks of this machine whose log the console shows."""
     shown: str = given.log_rank or os.environ.get("LOG_RANK") or "0"
-    for rank in shown.replace(",", " ").split():
-        if not (rank.isdecimal() and int(rank) < ranks.per_machine):
-            last = ranks.per_machine - 1
-            raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
-    return shown
+    chosen = shown.replace(",", " ").split()
+    if not chosen or not all(r.isdecimal() and int(r) < ranks.per_machine for r in chosen):
+        last = ranks.per_machine - 1
+        raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
+    return ",".join(chosen)
 
 
 def _overrides(given: Namespace) -> list[str]:

@@ -28,8 +28,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUS
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
 EXAMINE = "examine"
 """File in the folder: asks every rank for its last collectives."""
-LAYOUT = struct.Struct("<qqdd32s48s200s")
+LAYOUT = struct.Struct("<qqdd64s48s200s")
 """Beats so far, step, time of the beat, limit in s, phase, key of the limit, error."""
+PHASE_BYTES = 64
 FACTS_AT = 512
 SIZE = 2048
 LOOK_EVERY_S = 0.5
@@ -98,6 +99,7 @@ class Heartbeat:
             self._step = step
         self._count += 1
         self._phase, self._since = phase.encode(), time.monotonic()
+        assert len(self._phase) <= PHASE_BYTES, phase
         self._write(b"")
 
     def limit(self, seconds: float, key: str) -> None:

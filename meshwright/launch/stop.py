@@ -2,9 +2,8 @@
 same step."""
 
 import os
-import signal
-import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
-from meshwright.launch.process import FROM_LAUNCHER, STOP_SIGNALS, stop_signals
+from meshwright.launch.process import STOP_SIGNALS, Requests
 from meshwright.log import logger
 
 STOP_FILE = "STOP"
@@ -24,9 +23,6 @@ PROFILE_FILE = "PROFILE"
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 NO_LIMIT = 2**62
-JOIN_TIMEOUT_S = 20
-"""Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
-has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
 VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""
 
@@ -34,8 +30,7 @@ VOTE_TIMEOUT = timedelta(hours=1)
 class StopCoordinator:
     """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
 
-    As a context, in the main thread, it takes the signals; a second one ends the process at once.
-    Collective: every rank makes one, and asks it as often.
+    As a context it ends with the last vote. Collective: every rank makes one, and asks it as often.
 
     Attributes:
         limit: on waiting for the votes of other ranks.
@@ -43,12 +38,13 @@ class StopCoordinator:
     Args:
         folder: where the stop file and the profile file may appear.
         max_run_s: seconds from now after which the job is to stop; 0: none.
+        requests: signals that this rank gets, and its launcher's.
     """
 
-    def __init__(self, folder: Path, max_run_s: int) -> None:
+    def __init__(self, folder: Path, max_run_s: int, requests: Requests) -> None:
         self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
         self._profile_file: Path | None = folder / PROFILE_FILE
-        self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
+        self._requests = requests
         self._reasons = (  # a vote is the place of a reason in here; the highest wins
             "",
             f"job.max_run_seconds = {max_run_s} are over",
@@ -58,8 +54,7 @@ class StopCoordinator:
         # the last step that this rank can take, and that all can, as far as they have said
         self._own_last_step = self._last_step = NO_LIMIT
         self._error: Exception | None = None
-        # votes; the thread that reads signals writes its own, so that none is lost to a look
-        self._asked = self._signalled = self._agreed = 0
+        self._asked = self._agreed = 0  # votes
         self._wants_trace = self._takes_trace = False
         self._is_first_rank = dist.get_rank() == 0
         self._begun = time.monotonic()
@@ -71,23 +66,11 @@ class StopCoordinator:
         self._voting: dist.Work | None = None
 
     def __enter__(self) -> "StopCoordinator":
-        # Python writes a signal's number only if it has a handler for it
-        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
-        # number is written here at once, and read by a thread
-        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._voting is not None and kind is None:
             self._voting.wait(self.limit)
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._write_end)  # ends the thread
 
     @property
     def reason(self) -> str:
@@ -133,6 +116,7 @@ class StopCoordinator:
         self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
         self._takes_trace |= bool(self._vote[2])
         self._voting = None
+        self._requests.is_agreed = bool(self._agreed)
         if not self._agreed:
             self._cast_vote()
         return bool(self._agreed)
@@ -154,7 +138,9 @@ class StopCoordinator:
 
     def _cast_vote(self) -> None:
         self._look()
-        self._vote[0] = max(self._asked, self._signalled)
+        if name := self._requests.name:
+            self._asked = max(self._asked, self._reasons.index(name))
+        self._vote[0] = self._asked
         self._vote[1] = -self._own_last_step
         self._vote[2] = int(self._wants_trace)
         self._wants_trace = False
@@ -173,8 +159,6 @@ class StopCoordinator:
             asked = 1
         if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
             asked = 2
-        if name := self._launcher_says():
-            asked = self._reasons.index(name)
         self._asked = max(self._asked, asked)
         if self._is_first_rank and self._profile_file is not None:
             self._wants_trace = self._remove_profile_file(self._profile_file)
@@ -192,34 +176,15 @@ class StopCoordinator:
             return False
         return True
 
-    def _launcher_says(self) -> str:
-        try:
-            return self._from_launcher.read_text("ascii")
-        except FileNotFoundError:
-            return ""
 
-    def _watch(self) -> None:
-        while byte := os.read(self._read_end, 1):
-            number = byte[0]
-            if number not in STOP_SIGNALS:
-                continue
-            if self._signalled:
-                os._exit(128 + number)
-            self._signalled = self._reasons.index(signal.Signals(number).name)
-            if number == signal.SIGINT and self._is_first_rank:  # someone sits there
-                os.write(
-                    2, b"meshwright: SIGINT: the job saves and stops; again: it ends at once\n"
-                )
-            if number == signal.SIGTERM and dist.is_torchelastic_launched():
-                end = threading.Timer(JOIN_TIMEOUT_S, self._end_if_alone)
-                end.daemon = True
-                end.start()
-        os.close(self._read_end)
-
-    def _end_if_alone(self) -> None:
-        """End as SIGTERM would have, unless the whole job is being stopped."""
-        if not self._agreed and not self._launcher_says():
-            os._exit(128 + signal.SIGTERM)
+def remove_stop_file(folder: Path) -> None:
+    """Remove a request that a job before this one has left: it ended by itself, or was killed."""
+    path = folder / STOP_FILE
+    with suppress(OSError):  # it is not there; or it has its effect
+        path.unlink()
+        logger.info(
+            "%s was there before this job, and is removed; to stop it, touch it again", path
+        )
 
 
 def _as_plain(error: Exception) -> Exception:

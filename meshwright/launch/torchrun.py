@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,31 +17,42 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.history import note_missing_end
-from meshwright.launch.process import FROM_LAUNCHER, HEARTBEATS, LAUNCHER, stop_signals
+from meshwright.launch.exit_codes import (
+    BY_TORCHRUN,
+    LOST_PEER,
+    OWN_CODES,
+    RankEnd,
+    cause,
+    code_of_request,
+    exit_code,
+)
+from meshwright.launch.process import (
+    FROM_LAUNCHER,
+    HEARTBEATS,
+    LAUNCHER,
+    TRAINED,
+    before_training,
+    stop_signals,
+)
 from meshwright.launch.watch import Watch, tail, try_to_write
-from meshwright.log import TERMINAL, logger, print_error
-
-OWN_CODES = tuple(EXIT_CODES.values())
-"""Exit codes whose cause the ranks have reported themselves."""
-INTERRUPTED = signal.SIGINT.name
-BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""It ends the ranks that are left, by a signal that they may take time over."""
+from meshwright.log import SPEAK_EVERY_S, TERMINAL, logger, print_error
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's environment variable for the beginning of every line of a rank."""
 
 
 def launch() -> None:
-    """Run the command line; exit as its failed rank did, with 128 + n if signal n killed it.
+    """Run the command line; exit as `exit_codes.py` says.
 
-    A signal that asks to stop is left to the ranks, by way of a file; a second one kills them.
+    A signal that asks to stop is left to the ranks, by way of a file; a second Ctrl-C kills them.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_torchrun()
     # torchrun copies ranks' output to files, and leaves them behind
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
         request = Path(folder) / "stop"
@@ -47,13 +60,16 @@ def launch() -> None:
         os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
         os.environ[HEARTBEATS] = str(hearts)
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
+        interrupts: list[int] = []
         for number in stop_signals():
-            signal.signal(number, lambda number, _: _ask_to_stop(request, number))
-        others = "SIGHUP,SIGQUIT"  # for torchrun to handle
-        args = parse_args(["--log-dir", folder, "--signals-to-handle", others, *sys.argv[1:]])
+            signal.signal(number, lambda number, _: _ask_to_stop(request, number, interrupts))
+        if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGQUIT, _kill)
+        # torchrun is left no signal: it would take even the ones that nohup has us ignore. A name
+        # that is none it passes over
+        args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
         _set_up_console(args)
-        ending = "" if args.nproc_per_node == "1" else "s"
-        logger.info("starting %s rank%s on this machine", args.nproc_per_node, ending)
+        machines = _say_start(args, Path(folder))
         watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
             with watch:
@@ -63,10 +79,50 @@ def launch() -> None:
                 _note_end(args, watch, f"hung: {watch.verdict[-1]}")
                 for line in watch.verdict:
                     print_error(line)
-                sys.exit(EXIT_HANG)
-            _report(error, is_asked=request.exists(), args=args, watch=watch)
+                sys.exit(exit_code([], has_trained=True, is_hung=True))
+            sys.exit(_report(error, request, args, watch))
         except SignalException as signalled:
-            sys.exit(EXIT_INTERRUPTED if str(signalled) == INTERRUPTED else 128 + signalled.sigval)
+            lost = "the steps since the last checkpoint are lost" * _has_trained(request)
+            print_error(f"{signalled}: killed; {lost or 'there was nothing new to save'}")
+            sys.exit(128 + signal.Signals[str(signalled)])
+        except RendezvousError as error:
+            print_error(
+                f"the {machines} machines did not meet at {args.rdzv_endpoint}: {error}\n"
+                "  fix: start the same command on all of them; look at the other machines' "
+                "consoles, and whether the port is open"
+            )
+            sys.exit(1)
+
+
+def _silence_torchrun() -> None:
+    """Hold back torchrun's reports of signals and failed ranks: we have our own."""
+    for name in list(logging.root.manager.loggerDict):  # each module of it has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _say_start(args: argparse.Namespace, folder: Path) -> int:
+    """Log how many ranks are started; return the number of machines that have to meet before."""
+    ending = "" if args.nproc_per_node == "1" else "s"
+    machines = 1 if args.standalone else int(args.nnodes)
+    if machines == 1:
+        logger.info("starting %s rank%s on this machine", args.nproc_per_node, ending)
+        return machines
+    words = "starting %s rank%s on this machine, of %d machines that meet at %s"
+    logger.info(words, args.nproc_per_node, ending, machines, args.rdzv_endpoint)
+
+    def speak() -> None:
+        begun = said = time.monotonic()
+        with suppress(OSError):  # the folder goes with the job
+            while not _has_ranks(folder):
+                time.sleep(0.1)
+                if (now := time.monotonic()) - said >= SPEAK_EVERY_S:
+                    said = now
+                    words = "waiting at %s for the other machines, %d in all: %.0f s so far"
+                    logger.info(words, args.rdzv_endpoint, machines, now - begun)
+
+    threading.Thread(target=speak, name="rendezvous", daemon=True).start()
+    return machines
 
 
 def _set_up_console(args: argparse.Namespace) -> None:
@@ -79,49 +135,106 @@ def _set_up_console(args: argparse.Namespace) -> None:
         os.environ[TERMINAL] = f"{args.local_ranks_filter}:{os.ttyname(sys.stdout.fileno())}"
 
 
-def _ask_to_stop(request: Path, number: int) -> None:
+def _has_ranks(folder: Path) -> bool:
+    """Return whether ranks have been started: torchrun makes a folder for each start before."""
+    return any(path.is_dir() for path in folder.iterdir())
+
+
+def _has_trained(request: Path) -> bool:
+    return request.with_name(TRAINED).exists()
+
+
+def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
     name = signal.Signals(number).name
+    interrupts += [number] * (number == signal.SIGINT)
+    if len(interrupts) > 1:
+        _kill(number)
+    if not _has_ranks(request.parent):  # it waits for other machines, for minutes
+        print_error(before_training(name))
+        sys.exit(code_of_request(name))
     if request.exists():
-        raise SignalException(name, signal.SIGKILL)  # torchrun sends it on
-    if not any(request.parent.iterdir()):  # where torchrun makes a folder before it starts ranks
-        # it waits for other machines, for minutes
-        sys.exit(EXIT_INTERRUPTED if name == INTERRUPTED else EXIT_STOPPED)
+        # Slurm's warning and then its SIGTERM, a shell that hangs up after its terminal: no hurry
+        return
     unfinished = request.with_suffix(".new")
     unfinished.write_text(name, "ascii")
     unfinished.rename(request)  # never seen empty
-    # a handler may have interrupted a print
-    os.write(2, f"meshwright: {name}: the job saves and stops; again: killed\n".encode())
+    late = "stops, at the latest after its first step"
+    will = "saves and stops" if _has_trained(request) else late
+    again = "; again: killed" * (number == signal.SIGINT)
+    # a handler may have interrupted a print; whoever read our stderr (`| tee`) may be gone by now
+    with suppress(OSError):
+        os.write(2, f"meshwright: {name}: the job {will}{again}\n".encode())
 
 
-def _report(
-    error: ChildFailedError, *, is_asked: bool, args: argparse.Namespace, watch: Watch
-) -> NoReturn:
-    rank, failure = min(error.failures.items(), key=lambda item: _suspicion(item[1]))
-    # the exception that `record` in main.py has caught, if the rank got that far
-    recorded = (failure.error_file_data or {}).get("message")
-    caught: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    if failure.exitcode == EXIT_STOPPED:
-        sys.exit(EXIT_STOPPED)
-    if failure.exitcode in OWN_CODES:
-        if rank > 0 and "message" in caught:  # the first rank's console is shown, and says it
-            print_error(f"rank {rank}: {caught['message']}")
-        sys.exit(failure.exitcode)
-    place = watch.last_place(rank)
+def _kill(number: int, _: object = None) -> NoReturn:
+    raise SignalException(signal.Signals(number).name, signal.SIGKILL)  # torchrun sends it on
+
+
+def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, watch: Watch) -> int:
+    """Say why the job ended, unless its ranks have; return its exit code."""
+    ends = [_end(rank, failure) for rank, failure in error.failures.items()]
+    asked = request.read_text("ascii") if request.exists() else ""
+    code = exit_code(ends, asked, has_trained=_has_trained(request))
+    end = cause(ends)
+    failure = error.failures[end.rank]
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        if not _has_trained(request):
+            print_error(before_training(asked or f"a signal to rank {end.rank}"))
+        return code
+    if code in OWN_CODES:
+        message = _recorded(failure).get("message")
+        if message and not _is_shown(failure.local_rank, args):  # otherwise it has said it itself
+            print_error(f"rank {end.rank}: {message}")
+        return code
+    place = watch.last_place(end.rank)
     where = f", in {place}" if place else ""
-    code = failure.exitcode
-    if "extraInfo" not in caught:
-        _show_stderr(rank, failure, args)
-    if code < 0:
-        code = 128 - code
-        how = f"was killed by {failure.signal_name()}"
+    how = f"was killed by {failure.signal_name()}" if end.code < 0 else f"failed (exit {code})"
+    if end.code in BY_TORCHRUN:
+        how = "was ended by SIGTERM"
+    _note_end(args, watch, f"failed: rank {end.rank} {how}{where}")
+    _show_details(end, failure, args)
+    hint = "; most often there is too little memory: dmesg" * (end.code == -signal.SIGKILL)
+    print_error(f"rank {end.rank} {how}{where}{hint}")
+    if asked:
+        print_error("it was asked to stop, and failed before it had saved")
+    return code
+
+
+def _recorded(failure: ProcessFailure) -> dict[str, Any]:
+    """Return the exception that `record` in main.py has caught; {} if the rank got not that far."""
+    recorded = (failure.error_file_data or {}).get("message")
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    text: str = _recorded(failure).get("extraInfo", {}).get("py_callstack", "")
+    return text.rstrip()
+
+
+def _end(rank: int, failure: ProcessFailure) -> RankEnd:
+    try:  # torchrun counts whole seconds; a rank writes this file when it fails
+        when = Path(failure.error_file).stat().st_mtime
+    except OSError:
+        when = failure.timestamp
+    return RankEnd(rank, failure.exitcode, when, bool(LOST_PEER.search(_traceback(failure))))
+
+
+def _show_details(end: RankEnd, failure: ProcessFailure, args: argparse.Namespace) -> None:
+    """Print the traceback of a rank that failed, or the end of its stderr; or where to look."""
+    if end.has_lost_peer:
+        print_error(
+            f"rank {end.rank} lost its connection to another rank, which may have failed on "
+            "another machine: look at the consoles of all machines (the traceback is in the logs)"
+        )
+    elif text := _traceback(failure):
+        _print(text)
     else:
-        how = f"failed (exit {code})"
-    if callstack := caught.get("extraInfo", {}).get("py_callstack", ""):
-        print(callstack.rstrip(), file=sys.stderr)
-    _note_end(args, watch, f"failed: rank {rank} {how}{where}")
-    print_error(f"rank {rank} {how}{where}")
-    # whoever asked may have signalled more processes than us: ranks that were starting, compilers
-    sys.exit(EXIT_STOPPED if is_asked else code)
+        _show_stderr(end.rank, failure, args)
+
+
+def _print(*lines: str) -> None:
+    with suppress(OSError):  # nobody reads it any more
+        print(*lines, sep="\n", file=sys.stderr)
 
 
 def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
@@ -155,14 +268,14 @@ def _show_stderr(rank: int, failure: ProcessFailure, args: argparse.Namespace) -
         for number, end in ends.items():
             (folder / f"stderr_{number}.log").write_text(end, "utf-8")
         where = f" ({folder}/stderr_*.log)"
-    shown = args.local_ranks_filter
-    if shown and str(failure.local_rank) not in shown.split(","):
+    if not _is_shown(failure.local_rank, args):
         before, fault, after = ends[rank].rpartition(FAULT)
         lines = (before or after).splitlines()[-TAIL_LINES:]
         if fault:
             lines += (fault + after).splitlines()[:TAIL_LINES]
-        print_error(f"the end of rank {rank}'s stderr{where}:")
-        print(*lines, sep="\n", file=sys.stderr)
+        if lines:
+            print_error(f"the end of rank {rank}'s stderr{where}:")
+            _print(*lines)
 
 
 def _logs(args: argparse.Namespace) -> Path:
@@ -182,20 +295,6 @@ def _stderr_of(args: argparse.Namespace, local_rank: int) -> Path | None:
     return next(Path(args.log_dir).glob(STDERR.format(local_rank)), None)
 
 
-def _suspicion(failure: ProcessFailure) -> tuple[int, float]:
-    """Sorts the failed rank that is the cause before those that fell because of it."""
-    if failure.exitcode in OWN_CODES:
-        kind = 0
-    elif failure.exitcode in BY_TORCHRUN:
-        kind = 4
-    elif failure.exitcode == EXIT_STOPPED:  # all agreed to
-        kind = 3
-    elif failure.exitcode < 0:  # others lose their connection to it, and may be noticed before it
-        kind = 1
-    else:
-        kind = 2
-    try:  # torchrun counts whole seconds; a rank writes this file when it fails
-        when = Path(failure.error_file).stat().st_mtime
-    except OSError:
-        when = failure.timestamp
-    return kind, when
+def _is_shown(local_rank: int, args: argparse.Namespace) -> bool:
+    shown = args.local_ranks_filter
+    return not shown or str(local_rank) in shown.split(",")

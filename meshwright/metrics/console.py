@@ -1,6 +1,7 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
 import json
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -64,7 +65,8 @@ class Console:
     def advance(self, step: int) -> None:
         """Move the bar on: `step` has been handed to the device."""
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+            with suppress(OSError):  # the terminal was closed
+                self._bar.update(step - self._bar.n)
 
     def write(self, record: Record) -> None:
         self._eta.add(record)
@@ -108,4 +110,5 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             set_bar(None)
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()

@@ -18,13 +18,13 @@ def test_an_error_that_ends_a_job_is_noted_once_with_its_step(rank, tmp_path, mo
     plan = SimpleNamespace(config=SimpleNamespace(job=job), resume_step=4)
 
     def fail(error: Exception, step: int) -> None:
-        with note_failure(plan, SimpleNamespace(step=step)):
+        with note_failure(plan, lambda: step):
             raise error
 
     for error, step in ((ValueError("bad\nand more"), 7), (KeyError(), 0)):
         with pytest.raises(type(error)):
             fail(error, step)
-    with note_failure(plan, SimpleNamespace(step=9)):
+    with note_failure(plan, lambda: 9):
         pass
     file = tmp_path / history.FILE
     noted = map(json.loads, file.read_text().splitlines() if file.exists() else [])

@@ -16,6 +16,7 @@ from meshwright.config.job_config import Compile, JobConfig
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.update import changed
 from meshwright.errors import ConfigError
+from meshwright.launch.process import Requests
 from meshwright.main import _run_command_line
 from meshwright.parallelisms import compile_choice
 from meshwright.parallelisms.compile_choice import LEAST_FLOP
@@ -164,7 +165,7 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     for words in (LONG, [*LONG, "--compile.enable=true"], []):
         monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", DEBUG, *words])
         with pytest.raises(FailedError) as caught:
-            _run_command_line()
+            _run_command_line(Requests())
         notes.append("".join(getattr(caught.value, "__notes__", [])))
     assert notes[0].endswith("fix: compile.enable = false")
     assert notes[1:] == ["", ""]

@@ -12,39 +12,105 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from meshwright import history
-from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.process import TRAINED
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
-from meshwright.log import TERMINAL, console_stream, log_to_console, logger
+from meshwright.log import TERMINAL, console_stream, log_to_console, logger, print_error
 
 
-def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path) -> None:
-    """Else it waits for other machines, and no one would hear of it."""
-    request = tmp_path / "stop"
+def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path, capfd) -> None:
+    """Otherwise the launcher waits for other machines, and no one would hear of it."""
+    request, interrupts = tmp_path / "stop", []
     with pytest.raises(SystemExit, match=str(EXIT_STOPPED)):
-        _ask_to_stop(request, signal.SIGTERM)
+        _ask_to_stop(request, signal.SIGTERM, interrupts)
     with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
-        _ask_to_stop(request, signal.SIGINT)
+        _ask_to_stop(request, signal.SIGINT, [])
+    assert capfd.readouterr().err.count("stopped before the first step") == 2
     (tmp_path / "logs_of_ranks").mkdir()
-    _ask_to_stop(request, signal.SIGUSR1)
+    _ask_to_stop(request, signal.SIGUSR1, interrupts)
     assert request.read_text() == "SIGUSR1"
-    with pytest.raises(SignalException):
-        _ask_to_stop(request, signal.SIGTERM)
+    said = "meshwright: SIGUSR1: the job stops, at the latest after its first step\n"
+    assert capfd.readouterr().err == said
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        _ask_to_stop(request, number, interrupts)  # no one is in a hurry
+    with pytest.raises(SignalException, match="SIGINT"):
+        _ask_to_stop(request, signal.SIGINT, interrupts)
+
+
+def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
+    """`| tee` gets the same Ctrl-C, and ends at once."""
+    (tmp_path / "logs_of_ranks").mkdir()
+    (tmp_path / TRAINED).touch()
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    before = os.dup(2)
+    os.dup2(write_end, 2)
+    try:
+        _ask_to_stop(tmp_path / "stop", signal.SIGINT, [])
+        print_error("nor this")
+    finally:
+        os.dup2(before, 2)
+    assert (tmp_path / "stop").read_text() == "SIGINT"
+
+
+def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> ProcessFailure:
+    """As torchrun knows it from the file that the rank has written."""
+    file = folder / f"{rank}.json"
+    extra = {"timestamp": "1000", "py_callstack": callstack}
+    file.write_text(json.dumps({"message": {"message": "it is bad", "extraInfo": extra}}))
+    os.utime(file, (when, when))
+    return ProcessFailure(rank, 7, code, str(file))
+
+
+def report(folder: Path, failures: dict[int, ProcessFailure], **given: object) -> int:
+    watch = Watch(folder, lambda rank: None, lambda: folder, print)
+    args = Namespace(**{"local_ranks_filter": "0", "log_dir": str(folder), **given})
+    return _report(ChildFailedError("job", failures), folder / "stop", args, watch)
 
 
 def test_of_ranks_that_fail_in_the_same_second_the_first_is_the_cause(tmp_path, capsys) -> None:
-    failures = {}
-    for rank, when in ((0, 1000.6), (1, 1000.2), (2, 1000.9)):
-        file = tmp_path / f"{rank}.json"
-        extra = {"timestamp": "1000", "py_callstack": f"callstack of {rank}"}
-        file.write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
-        os.utime(file, (when, when))
-        failures[rank] = ProcessFailure(rank, 7, 1, str(file))
-    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
-    with pytest.raises(SystemExit, match="1"):
-        _report(ChildFailedError("job", failures), is_asked=False, args=Namespace(), watch=watch)
+    failures = {
+        rank: failure(tmp_path, rank, 1, f"callstack of {rank}", when)
+        for rank, when in ((0, 1000.6), (1, 1000.2), (2, 1000.9))
+    }
+    assert report(tmp_path, failures) == 1
     assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
+
+
+def test_a_rank_that_lost_another_is_not_called_the_cause(tmp_path, capsys) -> None:
+    lost = "RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
+    failures = {
+        0: failure(tmp_path, 0, 1, f"Traceback\n{lost}", 1000.0),
+        1: failure(tmp_path, 1, 1, "callstack of 1", 1000.9),
+    }
+    assert report(tmp_path, failures) == 1
+    assert capsys.readouterr().err == "callstack of 1\nmeshwright: rank 1 failed (exit 1)\n"
+    assert report(tmp_path, {0: failures[0]}) == 1
+    said = capsys.readouterr().err
+    assert "rank 0 lost its connection to another rank" in said
+    assert "Traceback" not in said
+
+
+def test_a_failure_after_a_request_is_not_called_a_stop(tmp_path, capsys) -> None:
+    """Who starts a job again that exits with 75 would start it for ever."""
+    (tmp_path / "stop").write_text("SIGTERM")
+    (tmp_path / TRAINED).touch()
+    assert report(tmp_path, {0: failure(tmp_path, 0, 1, "the save failed", 1.0)}) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "the save failed",
+        "meshwright: rank 0 failed (exit 1)",
+        "meshwright: it was asked to stop, and failed before it had saved",
+    ]
+
+
+def test_an_error_of_a_rank_that_is_not_shown_is_said(tmp_path, capsys) -> None:
+    failures = {0: failure(tmp_path, 0, EXIT_CONFIG, "", 1.0)}
+    assert report(tmp_path, failures, local_ranks_filter="1") == EXIT_CONFIG
+    assert capsys.readouterr().err == "meshwright: rank 0: it is bad\n"
+    assert report(tmp_path, failures, local_ranks_filter="0,1") == EXIT_CONFIG
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("first_rank", [0, 2])
@@ -60,10 +126,10 @@ def test_the_launcher_of_the_first_rank_notes_the_end_of_ranks_that_were_killed(
     killed = {failed: ProcessFailure(failed, 7, -signal.SIGKILL, "")}
     words = ["--job.dump_folder", str(tmp_path)]
     given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
-    with pytest.raises(SystemExit, match="137"):
-        _report(ChildFailedError("job", killed), is_asked=False, args=given, watch=watch)
+    assert _report(ChildFailedError("job", killed), tmp_path / "stop", given, watch) == 137
     how = f"rank {failed} was killed by SIGKILL, in data of step 7"
-    assert capsys.readouterr().err == f"meshwright: {how}\n"
+    hint = "; most often there is too little memory: dmesg"
+    assert capsys.readouterr().err == f"meshwright: {how}{hint}\n"
     _, *ends = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
     notes = [(end["event"], end["step"], end["reason"]) for end in ends]
     assert notes == ([("end", 7, f"failed: {how}")] if first_rank == 0 else [])

@@ -3,7 +3,9 @@
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
     from meshwright.imports import uncollected
+    from meshwright.launch.process import Requests
 
-    with uncollected():
-        from meshwright.main import main
-    main()
+    with Requests("exit") as requests:
+        with uncollected():
+            from meshwright.main import main
+        main(requests)

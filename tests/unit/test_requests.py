@@ -1,0 +1,109 @@
+"""A rank is asked to stop where it has nothing to save, in processes of their own."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.process import FROM_LAUNCHER, TRAINED, Requests
+from tests.helpers.forked import Forked
+
+RANK = """
+import os, signal, subprocess, sys, time
+from meshwright.launch import process
+process.STUCK_S = process.JOIN_TIMEOUT_S = 0.5
+with process.Requests({mode!r}) as requests:
+    try:
+        {work}
+    except process.StopRequested as asked:
+        print("raised", asked, requests.exit_code)
+"""
+SLEEP = "print('ready', flush=True); time.sleep(20)"
+HELD = """
+        with requests.held():
+            print('ready', flush=True)
+            while not requests.name: time.sleep(0.01)
+            time.sleep(1)  # longer than a rank that is stuck may take
+        print("saved", requests.has_trained)
+        requests.check()
+"""
+# of one call without Python, of some seconds
+STUCK = """
+        print('ready', flush=True)
+        import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)
+"""
+CHILD = """
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+        os.kill(child, signal.SIGTERM)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), requests.name)
+"""
+
+
+def rank(folder: Path, work: str, number: int = 0, mode: str = "raise", **given: str):
+    """Exit code and output of a rank that gets a signal."""
+    (script := folder / "rank.py").write_text(RANK.format(mode=mode, work=work))
+    process = Forked([script], os.environ | given)
+    if number:
+        process.wait_for_line("ready")
+        process.send_signal(number)
+    done = process.wait(timeout_s=10)
+    return done.returncode, done.stdout.removeprefix("ready\n").strip()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)],
+)
+def test_a_request_ends_what_has_nothing_to_save(tmp_path: Path, number, code: int) -> None:
+    assert rank(tmp_path, SLEEP, number) == (0, f"raised {number.name} {code}")
+
+
+def test_it_ends_even_what_does_not_come_back_to_python(tmp_path: Path) -> None:
+    assert rank(tmp_path, STUCK, signal.SIGTERM) == (75, "")
+    assert rank(tmp_path, SLEEP, signal.SIGINT, mode="exit") == (130, "")  # torch is imported
+
+
+def test_it_waits_for_what_there_is_to_save(tmp_path: Path) -> None:
+    assert rank(tmp_path, HELD, signal.SIGTERM) == (0, "saved False\nraised SIGTERM 75")
+
+
+def test_the_launcher_s_request_is_heard_in_every_phase(tmp_path: Path) -> None:
+    request = tmp_path / "stop"
+    request.write_text("SIGUSR1")
+    given = {FROM_LAUNCHER: str(request), "TORCHELASTIC_RUN_ID": "1"}
+    assert rank(tmp_path, SLEEP, **given) == (0, "raised SIGUSR1 75")
+
+
+def test_torchrun_s_sigterm_is_no_request(tmp_path: Path) -> None:
+    """It ends the ranks of a job that has failed."""
+    given = {FROM_LAUNCHER: str(tmp_path / "stop"), "TORCHELASTIC_RUN_ID": "1"}
+    assert rank(tmp_path, SLEEP, signal.SIGTERM, **given) == (0, "raised SIGTERM 143")
+
+
+def test_a_process_that_a_library_forks_ends_as_usual(tmp_path: Path) -> None:
+    assert rank(tmp_path, CHILD) == (0, f"child {-signal.SIGTERM}")
+
+
+def test_a_signal_that_was_ignored_stays_ignored(monkeypatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Requests() as requests:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.name == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_launcher_is_told_of_the_first_step(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(FROM_LAUNCHER, str(tmp_path / "stop"))
+    requests = Requests()
+    requests.note_training()
+    assert requests.has_trained
+    assert (tmp_path / TRAINED).exists()
+    assert requests.look() == ""
+    (tmp_path / "stop").write_text("SIGINT")
+    assert requests.look() == "SIGINT"  # though nothing listens
