@@ -3,16 +3,24 @@
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
+from meshwright.errors import StorageError
 from meshwright.log import logger
+
+T = TypeVar("T")
 
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors by which a file system says that it lacks a call."""
+RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further attempt after a read error that may pass."""
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that are answers: there is no such file."""
 
 
 def sync_file(descriptor: int, path: Path) -> None:
@@ -65,6 +73,31 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, which reads `path`; call it again after growing waits if that fails.
+
+    A server that restarts or a stale handle says nothing about a file's content. A permission is
+    not waited for, since it takes a person to give it.
+
+    Raises:
+        StorageError: if the errors stay.
+        OSError: one of `ABSENT`, at once.
+    """
+    for wait_s in (*RETRY_AFTER_S, None):
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError as error:
+            what = f"{path} cannot be read: {error.strerror or error}"
+            if wait_s is None or isinstance(error, PermissionError):
+                fix = "start again once the file system gives it"
+                raise StorageError(f"{what}\n  fix: {fix}") from error
+            logger.warning("%s; trying again in %g s", what, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError
 
 
 def make_folder(folder: Path) -> None:
