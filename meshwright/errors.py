@@ -88,6 +88,10 @@ class DataError(RuntimeError):
     """The data cannot be read on. The last step is saved. Raised on every rank."""
 
 
+class StorageError(DataError):
+    """Files cannot be read now, and may be good: nothing is given up for them. Start again."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job must stop, or is over."""
 
@@ -97,6 +101,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     TrainingError: EXIT_TRAINING,
     SaveError: EXIT_SAVE,
     DataError: EXIT_DATA,
+    StorageError: EXIT_DATA,
 }
 """Exit codes of ranks that have reported why they end."""
 

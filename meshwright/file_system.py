@@ -3,16 +3,28 @@
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import re
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
+from meshwright.errors import StorageError
 from meshwright.log import logger
+
+T = TypeVar("T")
 
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors by which a file system says that it lacks a call."""
+RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further attempt after a read error that may pass."""
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that are answers: there is no such file."""
 
 
 def sync_file(descriptor: int, path: Path) -> None:
@@ -54,9 +66,11 @@ def sync_folder(folder: Path) -> None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Give a file that takes the name `path` once it is whole and on the disk.
 
-    After an error inside, it is gone, and `path` as before.
+    After an error inside, it is gone, and `path` as before. Until then it has a name that no other
+    process has: of any machine, for containers have the same small numbers.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    own = f"{_machine_digits()}-{secrets.token_hex(4)}.{os.getpid()}"
+    unfinished = path.with_name(f"{path.name}.{own}.unfinished")
     try:
         with open(unfinished, "wb") as file:
             yield file
@@ -65,6 +79,79 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+UNFINISHED = re.compile(r".*\.([0-9a-f]{8})-[0-9a-f]{8}\.([0-9]{1,9})\.unfinished")
+DEAD_AFTER_S = 86_400
+"""A file that another machine has not written to for so long was left by a process that is gone."""
+
+
+def remove_left_over(folder: Path, now: float) -> None:
+    """Remove files that `whole_file` began in `folder`, and whose process is surely gone.
+
+    Args:
+        now: the time of a file that has just been touched there: clocks of machines differ.
+    """
+    for path in folder.glob("*.unfinished"):
+        name = UNFINISHED.fullmatch(path.name)
+        is_dead = bool(name and name[1] == _machine_digits() and not _is_running(int(name[2])))
+        try:
+            if is_dead or now - path.stat().st_mtime > DEAD_AFTER_S:
+                path.unlink()
+        except FileNotFoundError:
+            continue  # it is finished, or another process was faster
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+@cache
+def this_machine() -> str:
+    """Return words that are equal where process numbers mean the same: one boot of a kernel, one
+    namespace of them. "" where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _machine_digits() -> str:
+    """8 hexadecimal digits, to tell machines apart; random where the system does not say."""
+    words = f"{socket.gethostname()} {this_machine()}" if this_machine() else secrets.token_hex(8)
+    return f"{zlib.crc32(words.encode()):08x}"
+
+
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, which reads `path`; call it again after growing waits if that fails.
+
+    A server that restarts or a stale handle says nothing about a file's content. A permission is
+    not waited for, since it takes a person to give it.
+
+    Raises:
+        StorageError: if the errors stay.
+        OSError: one of `ABSENT`, at once.
+    """
+    for wait_s in (*RETRY_AFTER_S, None):
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError as error:
+            what = f"{path} cannot be read: {error.strerror or error}"
+            if wait_s is None or isinstance(error, PermissionError):
+                fix = "start again once the file system gives it"
+                raise StorageError(f"{what}\n  fix: {fix}") from error
+            logger.warning("%s; trying again in %g s", what, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError
 
 
 def make_folder(folder: Path) -> None:

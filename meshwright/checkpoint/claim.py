@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.errors import ConfigError
-from meshwright.file_system import UNSUPPORTED
+from meshwright.file_system import UNSUPPORTED, this_machine
 from meshwright.log import logger
 
 FILE = "job.lock"
@@ -54,7 +54,7 @@ class Owner:
     @property
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None if that cannot be seen from this machine."""
-        if not self.machine or self.machine != _machine():
+        if not self.machine or self.machine != this_machine():
             return None
         return _started(self.pid) != self.started
 
@@ -227,16 +227,7 @@ def _read(file: Path) -> tuple[bytes, int] | None:
 def _this_process(nonce: str) -> Owner:
     job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
     pid = os.getpid()
-    return Owner(socket.gethostname(), _machine(), pid, _started(pid), job, nonce)
-
-
-def _machine() -> str:
-    """ "" where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
+    return Owner(socket.gethostname(), this_machine(), pid, _started(pid), job, nonce)
 
 
 def _started(pid: int) -> str:

@@ -7,6 +7,7 @@ Free of torch, so that a resume is checked before any rank starts.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from meshwright.errors import ConfigError, check
-from meshwright.file_system import sync_file, sync_folder
+from meshwright.errors import ConfigError, StorageError, check
+from meshwright.file_system import ABSENT, read_patiently, sync_file, sync_folder
 from meshwright.log import logger
 
 STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -50,10 +51,21 @@ class Choice(NamedTuple):
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in `folder`, in order; complete, unless harmed later."""
-    if not folder.is_dir():
+
+    def find() -> list[int]:
+        with os.scandir(folder) as entries:
+            # only a link has to be looked at: the listing itself tells which others are folders
+            return sorted(
+                int(name[1])
+                for entry in entries
+                if (name := STEP_FOLDER.fullmatch(entry.name))
+                and (entry.is_dir(follow_symlinks=False) or Path(entry).is_dir())
+            )
+
+    try:
+        return read_patiently(folder, find)
+    except ABSENT:
         return []
-    names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(name[1]) for name in names if name)
 
 
 def choose(folder: Path, load_step: int, damaged: Mapping[int, str] | None = None) -> Choice:
@@ -124,6 +136,7 @@ def inspect(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedError: if they are not, or if it is the checkpoint of another step, renamed.
+        StorageError: if that cannot be seen now.
     """
     manifest = read_manifest(checkpoint)
     name = STEP_FOLDER.fullmatch(checkpoint.name)
@@ -132,8 +145,8 @@ def inspect(checkpoint: Path) -> Manifest:
         raise DamagedError(checkpoint, f"it was saved as step-{step}, and has been renamed")
     for file, record in manifest["files"].items():
         try:
-            size = (checkpoint / file).stat().st_size
-        except OSError as error:
+            size = read_patiently(checkpoint / file, (checkpoint / file).stat).st_size
+        except ABSENT as error:
             raise DamagedError(checkpoint, f"{file}: {error.strerror}") from None
         if size != record["bytes"]:
             what = f"{file} has {size:,} bytes, but {record['bytes']:,} were saved"
@@ -142,14 +155,21 @@ def inspect(checkpoint: Path) -> Manifest:
 
 
 def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """Read the files `names` from first to last byte; return a description of damage, or ""."""
+    """Read the files `names`, which `inspect` has seen, from first to last byte.
+
+    Returns:
+        A description of each fault.
+
+    Raises:
+        StorageError: if one cannot be read now, or is not to be seen on this machine.
+    """
     wrong = []
     for name in names:
+        path = checkpoint / name
         try:
-            found = _read_crc32(checkpoint / name)
-        except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
-            continue
+            found = read_patiently(path, partial(_read_crc32, path))
+        except ABSENT as error:  # a network file system may show a new file late
+            raise StorageError(f"{path} is not to be seen here: {error.strerror}") from None
         if found != manifest["files"][name]["crc32"]:
             wrong.append(f"the content of {name} has changed since it was written")
     return wrong

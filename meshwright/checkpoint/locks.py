@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError
-from meshwright.file_system import lock
+from meshwright.file_system import ABSENT, lock, read_patiently
 
 RISK = "a checkpoint may be deleted while it is read"
 """Where there is no flock."""
@@ -22,11 +22,12 @@ def being_read(checkpoint: Path) -> Iterator[None]:
 
     Raises:
         DamagedError: if it is not there, or no longer.
+        StorageError: if it cannot be read now.
     """
     path = checkpoint / MANIFEST
     try:
-        file = open(path, "rb")  # noqa: SIM115
-    except OSError as error:
+        file = read_patiently(path, lambda: open(path, "rb"))  # noqa: SIM115
+    except ABSENT as error:
         raise DamagedError(checkpoint, f"{MANIFEST} cannot be read: {error.strerror}") from None
     with file:
         is_ours = lock(file, fcntl.LOCK_SH, path, RISK)

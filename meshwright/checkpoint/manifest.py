@@ -14,6 +14,7 @@ from zlib_ng.zlib_ng import crc32
 
 from meshwright.errors import ConfigError
 from meshwright.families import FIRST
+from meshwright.file_system import ABSENT, read_patiently
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -148,12 +149,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest in the folder `checkpoint`.
 
     Raises:
-        DamagedError: if it cannot be read, or has changed since it was written.
+        DamagedError: if it is not there, or has changed since it was written.
+        StorageError: if it cannot be read now.
         ConfigError: if it is of a version that is not known here.
     """
+    path = checkpoint / MANIFEST
     try:
-        text = (checkpoint / MANIFEST).read_bytes()
-    except OSError as error:
+        text = read_patiently(path, path.read_bytes)
+    except ABSENT as error:
         raise DamagedError(checkpoint, f"{MANIFEST} cannot be read: {error.strerror}") from None
     try:
         return from_json(text)

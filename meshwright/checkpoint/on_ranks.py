@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import DamagedError, Manifest
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StorageError
 
 T = TypeVar("T")
 
@@ -20,16 +20,16 @@ def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
     Collective: every rank of `group`, which is the whole job, must call it.
 
     Raises:
-        ConfigError: on every rank, if `find` does.
+        ConfigError, StorageError: on every rank, if `find` does.
     """
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             told = [find()]
-        except ConfigError as error:
+        except (ConfigError, StorageError) as error:
             told = [error]
     dist.broadcast_object_list(told, src=0, group=group)
-    if isinstance(told[0], ConfigError):
+    if isinstance(told[0], ConfigError | StorageError):
         raise told[0]
     return told[0]
 
@@ -41,14 +41,40 @@ def verify_on_ranks(checkpoint: Path, manifest: Manifest, group: dist.ProcessGro
 
     Args:
         group: its timeout has to be long enough for a rank's part of the files.
+
+    Raises:
+        StorageError: on every rank, if one of them cannot read its part now.
     """
     names = sorted(manifest["files"])
     mine = names[dist.get_rank() :: dist.get_world_size()]
-    wrong: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+
+    def verify() -> list[str]:
+        try:
+            with being_read(checkpoint):
+                return commit.verify(checkpoint, manifest, mine)
+        except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
+            raise StorageError(f"{checkpoint}: {error.what}\n  fix: start again") from None
+
+    found = on_every_rank(verify, group)
+    return "; ".join(what for of_rank in found for what in of_rank)
+
+
+def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """Call `find` on every rank; return all results, by rank. Collective, as `on_first_rank`.
+
+    Raises:
+        StorageError: on every rank, if `find` does on one.
+    """
+    here: T | StorageError
     try:
-        with being_read(checkpoint):
-            wrong_here = commit.verify(checkpoint, manifest, mine)
-    except DamagedError as error:  # deleted meanwhile, or not there on this machine
-        wrong_here = [error.what]
-    dist.all_gather_object(wrong, wrong_here, group=group)
-    return "; ".join(what for of_rank in wrong for what in of_rank)
+        here = find()
+    except StorageError as error:
+        here = error
+    gathered = [here] * dist.get_world_size()
+    dist.all_gather_object(gathered, here, group=group)
+    found: list[T] = []
+    for rank, of_rank in enumerate(gathered):
+        if isinstance(of_rank, StorageError):
+            raise StorageError(f"rank {rank}: {of_rank}")
+        found.append(of_rank)
+    return found

@@ -6,12 +6,15 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import exclude
 from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint.on_ranks import on_every_rank
 from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.state import OPTIMIZER
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StorageError
+from meshwright.file_system import read_patiently
 
 
 def restore(
@@ -29,9 +32,12 @@ def restore(
     Raises:
         ConfigError: if the index names anything but data, or a tensor is missing or has another
             shape; `state` is then as it was.
+        StorageError: on every rank, if one of them cannot read a file now.
     """
     with being_read(folder):
-        reader = _open(folder)
+        opened: list[SafeCheckpointReader] = []
+        on_every_rank(lambda: opened.append(_open(folder)), group)
+        [reader] = opened
         saved = reader.read_metadata().state_dict_metadata
         wanted = state
         if exclude.OPTIMIZER in excluded:
@@ -50,13 +56,22 @@ def restore(
                     f"{tuple(tensor.shape)} here and {found}"
                     "\n  fix: use another job.dump_folder, or the model it was saved from",
                 )
-        dcp.load(wanted, storage_reader=reader, process_group=group)
+        try:
+            dcp.load(wanted, storage_reader=reader, process_group=group)
+        except CheckpointException as error:
+            rank, (failure, _) = min(error.failures.items())
+            if not isinstance(failure, OSError):
+                raise
+            what = f"rank {rank}: checkpoint {folder} cannot be read: {failure}"
+            raise StorageError(f"{what}\n  fix: start again") from error
     return wanted
 
 
 def _open(checkpoint: Path) -> SafeCheckpointReader:
     try:
-        return SafeCheckpointReader(checkpoint)
+        return read_patiently(checkpoint, lambda: SafeCheckpointReader(checkpoint))
+    except StorageError:
+        raise
     except Exception as error:  # a damaged pickle raises any exception
         raise ConfigError(
             "checkpoint.load_step",

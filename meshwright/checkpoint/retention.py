@@ -12,7 +12,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved_steps, step_folder
 from meshwright.checkpoint.locks import RISK
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StorageError
 from meshwright.file_system import lock, whole_file
 from meshwright.log import logger
 
@@ -59,7 +59,7 @@ class Retention:
     def _run(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except OSError as error:
+        except (OSError, StorageError) as error:
             logger.warning("%s could not be tidied: %s", self._folder, error)
 
     def _apply(self) -> None:

@@ -16,7 +16,7 @@ from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.survey import FoundCheckpoint, find_entries, look_at
 from meshwright.cli.plain_text import align, flatten, human_bytes
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, StorageError
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 ROLES = ("model", "optimizer", "rng")
@@ -25,13 +25,15 @@ ROLES = ("model", "optimizer", "rng")
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Turn a file that may not be read, or is no longer there, into a `ConfigError`."""
+    """Turn a file that cannot be read, or is no longer there, into a `ConfigError`."""
     try:
         yield
     except BrokenPipeError:  # of the console
         raise
     except OSError as error:
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
+    except StorageError as error:
+        raise ConfigError("", str(error)) from None
 
 
 @readable()

@@ -13,7 +13,14 @@ from typing import NamedTuple
 from meshwright import __version__
 from meshwright.cli import arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
-from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, did_you_mean
+from meshwright.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    DataError,
+    did_you_mean,
+)
 from meshwright.imports import uncollected
 from meshwright.log import print_error
 
@@ -155,6 +162,9 @@ def main() -> None:
     except ConfigError as error:
         print_error(error)
         sys.exit(EXIT_CONFIG)
+    except DataError as error:
+        print_error(error)
+        sys.exit(EXIT_DATA)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # `| head` has seen enough; without the traceback of a flush at exit

@@ -14,11 +14,15 @@ from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.indexing import index_tokens
+from meshwright.datasets.mapping import map_file
 from meshwright.datasets.token_cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
+    LENGTHS,
     OF_PART,
+    DamagedCacheError,
     Part,
+    changed_source,
     checksums,
     load_arrays,
 )
@@ -27,6 +31,7 @@ from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.file_system import whole_file
+from meshwright.log import logger
 
 
 @functools.lru_cache(1)
@@ -38,6 +43,8 @@ def open_source(recipe: TokenizationSpec) -> tuple[Documents | TokenFiles, Encod
 
 def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
     """Tokenise the documents of one part; the number of its tokens."""
+    if is_complete(part, dtype):  # another machine, whose lock is not seen here, was faster
+        return int(load_arrays(part.index, OF_PART)["lengths"].sum(dtype=np.uint64))
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
         return _index_part(recipe, documents, part)
@@ -65,10 +72,38 @@ def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
     return sum(lengths)
 
 
+def is_complete(part: Part, dtype: str, checks_content: bool = False) -> bool:
+    """Return whether a part is there; one that is damaged is noted as not.
+
+    Raises:
+        ConfigError: if a file of others is not as it was when it was indexed.
+    """
+    if not part.index.exists() or not part.tokens.exists():
+        return False
+    try:
+        index = load_arrays(part.index, OF_PART)
+    except DamagedCacheError as damage:
+        logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
+        part.index.unlink(missing_ok=True)
+        return False
+    size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
+    is_same = part.tokens.stat().st_size == part.offset + size
+    if is_same and checks_content:
+        found = checksums(part.tokens, offset=part.offset)
+        is_same = np.array_equal(found, index["token_checksums"])
+    if is_same:
+        return True
+    if part.source is not None:
+        raise changed_source(part, "its size or content")
+    logger.warning("%s is damaged: made again", part.tokens)
+    part.index.unlink(missing_ok=True)
+    return False
+
+
 def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> int:
     """Write the index of one file of tokens; return the number of its tokens."""
     tokenizer = build_tokenizer(recipe.tokenizer_path)
-    file = files.open(tokenizer.vocab_size)[part.number]
+    file = files.open_one(part.number, tokenizer.vocab_size)
     try:
         index = index_tokens(file, tokenizer)
     except (FormatError, OSError) as error:
@@ -114,21 +149,20 @@ def join_parts(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) ->
     Raises:
         ConfigError: if it is nothing.
     """
-    content, num_bytes, lengths_of = hashlib.sha256(dtype.encode()), 0, []
-    for part in parts:
-        index = load_arrays(part.index, OF_PART)
-        content.update(index["token_checksums"].tobytes())
-        content.update(index["lengths"].tobytes())
-        lengths_of.append(index["lengths"])
-        num_bytes += int(index["num_bytes"])
-    lengths = np.concatenate(lengths_of).astype("<u4")
-    if not len(lengths):
-        raise entry.error("dataset", "holds no text")
-    with whole_file(folder / "lengths") as file:
-        file.write(lengths.tobytes())
+    content, num_bytes, per_part = hashlib.sha256(dtype.encode()), 0, []
+    with whole_file(folder / LENGTHS) as file:
+        for part in parts:  # one in memory at a time
+            index = load_arrays(part.index, OF_PART)
+            content.update(index["token_checksums"].tobytes())
+            content.update(index["lengths"].tobytes())
+            file.write(index["lengths"].astype("<u4").tobytes())
+            per_part.append(index["lengths"].sum(dtype=np.uint64))
+            num_bytes += int(index["num_bytes"])
+        if not sum(per_part):
+            raise entry.error("dataset", "holds no text")
+    lengths = map_file(folder / LENGTHS, np.uint32)
     firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
     per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
-    per_part = [part_lengths.sum(dtype=np.uint64) for part_lengths in lengths_of]
     _save_arrays(
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
@@ -137,7 +171,7 @@ def join_parts(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) ->
         dtype=np.str_(dtype),
         part_starts=_starts(per_part),
         block_starts=_starts(per_block),
-        length_checksums=checksums(folder / "lengths", 4 * BLOCK_DOCUMENTS),
+        length_checksums=checksums(folder / LENGTHS, 4 * BLOCK_DOCUMENTS),
     )
 
 

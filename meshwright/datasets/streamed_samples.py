@@ -16,10 +16,8 @@ from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
 from meshwright.datasets.sample import Sample, SampleRules, to_sample
 from meshwright.errors import RecordError
+from meshwright.file_system import RETRY_AFTER_S
 from meshwright.log import logger
-
-RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further attempt after a read error that may pass."""
 
 PassOver = Callable[[RecordError], None]
 """Called with a record that is to be passed over; raises if it is not to be."""

@@ -6,10 +6,14 @@ Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all els
 tokens are files of others, `sources.json` has the path of each part's, and the byte it begins at.
 """
 
+import errno
 import functools
 import json
+import mmap
+import os
 import zlib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +22,12 @@ import numpy.typing as npt
 
 from meshwright.datasets.mapping import map_file
 from meshwright.errors import ConfigError
+from meshwright.file_system import whole_file
+from meshwright.log import logger
 
 BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
+PAGE = 1 << 12
 BLOCK_DOCUMENTS = 1 << 10
 """Lengths of documents are checked, and documents shuffled, in blocks of this many."""
 
@@ -34,6 +41,10 @@ OF_CACHE = (
 
 CACHE_KEY = "training.token_cache_folder"
 SOURCES = "sources.json"
+LENGTHS = "lengths"
+DAMAGED = "damaged"
+"""Notes of readers, a line each: numbers of parts, or `LENGTHS`, whose content is wrong. The next
+job looks into them; others may be reading the files meanwhile."""
 
 Lengths = npt.NDArray[np.uint32]
 Starts = npt.NDArray[np.int64]
@@ -77,7 +88,8 @@ def checksums(
 def save_sources(folder: Path, parts: Sequence[Part]) -> None:
     """Note where the tokens of `parts` are."""
     sources = [{"path": str(part.source), "offset": part.offset} for part in parts]
-    (folder / SOURCES).write_text(json.dumps(sources), "utf-8")
+    with whole_file(folder / SOURCES) as file:
+        file.write(json.dumps(sources).encode())
 
 
 def _parts(folder: Path, count: int) -> list[Part]:
@@ -98,6 +110,37 @@ def _parts(folder: Path, count: int) -> list[Part]:
     return [Part(folder, number, *place) for number, place in enumerate(found)]
 
 
+def read_notes(folder: Path) -> set[str]:
+    """Return the content of `DAMAGED`."""
+    try:
+        return set((folder / DAMAGED).read_text("utf-8").split())
+    except FileNotFoundError:
+        return set()
+
+
+def changed_source(part: Part, what: str) -> ConfigError:
+    """Return the error of a file of others that is not as it was: only its owner knows why."""
+    fix = f"restore it, or delete {part.folder} to accept it as it is"
+    message = f"{part.tokens}: has changed since it was indexed: {what}"
+    return ConfigError(CACHE_KEY, f"{message}\n  fix: {fix}")
+
+
+def read_again(path: Path, begin: int, size: int) -> bytes:
+    """Read bytes of a file from the disk, not from the system's memory, where that can be."""
+    first = begin // PAGE * PAGE
+    aligned = mmap.mmap(-1, -(-(begin + size - first) // PAGE) * PAGE)
+    with suppress(OSError):  # not every file system has it
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            os.preadv(descriptor, [aligned], first)
+            return aligned[begin - first : begin - first + size]
+        finally:
+            os.close(descriptor)
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return file.read(size)
+
+
 def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays `names` of an .npz, whose format has checksums of its own.
 
@@ -107,9 +150,9 @@ def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
-    except PermissionError:
-        raise
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
+        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL, None):
+            raise  # it was not read
         raise DamagedCacheError(f"{path.name}: {error}") from error
 
 
@@ -143,16 +186,21 @@ class TokenCache:
         sizes = np.diff(self._part_starts) * self._dtype.itemsize
         for part, size in zip(self._parts, sizes.tolist(), strict=True):
             _check_size(part.tokens, part.offset + size)
-        _check_size(folder / "lengths", 4 * self.num_documents)
+        _check_size(folder / LENGTHS, 4 * self.num_documents)
         self._tokens = functools.cache(self._map_tokens)
-        self._lengths: Lengths = map_file(folder / "lengths", np.uint32)
+        self._lengths: Lengths = map_file(folder / LENGTHS, np.uint32)
 
     def lengths(self, block: int) -> Lengths:
         """Tokens of each document in a block, in the order in which they lie."""
         begin = block * BLOCK_DOCUMENTS
         lengths = np.array(self._lengths[begin : begin + BLOCK_DOCUMENTS])
-        if zlib.crc32(lengths.data) != self._length_checksums[block]:
-            raise self._forget(None, f"{self.folder / 'lengths'}: damaged")
+        expected = self._length_checksums[block]
+        if zlib.crc32(lengths.data) != expected:
+            path = self.folder / LENGTHS
+            content = self._read_again(path, 4 * begin, lengths.nbytes, expected)
+            if content is None:
+                raise self._damage(LENGTHS, f"{path}: damaged")
+            return np.frombuffer(content, np.uint32)
         return lengths
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
@@ -162,15 +210,42 @@ class TokenCache:
         first = int(self._part_starts[number])
         begin, end = begin - first, end - first
         width = BLOCK_BYTES // self._dtype.itemsize
-        for block in range(begin // width, (end - 1) // width + 1):
+        blocks = range(begin // width, (end - 1) // width + 1)
+        other: dict[int, bytes] = {}
+        for block in blocks:
             if not is_checked[block]:
                 content = tokens[block * width : (block + 1) * width]
-                if zlib.crc32(content.data) != expected[block]:
-                    path = self._parts[number].tokens
-                    where = f"{path}: damaged at byte {block * BLOCK_BYTES}"
-                    raise self._forget(self._parts[number], where)
-                is_checked[block] = True
-        return tokens[begin:end]
+                is_checked[block] = zlib.crc32(content.data) == expected[block]
+                if not is_checked[block]:
+                    other[block] = self._from_disk(number, block, content.nbytes, expected[block])
+        if not other:
+            return tokens[begin:end]
+        whole = [other.get(b) or tokens[b * width : (b + 1) * width].tobytes() for b in blocks]
+        first = blocks[0] * width
+        return np.frombuffer(b"".join(whole), self._dtype)[begin - first : end - first]
+
+    def _from_disk(self, number: int, block: int, size: int, expected: object) -> bytes:
+        """Return a block whose content in memory is wrong.
+
+        Raises:
+            ConfigError: if it is so on the disk.
+        """
+        part, place = self._parts[number], block * BLOCK_BYTES
+        content = self._read_again(part.tokens, part.offset + place, size, expected)
+        if content is not None:
+            return content
+        if part.source is not None:
+            raise changed_source(part, f"byte {part.offset + place} or one after it")
+        raise self._damage(str(number), f"{part.tokens}: damaged at byte {place}")
+
+    def _read_again(self, path: Path, begin: int, size: int, expected: object) -> bytes | None:
+        """Return bytes whose checksum was wrong as they are on the disk; None if it is so there."""
+        content = read_again(path, begin, size)
+        if zlib.crc32(content) != expected:
+            return None
+        where = f"bytes {begin} to {begin + size}"
+        logger.warning("%s: %s were wrong in memory, and are right on the disk", path, where)
+        return content
 
     def _map_tokens(
         self, number: int
@@ -180,20 +255,19 @@ class TokenCache:
         try:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]
         except DamagedCacheError as error:
-            raise self._forget(part, f"{part.index}: damaged: {error}") from error
+            raise self._damage(str(number), f"{part.index}: damaged: {error}") from error
         tokens = map_file(part.tokens, np.uint8)[part.offset :].view(self._dtype)
         return tokens, np.zeros(len(expected), np.bool_), expected
 
-    def _forget(self, part: Part | None, what: str) -> ConfigError:
-        """Make the next job write the part, and the index, anew."""
+    def _damage(self, which: str, what: str) -> ConfigError:
+        """Note damage for the next job; other jobs may still read the files that are there."""
         try:
-            if part is not None:
-                part.index.unlink(missing_ok=True)
-            (self.folder / "cache.npz").unlink(missing_ok=True)
+            with open(self.folder / DAMAGED, "a") as file:
+                file.write(f"{which}\n")
         except OSError as error:
             fix = f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to another folder"
         else:
-            fix = "start again: damaged parts are then made anew"
+            fix = "start again: it is then looked into, and made again if need be"
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
 
 

@@ -75,20 +75,22 @@ class TokenFiles:
         Raises:
             ConfigError: if one has another format, or another type than the first.
         """
-        found = []
-        for path in self._paths:
-            try:
-                if self._entry.source.dataset == "megatron":
-                    found.append(open_megatron(Path(path)))
-                else:
-                    found.append(open_array(Path(path), "<u2" if vocab_size <= 1 << 16 else "<u4"))
-            except (FormatError, OSError) as error:
-                raise self.error(Path(path), str(error)) from None
+        found = [self.open_one(number, vocab_size) for number in range(self.parts)]
         for file in found:
             if file.dtype != found[0].dtype:
                 what = f"is of type {file.dtype}, and {found[0].path} of {found[0].dtype}"
                 raise self.error(file.path, what)
         return found
+
+    def open_one(self, number: int, vocab_size: int) -> TokenFile:
+        """Look at the head of one file, as `open` does at all."""
+        path = Path(self._paths[number])
+        try:
+            if self._entry.source.dataset == "megatron":
+                return open_megatron(path)
+            return open_array(path, "<u2" if vocab_size <= 1 << 16 else "<u4")
+        except (FormatError, OSError) as error:
+            raise self.error(path, str(error)) from None
 
     def error(self, path: Path, what: str) -> Exception:
         """That a file is at fault."""

@@ -12,25 +12,24 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from meshwright.datasets.cache_files import join_parts, open_source, write_part
+from meshwright.datasets.cache_files import is_complete, join_parts, open_source, write_part
 from meshwright.datasets.token_cache import (
     CACHE_KEY,
-    OF_PART,
+    DAMAGED,
+    LENGTHS,
     DamagedCacheError,
     Part,
     TokenCache,
-    checksums,
-    load_arrays,
+    read_notes,
     save_sources,
 )
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
-from meshwright.file_system import lock
+from meshwright.file_system import lock, remove_left_over
 from meshwright.launch.process import die_with_parent
 from meshwright.log import busy, logger
 
@@ -60,12 +59,12 @@ def open_cache(
     folder = root / f"{name}-{recipe.identity()}"
     open_source.cache_clear()  # a file may have changed since
     try:
-        cache = None if check_all else _open_if_complete(folder)
+        cache = _open_if_good(folder, check_all)
         if cache is not None:
             return cache
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            cache = None if check_all else _open_if_complete(folder)
+            cache = _open_if_good(folder, check_all)
             return cache or _make(recipe, folder, num_workers, check_all)
     except OSError as error:
         raise ConfigError(
@@ -74,6 +73,11 @@ def open_cache(
             f"read or written in {folder}"
             f"\n  fix: make room or give permission, or set {CACHE_KEY} to another folder",
         ) from error
+
+
+def _open_if_good(folder: Path, check_all: bool) -> TokenCache | None:
+    """Return the cache if nobody asks or has asked to look at its content."""
+    return None if check_all or (folder / DAMAGED).exists() else _open_if_complete(folder)
 
 
 def _open_if_complete(folder: Path) -> TokenCache | None:
@@ -88,7 +92,12 @@ def _open_if_complete(folder: Path) -> TokenCache | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the cache, which its owner's death frees."""
+    """Hold the lock of the cache, which its owner's death frees.
+
+    It saves work, and nothing depends on it: where it is not there, or holds on one machine alone,
+    several machines make the same files, each under names of its own, and the first to finish one
+    gives it its name.
+    """
     with open(folder / "lock", "w") as file:
         if not lock(file, fcntl.LOCK_EX, folder, "jobs must not tokenise the same data at once"):
             logger.info("another process is tokenising into %s: waiting for it", folder)
@@ -98,8 +107,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
     """Tokenise the parts that are not there, then join all."""
-    for left_over in folder.glob("*.unfinished"):  # by processes that were killed
-        left_over.unlink()
+    os.utime(folder / "lock")
+    remove_left_over(folder, now=(folder / "lock").stat().st_mtime)
+    noted, is_new = read_notes(folder), not (folder / "cache.npz").exists()
     entry = recipe.entry
     documents = recipe.open(streamed=False)
     if isinstance(documents, TokenFiles):
@@ -111,9 +121,12 @@ def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: b
         first = next(iter(documents.read(0, documents.parts)), "")
         dtype = _dtype(recipe, is_chat=not isinstance(first, str))
         parts = [Part(folder, number) for number in range(documents.parts)]
-    missing = [part for part in parts if not _is_complete(part, dtype, check_all)]
+    missing = [
+        part
+        for part in parts
+        if not is_complete(part, dtype, check_all or str(part.number) in noted)
+    ]
     if missing:
-        (folder / "cache.npz").unlink(missing_ok=True)
         done = f", {len(parts) - len(missing)} of {len(parts)} parts are there" * (
             len(missing) < len(parts)
         )
@@ -128,8 +141,14 @@ def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: b
             f"{num_tokens / seconds:,.0f}",
         )
     try:
-        join_parts(entry, folder, parts, dtype)
-        return TokenCache(folder)
+        # others may read the files by now, of another machine that was faster too
+        is_joined = is_new or not (missing or check_all or LENGTHS in noted)
+        cache = _open_if_complete(folder) if is_joined else None
+        if cache is None:
+            join_parts(entry, folder, parts, dtype)
+            cache = TokenCache(folder)
+        (folder / DAMAGED).unlink(missing_ok=True)
+        return cache
     except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
         raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
 
@@ -138,24 +157,6 @@ def _dtype(recipe: TokenizationSpec, is_chat: bool) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
     vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
     return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
-
-
-def _is_complete(part: Part, dtype: str, check_all: bool) -> bool:
-    if not part.index.exists() or not part.tokens.exists():
-        return False
-    try:
-        index = load_arrays(part.index, OF_PART)
-    except DamagedCacheError as damage:
-        logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
-        return False
-    size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
-    is_same = part.tokens.stat().st_size == part.offset + size
-    if is_same and check_all:
-        found = checksums(part.tokens, offset=part.offset)
-        is_same = np.array_equal(found, index["token_checksums"])
-    if not is_same:
-        logger.warning("%s is damaged: made again", part.tokens)
-    return is_same
 
 
 def _tokenize(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str, num_workers: int) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import DamagedError
-from meshwright.checkpoint.on_ranks import on_first_rank, verify_on_ranks
+from meshwright.checkpoint.on_ranks import on_every_rank, on_first_rank, verify_on_ranks
 from meshwright.config.job_config import Checkpoint
 from meshwright.exchange.initial_load import LOAD_KEY, InitialWeights, find_initial
 from meshwright.log import logger
@@ -45,7 +45,7 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
         path, manifest = initial.place.path, initial.manifest
         if manifest is None:
             return initial
-        wrong = _first_problem(_hold(path, held), group)
+        wrong = _hold_on_ranks(path, held, group)
         wrong = wrong or verify_on_ranks(path, manifest, group)
         if not wrong:
             return initial
@@ -55,17 +55,16 @@ def _select(config: Checkpoint, group: dist.ProcessGroup, held: ExitStack) -> In
             logger.warning("%s: passed over %s, which is damaged: %s", LOAD_KEY, path, wrong)
 
 
-def _hold(path: Path, held: ExitStack) -> str:
-    """Hold the checkpoint; return the error that prevents it, or ""."""
-    try:
-        held.enter_context(being_read(path))
-    except DamagedError as error:
-        return error.what
-    return ""
+def _hold_on_ranks(path: Path, held: ExitStack, group: dist.ProcessGroup) -> str:
+    """Hold the checkpoint; return the first error that prevents it on a rank, or ""."""
 
+    def hold() -> str:
+        try:
+            held.enter_context(being_read(path))
+        except DamagedError as error:
+            return error.what
+        return ""
 
-def _first_problem(mine: str, group: dist.ProcessGroup) -> str:
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, mine, group=group)
+    problems = on_every_rank(hold, group)
     each = (f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
     return next(each, "")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -134,14 +135,15 @@ def test_the_few_differ_from_the_many(monkeypatch) -> None:
     assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
 
 
-def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch) -> None:
+def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch, tmp_path) -> None:
     def gather(gathered: list, mine: str, group: object) -> None:
         gathered[:] = ["", "it was deleted"]
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    for mine in ("", "it was deleted"):
-        assert initial_on_ranks._first_problem(mine, None) == "rank 1: it was deleted"
+    with ExitStack() as held:
+        problem = initial_on_ranks._hold_on_ranks(tmp_path, held, None)
+    assert problem == "rank 1: it was deleted"
 
 
 def test_ranks_in_words() -> None:

@@ -1,5 +1,6 @@
 """Saving and loading on ranks that agree, also when one of them cannot write."""
 
+import errno
 import json
 import logging
 import os
@@ -26,9 +27,9 @@ from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError
+from meshwright.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
-from tests.helpers.files import flip_bit, tree
+from tests.helpers.files import failing_reads, flip_bit, tree
 
 ROWS = 131  # uneven shards
 
@@ -130,6 +131,37 @@ def _damage(folder: str) -> None:
 
 def test_all_ranks_pass_over_what_any_finds_damaged(on_ranks, tmp_path) -> None:
     on_ranks(2, _damage, str(tmp_path / "checkpoint"))
+
+
+def _storage_fails(folder: str) -> None:
+    """A file of the newest checkpoint cannot be read by one rank: once, or for good."""
+    manager = make(folder)
+    for step in (5, 10):
+        save(manager, step)
+    file = "__0_0.distcp" if dist.get_rank() == 1 else "none"
+    before = tree(Path(folder))
+    dist.barrier()
+    with (
+        failing_reads(file, errno.ESTALE, 99),
+        logged() as messages,
+        pytest.raises(StorageError, match="rank 1: .*/__0_0.distcp cannot be read: St"),
+    ):
+        manager.select_and_verify()
+    assert len([line for line in messages if "trying again" in line]) == 2 * (file != "none")
+    with failing_reads(file, errno.ESTALE, 1):
+        found = manager.select_and_verify()
+    assert found is not None
+    assert found["step"] == 10
+    with failing_reads(file, errno.EIO, 99), pytest.raises(StorageError, match="rank 1: .*step-10"):
+        manager.load(State(0), found)
+    with failing_reads(".metadata", errno.EIO, 1):
+        manager.load(state := State(0), found)
+    assert state.step == 10
+    assert tree(Path(folder)) == before
+
+
+def test_a_read_error_of_one_rank_discards_no_checkpoint(on_ranks, tmp_path) -> None:
+    on_ranks(2, _storage_fails, str(tmp_path / "checkpoint"))
 
 
 def _refuse_code(folder: str) -> None:

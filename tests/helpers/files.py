@@ -1,8 +1,14 @@
 """What lies on the disk."""
 
+import builtins
 import errno
+import io
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,3 +41,29 @@ def flip_bit(path: Path, position: int) -> None:
         byte = file.read(1)[0]
         file.seek(position // 8)
         file.write(bytes([byte ^ 1 << position % 8]))
+
+
+@contextmanager
+def failing_reads(name: str, number: int, times: int) -> Iterator[list[str]]:
+    """The first `times` that a file called `name` is opened or looked at, the system says `number`.
+
+    No retry waits meanwhile. Yields the files that were asked for in vain.
+    """
+    failed: list[str] = []
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **options: Any) -> Any:
+            if isinstance(path, str | Path) and Path(path).name == name and len(failed) < times:
+                failed.append(str(path))
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *rest, **options)
+
+        return call
+
+    with (
+        patch("builtins.open", failing(builtins.open)),
+        patch("io.open", failing(io.open)),
+        patch("os.stat", failing(os.stat)),
+        patch("meshwright.file_system.RETRY_AFTER_S", (0.0, 0.0)),
+    ):
+        yield failed

@@ -12,10 +12,16 @@ import pytest
 from meshwright.checkpoint import commit, locks
 from meshwright.checkpoint.locks import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
-from meshwright.checkpoint.retention import apply_retention, clean_up, mark_best, set_aside_later
-from meshwright.errors import ConfigError
+from meshwright.checkpoint.retention import (
+    Retention,
+    apply_retention,
+    clean_up,
+    mark_best,
+    set_aside_later,
+)
+from meshwright.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import BARE, set_manifest
-from tests.helpers.files import NOT_THERE, flip_bit, leave_out_flock_and_fsync, tree
+from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
 
 
 def save(folder: Path, step: int, text: str = "", **manifest: object) -> Path:
@@ -95,6 +101,61 @@ def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
             assert damage(checkpoint), f"{path.name}, bit {position}"
             flip_bit(path, position)
     assert damage(checkpoint) == []
+
+
+MAY_PASS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tensors"])
+@pytest.mark.parametrize("number", MAY_PASS)
+def test_a_read_error_that_passes_is_no_damage(tmp_path: Path, name: str, number: int) -> None:
+    save(tmp_path, 5, "older")
+    newest = save(tmp_path, 10, "newest")
+    with failing_reads(name, number, 1) as failed:
+        choice = commit.choose(tmp_path, -1)
+        assert (choice.step, choice.passed_over) == (10, {})
+    assert failed == [str(newest / name)]
+    with failing_reads(name, number, 1) as failed, being_read(newest):
+        assert commit.verify(newest, choice.manifest, ["tensors"]) == []
+    assert failed == [str(newest / name)]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tensors"])
+@pytest.mark.parametrize("number", [*MAY_PASS, errno.EACCES])
+def test_a_read_error_that_stays_discards_nothing(tmp_path: Path, name: str, number: int) -> None:
+    save(tmp_path, 5, "older")
+    newest = save(tmp_path, 10, "newest")
+    manifest = commit.inspect(newest)
+    with failing_reads(name, number, 99) as failed:
+        with pytest.raises(StorageError, match=f"step-10/{name} cannot be read: .*\n  fix: start"):
+            commit.choose(tmp_path, -1)
+        assert len(failed) == (1 if number == errno.EACCES else 3)
+        with pytest.raises(StorageError), being_read(newest):
+            commit.verify(newest, manifest, ["tensors"])
+    assert EXIT_CODES[StorageError] == EXIT_DATA
+    assert tree(tmp_path) == {
+        *("step-5", f"step-5/{MANIFEST}", "step-5/tensors"),
+        *("step-10", f"step-10/{MANIFEST}", "step-10/tensors"),
+    }
+
+
+def test_a_file_that_another_machine_shows_late_is_no_damage(tmp_path: Path) -> None:
+    """`inspect`, on the first rank's machine, has seen it."""
+    newest = save(tmp_path, 10, "newest")
+    manifest = commit.inspect(newest)
+    with failing_reads("tensors", errno.ENOENT, 1), pytest.raises(StorageError, match="not to be"):
+        commit.verify(newest, manifest, ["tensors"])
+
+
+def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplog) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    retention = Retention(tmp_path, 1, 0, False)
+    with failing_reads(MANIFEST, errno.EIO, 99):
+        retention.apply()
+        retention.wait()
+    assert commit.saved_steps(tmp_path) == [5, 10, 15]
+    assert "could not be tidied" in caplog.text
 
 
 def cut(checkpoint: Path) -> None:

@@ -1,14 +1,20 @@
 """Tokens are written once and read back as they were, or not at all."""
 
+import errno
+import multiprocessing
 import os
 import random
 import resource
 import shutil
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,13 +23,15 @@ from meshwright.config.job_config import BYTES, Source
 from meshwright.datasets import tokenizing
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.mapping import map_file
 from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizing import open_cache
 from meshwright.errors import ConfigError
-from tests.helpers.files import NOT_THERE, leave_out_flock_and_fsync
+from meshwright.file_system import whole_file
+from tests.helpers.files import NOT_THERE, failing_reads, leave_out_flock_and_fsync, tree
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 
 MANY = tuple(f"document {i} " * (i % 7) for i in range(300))
@@ -106,7 +114,11 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
     want = documents_of(whole)
     (whole.folder / "cache.npz").unlink()  # as if stopped before the end,
     (whole.folder / "00003.npz").unlink()  # and in a part
-    (whole.folder / "00005.123.unfinished").write_bytes(b"half")
+    killed = subprocess.Popen(["sleep", "0"])
+    killed.wait()
+    with patch("os.getpid", return_value=killed.pid):
+        left_over = unfinished_of(whole.folder / "00005.tokens")
+    left_over.write_bytes(b"half")
     times = {path.name: path.stat().st_mtime_ns for path in whole.folder.glob("*.tokens")}
     again = open_cache(recipe, tmp_path, num_workers=1)
     changed = [
@@ -115,7 +127,7 @@ def test_finished_parts_of_an_interrupted_run_are_kept(tmp_path) -> None:
         if path.stat().st_mtime_ns != times[path.name]
     ]
     assert changed == ["00003.tokens"]
-    assert not list(whole.folder.glob("*.unfinished"))
+    assert not left_over.exists()
     assert documents_of(again) == want
     assert again.content == whole.content
 
@@ -290,8 +302,10 @@ def test_a_cache_of_someone_else_that_is_damaged(tmp_path, monkeypatch) -> None:
     cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
     path = cache.folder / "00000.tokens"
     path.write_bytes(bytes(path.stat().st_size))
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError))
-    with pytest.raises(ConfigError, match="damaged at byte 0\n  fix: delete"):
+    with (
+        failing_reads("damaged", errno.EROFS, 9),
+        pytest.raises(ConfigError, match="damaged at byte 0\n  fix: delete"),
+    ):
         read_all(TokenCache(cache.folder))
 
 
@@ -331,6 +345,136 @@ def test_one_process_at_a_time_makes_a_cache(tmp_path, monkeypatch) -> None:
         caches = first.result(), second.result()
     assert len(made) == 1
     assert documents_of(caches[0]) == documents_of(caches[1])
+
+
+def unfinished_of(path: Path) -> Path:
+    """The name of a file of this process that is being written."""
+    before = set(path.parent.iterdir())
+    with suppress(KeyboardInterrupt), whole_file(path):
+        [unfinished] = set(path.parent.iterdir()) - before
+        raise KeyboardInterrupt
+    return unfinished
+
+
+def test_only_what_is_surely_dead_is_removed(tmp_path) -> None:
+    """Another machine's files are not, whatever their number, nor whatever the clocks say."""
+    folder = open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1).folder
+    (folder / "00001.npz").unlink()  # so that it is made again
+    other = []
+    for number, age_s in enumerate((0, 3600, -7200, 90_000)):  # of the last the process is gone
+        with patch("meshwright.file_system.this_machine", return_value="elsewhere"):
+            other.append(unfinished_of(folder / f"0000{number}.tokens"))
+        other[-1].write_bytes(b"half")
+        os.utime(other[-1], (time.time() - age_s,) * 2)
+    mine = unfinished_of(folder / "00001.tokens")
+    mine.write_bytes(b"half")
+    (folder / "cache.npz").unlink()
+    open_cache(TextsRecipe(TEXTS), tmp_path, num_workers=1)
+    assert sorted(folder.glob("*.unfinished")) == sorted([*other[:3], mine])
+
+
+class Interrupted(IndexedDocuments):
+    """Documents in the midst of which another machine does something."""
+
+    def __init__(self, texts: tuple[str, ...], meanwhile: Callable[[], object]) -> None:
+        def get(number: int) -> str:
+            if number == len(texts) // 2 and not done:
+                done.append(number)
+                meanwhile()
+            return texts[number]
+
+        done: list[int] = []
+        super().__init__(len(texts), get)
+
+
+def test_a_second_machine_neither_deletes_nor_overwrites(tmp_path, monkeypatch) -> None:
+    """Without flock both make the cache at once; with the same number of process, too."""
+    leave_out_flock_and_fsync(monkeypatch, errno.ENOSYS)
+    recipe, there = TextsRecipe(MANY), dict[str, int]()
+
+    def second_machine() -> None:
+        with patch.object(TextsRecipe, "open", open_plainly):
+            cache = open_cache(recipe, tmp_path, num_workers=1)
+        there.update({path.name: path.stat().st_ino for path in cache.folder.iterdir()})
+
+    open_plainly = TextsRecipe.open
+    monkeypatch.setattr(TextsRecipe, "open", lambda *_, **__: Interrupted(MANY, second_machine))
+    cache = open_cache(recipe, tmp_path, num_workers=1)
+    assert documents_of(cache) == [encode(text) for text in MANY if text]
+    after = {path.name: path.stat().st_ino for path in cache.folder.iterdir()}
+    # but for the part that both were writing, every file is still the one that readers may hold
+    assert len(there) == 2 * 8 + 3 + 1  # lock, and the unfinished one
+    replaced = {name for name, inode in after.items() if there[name] != inode}
+    assert replaced <= {"00004.tokens", "00004.npz"}
+
+
+def make_on_machine(folder: Path, host: str) -> None:
+    def slow(self: Encoder, text: str) -> object:
+        time.sleep(0.002)
+        return encode_at_once(self, text)
+
+    def no_flock(*of_call: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    encode_at_once = Encoder.encode
+    with (
+        patch("socket.gethostname", return_value=host),
+        patch("os.getpid", return_value=7),
+        patch("fcntl.flock", no_flock),
+        patch.object(Encoder, "encode", slow),
+    ):
+        cache = open_cache(TextsRecipe(MANY), folder, num_workers=1)
+    assert documents_of(cache) == [encode(text) for text in MANY if text]
+
+
+def test_two_machines_without_flock_make_one_cache(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    machines = [context.Process(target=make_on_machine, args=(tmp_path, name)) for name in "ab"]
+    for machine in machines:
+        machine.start()
+        time.sleep(0.05)  # the second finds files that the first is writing
+    for machine in machines:
+        machine.join(60)
+    assert [machine.exitcode for machine in machines] == [0, 0]
+    assert not list(tmp_path.glob("*/*.unfinished"))
+
+
+def with_wrong_bit(path: Path, dtype: np.dtype) -> np.ndarray:
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    return np.frombuffer(bytes(content), dtype)
+
+
+@pytest.mark.parametrize("name", ["00000.tokens", "lengths"])
+def test_a_wrong_bit_in_one_jobs_memory_costs_nobody_the_cache(
+    name, tmp_path, monkeypatch, caplog
+) -> None:
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    want, before = read_all(cache), tree(cache.folder)
+    monkeypatch.setattr(
+        "meshwright.datasets.token_cache.map_file",
+        lambda path, dtype: (with_wrong_bit if path.name == name else map_file)(path, dtype),
+    )
+    assert np.array_equal(read_all(TokenCache(cache.folder)), want)
+    assert "were wrong in memory, and are right on the disk" in caplog.text
+    assert tree(cache.folder) == before
+
+
+@pytest.mark.parametrize("name", ["00000.tokens", "00000.npz", "lengths"])
+def test_damage_on_the_disk_is_noted_and_the_next_start_acts(name, tmp_path) -> None:
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    want, before, path = read_all(cache), tree(cache.folder), cache.folder / name
+    good = path.read_bytes()
+    path.write_bytes(b"XXXX" + good[4:])
+    with pytest.raises(ConfigError, match="damaged.*\n  fix: start again"):
+        read_all(TokenCache(cache.folder))
+    assert tree(cache.folder) == before | {"damaged"}  # others still read all other parts
+    path.write_bytes(good)  # it was not the disk after all: nothing is made again
+    times = {file.name: file.stat().st_mtime_ns for file in cache.folder.glob("*.tokens")}
+    (cache.folder / "damaged").write_text("0\n")
+    assert np.array_equal(read_all(open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)), want)
+    assert times == {file.name: file.stat().st_mtime_ns for file in cache.folder.glob("*.tokens")}
+    assert tree(cache.folder) == before
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
