@@ -86,7 +86,7 @@ def start(plan: Plan) -> torch.device:
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
-    head_dim = plan.model_args.table.rope.head_dim
+    head_dim = plan.model_args.table.head_dim
     check_device(
         config,
         device.type,

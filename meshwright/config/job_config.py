@@ -413,9 +413,8 @@ class Parallelism(Section):
 
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
     """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
-    and keeps them for backward. ring: keys and values pass from rank to rank, and each keeps its
-    own. auto: ring on GPUs where flash attention takes them, without documents; gather
-    elsewhere."""
+    and again in backward. Only with `training.mask_documents` does it keep them. ring: keys and
+    values pass from rank to rank, not with documents. auto: gather."""
 
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""
