@@ -103,6 +103,26 @@ def start(plan: Plan) -> torch.device:
     return device
 
 
+def order_attention(plan: Plan, device: torch.device) -> list[str]:
+    """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
+    torch's own. The log names the kernel."""
+    training, parallelism = plan.config.training, plan.config.parallelism
+    has_own = training.mask_documents or parallelism.context_parallel_degree > 1
+    if device.type != "cuda" or has_own:
+        return []
+    spec = plan.model_args.table.blocks[0].attention
+    tp = parallelism.tensor_parallel_degree
+    order, line = hardware.choose_attention(
+        training.attention_kernel,
+        device,
+        training.seq_len,
+        getattr(torch, training.mixed_precision_param),
+        (spec.n_heads // tp, spec.n_kv_heads // tp, spec.head_dim),
+    )
+    logger.info("%s", line)
+    return order
+
+
 def set_up(
     plan: Plan,
     device: torch.device,

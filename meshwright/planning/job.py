@@ -49,4 +49,4 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
     config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
     config = changed(config, {"compile": {"enable": False}})  # a plan is of eager blocks
-    return preflight(config, world_size, checks_memory=False)
+    return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)
