@@ -149,8 +149,8 @@ def minimum(plan: Plan) -> tuple[dict[Key, int], dict[Key, int]]:
     add("tp", "reduce-scatter", 4 * args.n_layers + 2, activation, dims.tp)
     add("tp", "all-gather", 1, 8 * tokens * dims.tp, dims.tp)  # the loss: log-sum, label's logit
     add("tp", "all-reduce", 1, 2 * (2 * args.n_layers + 1) * args.dim, dims.tp)  # norm gradients
-    keys = 2 * 2 * tokens * dims.cp * args.n_kv_heads // dims.tp * args.table.rope.head_dim
-    add("cp", "all-gather", args.n_layers, keys, dims.cp)
+    keys = 2 * 2 * tokens * dims.cp * args.n_kv_heads // dims.tp * args.table.head_dim
+    add("cp", "all-gather", 2 * args.n_layers, keys, dims.cp)
     add("cp", "reduce-scatter", args.n_layers, keys, dims.cp)
     add(SCALARS, "all-reduce", 1, 8, dims.dp * dims.cp)  # number of labels
     add(SCALARS, "all-reduce", 1, 8, RANKS)  # loss and norm
@@ -163,8 +163,8 @@ def _add_fsdp(add: Any, args: LlamaArgs, shards: int, copies: int, tp: int) -> N
     ends = args.vocab_size * args.dim
     groups = [ends / tp, *[block / tp + 2 * args.dim] * args.n_layers, ends / tp + args.dim]
     for number, size in enumerate(groups):
-        stays = number >= len(groups) - 2
-        add("fsdp", "all-gather", 1 if stays else 2, 2 * size, shards)
+        is_once = number == 0 or number >= len(groups) - 2  # the embedding, and those that stay
+        add("fsdp", "all-gather", 1 if is_once else 2, 2 * size, shards)
         add("fsdp", "reduce-scatter", 1, 4 * size, shards)
         add("dp_replicate", "all-reduce", 1, 4 * size / shards, copies)
 

@@ -122,7 +122,7 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
     ):
         return {}
     dtype = getattr(torch, config.training.mixed_precision_param)
-    reason = cpu_attention.why_not(plan.model_args.table.rope.head_dim, dtype)
+    reason = cpu_attention.why_not(plan.model_args.table.head_dim, dtype)
     chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
     return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
 

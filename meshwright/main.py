@@ -125,7 +125,7 @@ def _run_command_line(requests: Requests) -> bool:
             logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        plan = preflight(config, world_size, looks_at_files=False)
+        plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
         try:
             return run(plan, heart=heartbeat_of_this_rank(), requests=requests)
         except torch.OutOfMemoryError as error:

@@ -118,12 +118,14 @@ def preflight(
     config: JobConfig,
     world_size: int,
     *,
+    is_gpu: bool = False,
     looks_at_files: bool = True,
     checks_memory: bool = True,
 ) -> Plan:
     """Check `config` for a job of `world_size` ranks.
 
     Args:
+        is_gpu: ranks train on GPUs, as far as is known here.
         looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
             ranks of a job leave it to the first, once they can talk.
         checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
@@ -137,7 +139,7 @@ def preflight(
     config = changed(config, {"model": {"name": spec.name}})
     check_divisible(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
-    config, compile_line = resolve_compile(config, model_args, fp32_modules)
+    config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules)
     stage_modules = _plan_pipeline(config, model_args)
     float8_layers = find_float8_layers(config, model_args.table, fp32_modules)

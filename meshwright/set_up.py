@@ -86,7 +86,7 @@ def start(plan: Plan) -> torch.device:
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
-    head_dim = plan.model_args.table.rope.head_dim
+    head_dim = plan.model_args.table.head_dim
     check_device(
         config,
         device.type,
@@ -101,6 +101,26 @@ def start(plan: Plan) -> torch.device:
     find_ops(config.activation_checkpoint.saved_ops)
     start_process_group(device, config.comm.init_timeout_seconds)
     return device
+
+
+def order_attention(plan: Plan, device: torch.device) -> list[str]:
+    """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
+    torch's own. The log names the kernel."""
+    training, parallelism = plan.config.training, plan.config.parallelism
+    has_own = training.mask_documents or parallelism.context_parallel_degree > 1
+    if device.type != "cuda" or has_own:
+        return []
+    spec = plan.model_args.table.blocks[0].attention
+    tp = parallelism.tensor_parallel_degree
+    order, line = hardware.choose_attention(
+        training.attention_kernel,
+        device,
+        training.seq_len,
+        getattr(torch, training.mixed_precision_param),
+        (spec.n_heads // tp, spec.n_kv_heads // tp, spec.head_dim),
+    )
+    logger.info("%s", line)
+    return order
 
 
 def set_up(

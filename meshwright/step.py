@@ -44,6 +44,9 @@ class StepOptions:
     reduce_every_microbatch: bool = False
     """Keep sums of sharded gradients between microbatches, instead of whole gradients: less memory
     for more communication. A pipeline ignores it."""
+    reshard_every_microbatch: bool = True
+    """Free gathered parameters at the end of every microbatch, not of the step alone. A pipeline
+    ignores it."""
     norm_groups: Sequence[str] = ()
     """Every group of `gradients.group_of`, to get their norms too. Not with `early`."""
 
@@ -92,9 +95,7 @@ def train_step(
     if model.pipeline is not None:
         loss = model.pipeline.run(batches, positions, num_labels)
     else:
-        loss = _accumulate(
-            model.stages[0], batches, positions, num_labels, early, options.reduce_every_microbatch
-        )
+        loss = _accumulate(model.stages[0], batches, positions, num_labels, early, options)
     is_finite_here = torch.isfinite(loss)
 
     parameters = dict(model.named_parameters()) if early is None else {}  # a walk, so once
@@ -137,15 +138,17 @@ def _accumulate(
     positions: Tensor,
     num_labels: Tensor,
     early: OptimizerInBackward | None,
-    reduce_every_microbatch: bool,
+    options: StepOptions,
 ) -> Tensor:
     """Forward and backward of one microbatch after the other; their share of the mean loss."""
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         if is_fsdp(model):
-            model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
+            model.set_requires_gradient_sync(is_last or options.reduce_every_microbatch)
             model.set_requires_all_reduce(is_last)  # copies communicate once a step
+            model.set_reshard_after_backward(is_last or options.reshard_every_microbatch)
+            model.set_is_last_backward(is_last)  # otherwise each would wait for its reductions
         if early is not None:
             early.gradients_are_final = is_last
         total = model(batch.tokens, batch.labels, positions=positions, documents=batch.documents)

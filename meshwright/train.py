@@ -22,6 +22,7 @@ from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after
 from meshwright.early_end import check_has_data, check_resumes, raise_data_error
 from meshwright.final_export import export_last, is_exported, prepare_export
+from meshwright.hardware import ordered_attention
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.process import Requests, StopRequested
 from meshwright.launch.stop import StopCoordinator, remove_stop_file
@@ -36,7 +37,7 @@ from meshwright.parallelisms.process_group import (
 from meshwright.preflight import Plan
 from meshwright.profiling import Profiler
 from meshwright.saved_job import manifest_of, too_many_bad_records
-from meshwright.set_up import Job, set_up, start
+from meshwright.set_up import Job, order_attention, set_up, start
 from meshwright.step import StepResult
 
 
@@ -79,6 +80,7 @@ def run(
     heart.answer(last_collectives)
     with heart.guard(), busy("meeting the other ranks, opening the data"):
         device = start(plan)
+        attention = ordered_attention(order_attention(plan, device))
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
         check_agreement(plan, [*sources, *held_out], device.type)
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
@@ -103,6 +105,7 @@ def run(
                 StopCoordinator(dump_folder, config.job.max_run_seconds, requests) as stop,
                 checkpoints,
                 heart.guard(),
+                attention,
             ):
                 taken, is_done = _loop(job, stop, profiler, requests)
                 if taken is not None and saves(config.checkpoint):

@@ -62,6 +62,7 @@ class Trainer:
             reduce_every_microbatch=(
                 config.parallelism.fsdp_reduce_gradients == "every_microbatch"
             ),
+            reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
             norm_groups=self.norm_groups,
         )
 

@@ -21,7 +21,7 @@ def run(given: Namespace) -> None:
         *("CONFIG", given.config, "is needed", "name a TOML, or a preset: debug_model"),
     )
     ranks = count_ranks(given)
-    plan = load_and_check(given, ranks.total)
+    plan = load_and_check(given, ranks.total, is_gpu=ranks.gpus > 0)
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or plan.notes or plan.resume_step:
         log_to_console()
@@ -45,7 +45,7 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
     return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
 
 
-def load_and_check(given: Namespace, world_size: int) -> Plan:
+def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> Plan:
     """Load a config and check it for a job of `world_size` ranks.
 
     Raises:
@@ -68,4 +68,4 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
         log_to_console()
         logger.info("%s", note)
     with config_errors(provenance):
-        return preflight(config, world_size)
+        return preflight(config, world_size, is_gpu=is_gpu)

@@ -1,6 +1,7 @@
 """`meshwright train`: check a config, tokenise its data, start the ranks."""
 
 import os
+import shutil
 import socket
 import sys
 from argparse import Namespace
@@ -52,6 +53,7 @@ def run(given: Namespace) -> None:
         *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
         # ranks of a second attempt would meet those of the first in the store
         *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
+        *_numa_binding(ranks),
     ]
     words = [str(SCRIPT), "--job.config_file", str(find_config(given.config)), *_overrides(given)]
     # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
@@ -134,6 +136,21 @@ def _check_host_name() -> None:
             f"host name = {name}: this machine cannot look up its own name, so that others cannot "
             "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
         ) from None
+
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def _numa_binding(ranks: Ranks) -> list[str]:
+    """Return torchrun's option that keeps each rank on the cores beside its GPU.
+
+    It needs numactl, and ends a job whose cores it may not use: so only on a whole machine.
+    """
+    has_nodes = len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
+    is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()
+    if ranks.gpus and has_nodes and is_whole and shutil.which("numactl"):
+        return ["--numa-binding", "node"]
+    return []
 
 
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:

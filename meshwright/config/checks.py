@@ -120,6 +120,14 @@ def check_device(
         f"needs GPUs, and this machine trains on its {device_type}",
         "leave it out",
     )
+    kernel = config.training.attention_kernel
+    check(
+        kernel == "auto" or device_type == "cuda",
+        "training.attention_kernel",
+        kernel,
+        f"is a kernel of GPUs, and this machine trains on its {device_type}",
+        "leave it out",
+    )
     check(
         device_type != "cuda"
         or waits_for_offload

@@ -169,6 +169,11 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         lambda c: not has_fsdp(c),
         "one rank with float32 weights and gradients uses no FSDP",
     ),
+    (
+        "training.attention_kernel",
+        lambda c: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
+        "documents and context parallelism have kernels of their own",
+    ),
     ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
     (
         "compile.cpu_attention",

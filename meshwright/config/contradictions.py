@@ -198,6 +198,12 @@ CONTRADICTIONS = (
         "choose another mode",
     ),
     Contradiction(
+        "training.attention_kernel",
+        lambda c: c.training.attention_kernel == "cudnn" and c.training.deterministic,
+        "cuDNN's backward is not deterministic, and training.deterministic is true",
+        'use "flash"',
+    ),
+    Contradiction(
         "float8.enable",
         lambda c: c.float8.enable and c.training.mixed_precision_param != "bfloat16",
         "results of float8 products are bfloat16, and training.mixed_precision_param is "

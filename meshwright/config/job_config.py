@@ -273,6 +273,13 @@ class Training(Source):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the initial weights and the order of the data."""
 
+    attention_kernel: Literal["auto", "cudnn", "flash", "fa3"] = "auto"
+    """Causal attention on GPUs. auto: cuDNN's kernel on Hopper and Blackwell, unless the job is
+    deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2, or
+    memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its package
+    is installed. The log names the kernel. Documents and context parallelism have kernels of their
+    own."""
+
     deterministic: bool = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of
     GPUs, attention among them, add up in an order that changes from run to run."""
@@ -413,9 +420,8 @@ class Parallelism(Section):
 
     context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
     """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
-    and keeps them for backward. ring: keys and values pass from rank to rank, and each keeps its
-    own. auto: ring on GPUs where flash attention takes them, without documents; gather
-    elsewhere."""
+    and again in backward. Only with `training.mask_documents` does it keep them. ring: keys and
+    values pass from rank to rank, not with documents. auto: gather."""
 
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""
@@ -423,7 +429,10 @@ class Parallelism(Section):
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """In which order a rank computes its microbatches, forward and backward."""
+    """In which order a rank computes its microbatches, forward and backward. GPipe, and the
+    schedules of two backward passes (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV), keep the
+    gradient of the output's weight for every microbatch in flight, 4 bytes x vocabulary x width
+    each. The last three cannot be compiled."""
 
     pipeline_parallel_stages_per_rank: OrFilledIn = -1
     """Pieces of the model on each rank of the pipeline. -1: the fewest that the schedule takes."""
@@ -435,7 +444,7 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters between forward and backward. default: all but the last
     block, whose backward comes next; with a pipeline none, because every microbatch would gather
-    them again."""
+    them again. never: they are gathered once per step, and stay until its last microbatch."""
 
     fsdp_prefetch_layers: PositiveInt = 1
     """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
@@ -449,15 +458,17 @@ class Parallelism(Section):
     """When gradients are reduce-scattered. last_microbatch: once per step, the fastest; until then
     each rank holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps
     only the sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto, which
-    is best for most: every_microbatch if there are several and whole gradients either take more
-    than a tenth of a device (`job.device_memory_gib`, or 80 GiB) beyond the shard, or would be
-    summed in bfloat16. Otherwise last_microbatch, and always with a pipeline,
-    `optimizer.early_step_in_backward` or bfloat16 weights."""
+    is best for most: every_microbatch if there are several and whole gradients would be summed in
+    bfloat16, or take more, beyond the shard, than a quarter of the memory that weights and
+    optimizer leave of a device (`job.device_memory_gib`, or 80 GiB). Otherwise last_microbatch, and
+    always with a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
 
 
 SAVED_OPS = [
     "aten.mm",
     "aten._scaled_mm",
+    "aten.amax",
+    "aten.max",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
@@ -484,7 +495,8 @@ class ActivationCheckpoint(Section):
 
     saved_ops: list[Annotated[str, Field(pattern=r"^\w+\.\w+$")]] = SAVED_OPS
     """Operators of torch.ops whose outputs selective "op" keeps: those that cost much for the
-    memory that they need. Norms and pointwise steps are cheap. "higher_order" holds flex attention,
+    memory that they need. Norms and pointwise steps are cheap. "aten.amax" and "aten.max" give the
+    scales of float8. "higher_order" holds flex attention,
     as compiled blocks and as eager ones call it; "_c10d_functional" collectives."""
 
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5

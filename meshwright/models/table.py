@@ -203,6 +203,11 @@ class DecoderSpec:
         return found
 
     @property
+    def head_dim(self) -> int:
+        """Width of attention's heads: of the widest, if blocks differ."""
+        return max(block.attention.head_dim for block in self.blocks)
+
+    @property
     def num_params(self) -> int:
         """All parameters; tied embeddings count once."""
         return sum(parameter.numel for parameter in self.parameters.values())

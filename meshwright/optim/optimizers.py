@@ -137,7 +137,9 @@ def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
         for shard, parameter in shards.items():
-            for key, value in optimizer.state[shard].items():
+            slots = optimizer.state.pop(shard)
+            for key in [*slots]:  # each is freed before the next is copied: memory is full here
+                value = slots.pop(key)
                 if key in states[parameter]:
                     continue
                 if is_dtensor(parameter) and value.shape == shard.shape:

@@ -1,4 +1,4 @@
-"""All-gather that autograd and torch.compile see through."""
+"""All-gather and reduce-scatter that torch.compile sees through, the first by autograd too."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,11 @@ _all_gather: Callable[..., Tensor] = (
     if hasattr(_functional_collectives, "all_gather_single_autograd")
     else _functional_collectives.all_gather_tensor_autograd
 )
+_reduce_scatter: Callable[..., Tensor] = (
+    _functional_collectives.reduce_scatter_single
+    if hasattr(_functional_collectives, "reduce_scatter_single")
+    else _functional_collectives.reduce_scatter_tensor
+)
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -25,3 +30,13 @@ def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
         mesh: of one axis.
     """
     return _all_gather(x.contiguous(), gather_dim=0, group=(mesh, 0))
+
+
+def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(ranks * n, ...) -> (n, ...): this rank's part of the sum over ranks; without gradient.
+    Collective.
+
+    Args:
+        mesh: of one axis.
+    """
+    return _reduce_scatter(x.contiguous(), "sum", scatter_dim=0, group=(mesh, 0))

@@ -19,7 +19,7 @@ LEAST_FLOP = 100e12
 
 
 def resolve_compile(
-    config: JobConfig, args: DecoderArgs, fp32_modules: Collection[str]
+    config: JobConfig, args: DecoderArgs, fp32_modules: Collection[str], *, is_gpu: bool
 ) -> tuple[JobConfig, str]:
     """Return `config` with `compile.enable` true or false, and how "auto" was decided.
 
@@ -41,6 +41,7 @@ def resolve_compile(
     Args:
         config: with every -1 filled in.
         fp32_modules: as `find_fp32_modules` gives them.
+        is_gpu: ranks train on GPUs.
 
     Returns:
         The config, and a line for the log; empty if the config says true or false, or if the job
@@ -56,7 +57,7 @@ def resolve_compile(
         reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
         is_on, reason = False, ""
-    elif obstacle := _obstacle(config, fp32_modules) or _why_no_compiler():
+    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or _why_no_compiler():
         is_on, reason = False, obstacle
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
@@ -72,7 +73,7 @@ def _option_that_compiles(config: JobConfig) -> str:
     return ""
 
 
-def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
+def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool) -> str:
     """Return why blocks should not be compiled; "" if nothing in the config is against it."""
     parallelism, backend = config.parallelism, config.compile.backend
     if backend != "inductor":
@@ -81,11 +82,8 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str]) -> str:
         return "training.fp32_modules names modules inside a block"
     if splits_backward(parallelism):
         return f"{parallelism.pipeline_parallel_schedule} computes gradients in two passes"
-    if recomputes_cut_attention(config):  # only a rank knows its device (see `check_device`)
-        return (
-            "recomputed attention under tensor parallelism can be compiled on GPUs alone (there, "
-            "set it to true)"
-        )
+    if recomputes_cut_attention(config) and not is_gpu:
+        return "recomputed attention under tensor parallelism can be compiled on GPUs alone"
     return ""
 
 

@@ -1,7 +1,6 @@
 """Context parallelism: each rank has a part of every sequence, and sees the keys of all."""
 
 import functools
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,8 @@ from meshwright.batch import Batch
 from meshwright.config.job_config import Parallelism, Training
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.document_mask import Mask, masked_attention
-from meshwright.parallelisms.all_gather import all_gather
-from meshwright.parallelisms.gathered_attention import gathered_attention
+from meshwright.parallelisms.gathered_attention import gather, gathered_attention
 from meshwright.parallelisms.ring_attention import is_available, ring_attention, torch_ring
-
-Attention = Literal["auto", "gather", "ring"]
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
@@ -42,15 +38,6 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 
-def is_ring(attention: Attention, device_type: str, *, is_available: bool) -> bool:
-    """Return whether keys and values go around.
-
-    Args:
-        is_available: there is a kernel for it; with "ring" there must be.
-    """
-    return attention == "ring" or (attention == "auto" and device_type == "cuda" and is_available)
-
-
 def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
@@ -61,10 +48,8 @@ def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: 
         A line for the log.
     """
     dtype = getattr(torch, training.mixed_precision_param)
-    has_kernel = is_available(mesh.device_type, dtype, model.table.rope.head_dim)
-    uses_ring = is_ring(
-        parallelism.context_parallel_attention, mesh.device_type, is_available=has_kernel
-    )
+    has_kernel = is_available(mesh.device_type, dtype, model.table.head_dim)
+    uses_ring = parallelism.context_parallel_attention == "ring"
     ring = mesh.get_group().group_name if uses_ring else None
     if uses_ring:
         torch_ring()  # if torch has moved it, that shows here
@@ -105,14 +90,14 @@ def attend(
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     if ring is not None and mask is None and is_flash:
         return ring_attention(q, k, v, ring, scale)[0][..., :width]
-    k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
-    if isinstance(mask, BlockMask):  # skips later keys by itself
-        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
     if mask is None:
-        attended = gathered_attention(q, k, v, chunks, scale=scale, is_flash=is_flash)
+        attended = gathered_attention(q, k, v, chunks, mesh=mesh, scale=scale, is_flash=is_flash)
         return attended[..., :width]
+    k, v = gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
+    if isinstance(mask, BlockMask):  # skips later keys by itself
+        return masked_attention(q, k, v, mask, scale=scale)[..., :width]
     length = q.shape[2] // 2
     outputs = []
     for part, chunk in enumerate(chunks):
@@ -122,11 +107,3 @@ def attend(
         part_mask = mask[:, :, rows, seen]
         outputs.append(masked_attention(q[:, :, rows], keys, values, part_mask, scale=scale))
     return torch.cat(outputs, dim=2)[..., :width]
-
-
-def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
-    gathered = all_gather(x, mesh)
-    parts = gathered.unflatten(0, (mesh.size(), 2))  # (cp, 2, B, K, S/cp, H)
-    early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
-    return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)

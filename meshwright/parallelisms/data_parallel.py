@@ -53,7 +53,12 @@ def apply_fsdp(
     at_end = reshard_after_forward == "always"
     is_tied = isinstance(model.output, TiedProjection)
     if model.tok_embeddings is not None and not is_tied:
-        layers.append([shard(model.tok_embeddings, reshard_after_forward=not never)])
+        embedding = shard(model.tok_embeddings, reshard_after_forward=not never)
+        embedding.set_unshard_in_backward(False)  # its gradient needs no weight
+        # Nothing is left to gather after it in backward. By itself FSDP2 would gather the last
+        # group of the microbatch before, since its last backward comes later (`_accumulate`).
+        embedding.set_modules_to_backward_prefetch([embedding])
+        layers.append([embedding])
     *_, last = model.layers.values()
     for block in model.layers.values():
         # backward begins with the last and the output: freed, they would be gathered twice in a row
@@ -150,7 +155,7 @@ def _prefetch(root: "FSDPModule", layers: Sequence[Sequence["FSDPModule"]], ahea
         first, *gathered = chain.from_iterable(forward[following])
         first.set_modules_to_forward_prefetch(gathered)
         first, *gathered = chain.from_iterable(backward[following])
-        first.set_modules_to_backward_prefetch(gathered)
+        first.set_modules_to_backward_prefetch(gathered or [first])  # without any, one by itself
 
 
 def sum_gradients(model: Decoder) -> None:

@@ -1,5 +1,7 @@
 """Causal attention of a rank's two chunks of queries to gathered keys, without a mask.
 
+For backward a rank keeps its own part of the keys and values, and gathers them once more.
+
 A chunk sees all earlier chunks whole, and itself causally: two calls of a fused kernel, merged by
 the logarithms of their sums of exponential scores. Source of the merge: Rabe and Staats 2021,
 arXiv:2112.05682; of the backward from the merged logarithms: Dao 2023, arXiv:2307.08691.
@@ -12,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallelisms.all_gather import all_gather, reduce_scatter
 from meshwright.parallelisms.ring_attention import SEQUENCE, efficient_kernels, kernels
 
 Part = tuple[Tensor, Tensor]
@@ -27,16 +31,20 @@ def gathered_attention(
     v: Tensor,
     chunks: tuple[int, int],
     *,
+    mesh: DeviceMesh | None = None,
     scale: float | None = None,
     is_flash: bool = True,
 ) -> Tensor:
     """Return (B, N, S/cp, H): attention of the queries to all keys up to their own position.
 
+    Collective over `mesh`, in forward and backward.
+
     Args:
         q: (B, N, S/cp, H), two chunks of equal length, one after the other.
-        k: (B, K, S, H), in the order of positions; K divides N.
+        k: (B, K, S/cp, H), at the positions of `q`; K divides N.
         v: as `k`.
         chunks: numbers of the two chunks among the equal chunks of the sequence.
+        mesh: the cp axis; None: `k` and `v` are those of all ranks, in the order of positions.
         scale: of products of queries with keys; None: H^-1/2.
         is_flash: on GPUs, whether flash attention takes it; memory-efficient attention if not.
     """
@@ -45,7 +53,7 @@ def gathered_attention(
     if q.is_cuda and width % WIDTHS:
         q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
     apply: Callable[..., Tensor] = _GatheredAttention.apply
-    return apply(q, k, v, chunks, is_flash, scale)[..., :width]
+    return apply(q, k, v, chunks, mesh, is_flash, scale)[..., :width]
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -58,9 +66,13 @@ class _GatheredAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         chunks: tuple[int, int],
+        mesh: DeviceMesh | None,
         is_flash: bool,
         scale: float,
     ) -> Tensor:
+        own = k, v
+        if mesh is not None:
+            k, v = gather(torch.stack([k, v]), mesh).unbind(0)
         attend, _ = kernels(q) if is_flash else efficient_kernels()
         outputs, sums = [], []
         for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
@@ -74,14 +86,21 @@ class _GatheredAttention(torch.autograd.Function):
             outputs.append(out)
             sums.append(logsumexp.contiguous())
         output = torch.cat(outputs, SEQUENCE)
-        ctx.save_for_backward(q, k, v, output, *sums)
-        ctx.options = chunks, is_flash, scale
+        ctx.save_for_backward(q, *own, output, *sums)
+        ctx.options = chunks, mesh, is_flash, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, *sums = ctx.saved_tensors
-        chunks, is_flash, scale = ctx.options
+        chunks, mesh, is_flash, scale = ctx.options
+        if mesh is not None:
+            # A few numbers of the gradient go along: a gather that needs none the compiler moves to
+            # forward, and keeps the result.
+            ahead = grad[0, 0, 0]
+            mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
+            parts = all_gather(mine, mesh)[:, : -len(ahead)]
+            k, v = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
         _, backward = kernels(q) if is_flash else efficient_kernels()
         # of no element are there more than two parts, so that 16-bit sums, too, are rounded once
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
@@ -103,7 +122,27 @@ class _GatheredAttention(torch.autograd.Function):
                 into += of_q
                 grad_k[:, :, keys] += of_k
                 grad_v[:, :, keys] += of_v
-        return grad_q, grad_k, grad_v, None, None, None
+        if mesh is not None:
+            grad_k, grad_v = _scatter(torch.stack([grad_k, grad_v]), mesh).unbind(0)
+        return grad_q, grad_k, grad_v, None, None, None, None
+
+
+def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
+    return _in_order(all_gather(x, mesh).unflatten(0, (mesh.size(), 2)))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """(cp, 2, B, K, S/cp, H) -> (2, B, K, S, H)."""
+    early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
+    return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)
+
+
+def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(2, B, K, S, H) -> (2, B, K, S/cp, H): the sum over ranks, at this rank's positions."""
+    chunks = x.chunk(2 * mesh.size(), dim=-2)
+    parts = [torch.cat([chunks[rank], chunks[-1 - rank]], -2) for rank in range(mesh.size())]
+    return reduce_scatter(torch.cat(parts), mesh)
 
 
 def _keys(q: Tensor, chunks: tuple[int, int]) -> list[list[tuple[slice, bool]]]:

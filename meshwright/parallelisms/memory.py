@@ -13,9 +13,9 @@ from meshwright.parallelisms.pipeline_split import stages_of_rank
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 USUAL_DEVICE_GIB = 80
-LARGEST_PART = 0.1
-"""Of a device that gradients may take between microbatches, before it is better to reduce them on
-each one."""
+LARGEST_PART = 0.25
+"""Of the memory that weights and optimizer leave of a device: whole gradients may take it between
+microbatches. The rest is for activations, which are not known here."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
     It is chosen if there are several microbatches, nothing else needs whole gradients, and either
 
-    - whole gradients take more than `LARGEST_PART` of a device beyond the rank's shard of them, or
+    - whole gradients take more, beyond the rank's shard of them, than `LARGEST_PART` of the memory
+      that weights, optimizer and the shard leave of a device, or
     - `mixed_precision_reduce` is bfloat16: whole gradients would be added up in that type.
 
     Raises:
@@ -81,7 +82,10 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
     width = BYTES[training.mixed_precision_reduce]
     saved = load.trained * (width - BYTES[training.dtype] / shards)
-    limit = LARGEST_PART * (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
+    device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
+    # of a config without a choice, so without whole gradients
+    free = device - sum(least_memory(config, load, num_microbatches).values())
+    limit = LARGEST_PART * max(free, 0)
     if reduction == "auto" and num_microbatches > 1 and has_fsdp(config):
         is_possible = (
             parallelism.pipeline_parallel_degree == 1

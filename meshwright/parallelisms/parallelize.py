@@ -110,7 +110,7 @@ def _multiply_by_onednn() -> str:
 
 def _use_cpu_kernel(model: Decoder, dtype: str) -> str:
     """Give attention its kernel in C++, if this machine has it."""
-    if reason := cpu_attention.why_not(model.table.rope.head_dim, getattr(torch, dtype)):
+    if reason := cpu_attention.why_not(model.table.head_dim, getattr(torch, dtype)):
         return f"attention: torch's, since {reason}"
     for block in model.layers.values():
         core = block.get_submodule("attention.core")

@@ -128,7 +128,7 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choic
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
     batch = plan.config.training.global_batch_size
     whole = changed(config, {"training": {"global_batch_size": batch}})
-    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules)
+    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
     for mesh in _meshes(config, ranks, device):
         for mode, keeps in product(MODES, (True, False)):
             choice = Choice(mesh, mode, keeps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 
 from meshwright.config.job_config import BYTES, JobConfig, Training, WeightedSource
@@ -50,21 +49,4 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
     left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
     config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
     config = changed(config, {"compile": {"enable": False}})  # a plan is of eager blocks
-    plan = preflight(config, world_size, checks_memory=False)
-    return _with_ring(plan) if is_gpu else plan
-
-
-def _with_ring(plan: Plan) -> Plan:
-    """Write out the attention that "auto" takes on GPUs, where the mesh says it is on CPUs."""
-    config = plan.config
-    parallelism, training = config.parallelism, config.training
-    has_kernel = plan.model_args.table.rope.head_dim % 8 == 0
-    if (
-        parallelism.context_parallel_degree > 1
-        and parallelism.context_parallel_attention == "auto"
-        and training.mixed_precision_param == "bfloat16"
-        and not training.mask_documents
-        and has_kernel
-    ):
-        config = changed(config, {"parallelism": {"context_parallel_attention": "ring"}})
-    return dataclasses.replace(plan, config=config)
+    return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)

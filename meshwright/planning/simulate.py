@@ -29,10 +29,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Simulation:
-    """Step 2 of one rank: the optimizer has its state."""
+    """The first update of one rank, and its step 2, when the optimizer has its state."""
 
     rank: int
     record: Record
+    """Of both; with the optimizer in backward of step 2 alone."""
     entries: list[Operator | Collective]
     """In the order of the program."""
     simulated: int
@@ -96,12 +97,15 @@ def run_step(
         ledger.note(left_out, "communication buffers")
         for batch in batches:
             ledger.note([x for x in vars(batch).values() if x is not None], "activations")
+        if not plan.config.optimizer.early_step_in_backward:  # it would have all gradients at once
+            ledger.begin()  # the first update is in the plan: making its state takes memory
         rank.give_optimizer_state()
         for state in rank.optimizer.state.values():
             tensors = (x for x in state.values() if isinstance(x, Tensor))
             ledger.note(tensors, HOST if is_offloaded else "optimizer")
         trace.begin()
-        ledger.begin()
+        if plan.config.optimizer.early_step_in_backward:
+            ledger.begin()
         rank.step(2, batches[:simulated])
         ledger.settle()
     ledger.record.leave_out(HOST)
@@ -173,7 +177,7 @@ class Rank:
             return found
 
     def give_optimizer_state(self) -> None:
-        """Make the state that the optimizer has after its first step, without that step."""
+        """Make the state that the optimizer has after its first step, by an update without one."""
         with self._mode:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:

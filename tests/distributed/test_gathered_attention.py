@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.models.layers.attention import repeat_heads
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.context_parallel import attend, local_positions
-from meshwright.parallelisms.gathered_attention import gathered_attention
+from meshwright.parallelisms.gathered_attention import gather, gathered_attention
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.helpers.tiny import meshes_of
 
@@ -72,6 +72,45 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_it_is_attention_to_the_whole_sequence(on_ranks, cp, dtype, tolerance) -> None:
     on_ranks(cp, _attend_to_the_whole, cp, dtype, tolerance)
+
+
+def _kept_and_results(cp: int, compiles: bool) -> tuple[int, bool]:
+    """Most elements of a tensor that is kept for backward; whether keys that were gathered before
+    give the same bits."""
+    mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
+    *inputs, grad = _inputs(torch.bfloat16)
+    positions = local_positions(SEQ_LEN, mesh, grad.device)
+    rank, sizes = mesh.get_local_rank(), []
+    chunks = (rank, 2 * cp - 1 - rank)
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.untyped_storage().nbytes() // x.element_size())
+        return x
+
+    def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = gather(torch.stack([k, v]), mesh).unbind(0)
+        return gathered_attention(q, k, v, chunks)
+
+    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return gathered_attention(q, k, v, chunks, mesh=mesh)
+
+    results = []
+    for attention in (once, torch.compile(twice, backend="aot_eager") if compiles else twice):
+        own = [part[:, :, positions].requires_grad_() for part in inputs]
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            output = attention(*own)
+        results.append([output, *torch.autograd.grad(output, own, grad[:, :, positions])])
+    return max(sizes), all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_a_rank_keeps_its_own_keys_alone(on_ranks, compiles) -> None:
+    cp = 4
+    queries = 2 * 4 * (SEQ_LEN // cp) * 8
+    for most, are_equal in on_ranks(cp, _kept_and_results, cp, compiles):
+        assert most <= queries  # whole keys have twice as many elements
+        assert are_equal
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,8 +1,12 @@
 """Parameter groups by name on two ranks, against plain PyTorch on one."""
 
+import dataclasses
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.batch import Batch
@@ -139,3 +143,32 @@ def _updates_shards() -> None:
 
 def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters(on_ranks) -> None:
     on_ranks(2, _updates_shards)
+
+
+def _growth_of_updates() -> tuple[list[float], float]:
+    """Most memory that each of two updates takes beyond that before it, and that of the largest
+    parameter, in bytes of this rank's parameters."""
+    dims = ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2})
+    args = dataclasses.replace(TINY, dim=256, n_layers=4, hidden_dim=512)
+    model, _ = parallel_model(dims, args)
+    optimizer = build_optimizer(model.named_parameters(), Optimizer())
+    shards = [parameter.to_local().nbytes for parameter in model.parameters()]
+    found = []
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            update(optimizer, torch.tensor(False))
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted(
+            (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+        )
+        most = max(itertools.accumulate(num_bytes for _, num_bytes in changes))
+        found.append(most / sum(shards))
+    return found, max(shards) / sum(shards)
+
+
+def test_the_first_update_makes_the_state_once(on_ranks) -> None:
+    for (first, second), largest in on_ranks(2, _growth_of_updates):
+        assert 2 <= first < 2 + largest + 0.05  # two moments; one of them is copied at a time
+        assert second < 0.05

@@ -17,7 +17,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.models.layers.document_mask import dense_mask
 from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.context_parallel import attend, is_ring, local_positions
+from meshwright.parallelisms.context_parallel import attend, local_positions
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.preflight import preflight
 from meshwright.proof.cases import KEYS
@@ -95,7 +95,7 @@ def _built_to_go_around(config: JobConfig) -> list[bool]:
 
 def test_the_config_decides(on_ranks) -> None:
     axes = [f"--parallelism.{KEYS[axis]}={n}" for axis, n in (("dp_shard", 1), ("cp", 2))]
-    for attention, want in (("ring", True), ("gather", False), ("auto", False)):  # on CPUs
+    for attention, want in (("ring", True), ("gather", False), ("auto", False)):
         words = [*axes, f"--parallelism.context_parallel_attention={attention}"]
         config, _ = load_config(["--job.config_file", str(DEBUG), *words])
         for built in on_ranks(2, _built_to_go_around, config):
@@ -117,7 +117,6 @@ def _attend_to_documents() -> None:
 
 
 def test_documents_are_gathered(on_ranks) -> None:
-    """On GPUs a ring is the default, and not for these."""
     on_ranks(2, _attend_to_documents)
 
 
@@ -231,24 +230,6 @@ def test_a_budget_knows_what_a_ring_costs(on_ranks) -> None:
     """Cheaper operations are computed again before it: one message forward, three in backward."""
     assert on_ranks(2, _messages_within_budget, 0.4) == [(1 + 3) * TINY.n_layers] * 2
     assert on_ranks(2, _messages_within_budget, 0.0) == [(1 + 1 + 3) * TINY.n_layers] * 2
-
-
-@pytest.mark.parametrize(
-    ("attention", "device_type", "is_available", "want"),
-    [
-        *[
-            ("auto", "cuda", True, True),
-            ("auto", "cuda", False, False),
-            ("auto", "cpu", True, False),
-        ],
-        *[("gather", "cuda", True, False), ("gather", "cpu", True, False)],
-        *[("ring", "cuda", True, True), ("ring", "cpu", True, True)],
-    ],
-)
-def test_a_ring_is_the_default_where_gpus_have_a_kernel(
-    attention, device_type, is_available, want
-) -> None:
-    assert is_ring(attention, device_type, is_available=is_available) == want
 
 
 def test_torch_is_asked_whether_there_is_a_kernel(monkeypatch) -> None:

@@ -710,9 +710,9 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[str]:
+def _collectives(dims: ParallelDims, step_options: StepOptions, options: dict) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_model(dims, fsdp_cpu_backend="gloo")
+    model, meshes = parallel_model(dims, fsdp_cpu_backend="gloo", **options)
     tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
@@ -720,7 +720,7 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
             [Batch(tokens, labels)] * 4,
             adamw(model),
             step=1,
-            options=StepOptions(0.5, reduce_every_microbatch),
+            options=step_options,
             meshes=meshes,
             detector=BadStepDetector(torch.device("cpu")),
         )
@@ -731,12 +731,69 @@ def _collectives(dims: ParallelDims, reduce_every_microbatch: bool) -> Counter[s
 def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
     groups = 2 + TINY.n_layers  # embedding, blocks, output
     dims = ParallelDims(dp_replicate=replicate, dp_shard=2)
-    for counts in on_ranks(dims.dp, _collectives, dims, every):
+    for counts in on_ranks(dims.dp, _collectives, dims, StepOptions(0.5, every), {}):
         assert counts["_reduce_scatter_base_"] == groups * (4 if every else 1)
         # the number of labels, and the loss with the norm; and copies add up gradients once a step
         assert counts["allreduce_"] == 2 + (groups if replicate > 1 else 0)
-        # every group for every forward, and for every backward but the last block and the output
-        assert counts["_allgather_base_"] == 4 * (groups + groups - 2)
+        # every group for every forward; for every backward all but the embedding, whose gradient
+        # needs no weight, and the last block and the output, which are still there
+        assert counts["_allgather_base_"] == 4 * (groups + groups - 3)
+
+
+NEVER = {"reshard_after_forward": "never"}
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers"),
+    [
+        ({"prefetch_layers": 2}, 4 * (5 + 2)),
+        ({"reshard_after_forward": "always"}, 4 * (5 + 4)),
+        ({"frozen": frozenset({"tok_embeddings.weight"})}, 4 * (5 + 2)),
+        (NEVER, 5),
+        (NEVER | {"prefetch_layers": 2}, 5),
+    ],
+    ids=["ahead", "always", "frozen", "never", "never, ahead"],
+)
+def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    step_options = StepOptions(0.5, reshard_every_microbatch=not NEVER.items() <= options.items())
+    for counts in on_ranks(2, _collectives, dims, step_options, options):
+        assert counts["_allgather_base_"] == gathers
+
+
+def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[torch.Tensor]:
+    """Of steps of four microbatches; if not frugal, FSDP2 gathers and waits as often as it can."""
+    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    model, meshes = parallel_model(dims, **options)
+    step_options = StepOptions(0.5, every, reshard_every_microbatch=not is_frugal)
+    if not is_frugal:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_unshard_in_backward(True)
+                module.set_is_last_backward = lambda _: None
+    results = take_steps(
+        model, meshes, 1, adamw(model), step_options, BadStepDetector(torch.device("cpu"))
+    )
+    figures = [part for result in results for part in (result.loss, result.grad_norm)]
+    for stage in model.stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                assert all(group.is_sharded for group in parameter_groups(module))
+    return figures + [whole(parameter) for parameter in model.parameters()]
+
+
+def _frugal_and_not(cases: list[tuple[dict, bool]]) -> list[bool]:
+    return [
+        all(map(torch.equal, *(_figures_and_weights(*case, every) for case in pairs)))
+        for options, every in cases
+        for pairs in [[(options, True), (options, False)]]
+    ]
+
+
+def test_fewer_gathers_and_waits_change_no_bit(on_ranks) -> None:
+    policies = ({}, NEVER, NEVER | {"ac_mode": "full"}, NEVER | {"enable_cpu_offload": True})
+    cases = [(options, every) for options in policies for every in (False, True)]
+    assert on_ranks(2, _frugal_and_not, cases) == [[True] * len(cases)] * 2
 
 
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
@@ -768,11 +825,12 @@ def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_layers_are_gathered_ahead(on_ranks, ahead) -> None:
     args = dataclasses.replace(TINY, n_layers=5)
-    # in forward the embedding comes before the blocks, in backward the output. FSDP2's own
+    # in forward the embedding comes before the blocks, in backward the output, and the embedding is
+    # not gathered. FSDP2's own
     # prefetching waits in forward for the next module, which a GPU's queue makes one ahead
     early = ahead if ahead > 1 else 0
     forward = [min(2 + block + early, 7) for block in range(5)]
-    backward = [min(2 + block + ahead, 7) for block in range(5)]
+    backward = [min(2 + block + ahead, 6) for block in range(5)]
     for seen in on_ranks(2, _gathered_when_blocks_compute, args, ahead):
         assert seen == (forward, backward)
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import tomli
+from torch.distributed.run import parse_args
 
 import meshwright
+from meshwright.cli import train
 from meshwright.cli.main import COMMANDS, build_parser, main, run
 from meshwright.cli.train import environment
 from meshwright.config.loader import load_config
@@ -309,3 +311,24 @@ def test_the_debug_model_is_fast_on_any_cpu(monkeypatch, tmp_path, capsys) -> No
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_job([DEBUG])
     assert "mixed_precision_param" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "cores", "numactl", "is_bound"),
+    [
+        *[(8, 2, 4, "/usr/bin/numactl", True), (0, 2, 4, "/usr/bin/numactl", False)],
+        *[(8, 1, 4, "/usr/bin/numactl", False), (8, 2, 2, "/usr/bin/numactl", False)],
+        (8, 2, 4, None, False),
+    ],
+)
+def test_ranks_stay_beside_their_gpus(
+    monkeypatch, tmp_path, gpus, nodes, cores, numactl, is_bound
+) -> None:
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
+    monkeypatch.setattr(train, "NUMA_NODES", tmp_path)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: {*range(cores)})
+    monkeypatch.setattr(train.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(train.shutil, "which", lambda _: numactl)
+    assert bool(train._numa_binding(Ranks(8, 1, gpus))) == is_bound
+    assert parse_args([*train._numa_binding(Ranks(8, 1, gpus)), "x"]).numa_binding in (None, "node")

@@ -322,6 +322,12 @@ def test_a_plan_is_of_eager_blocks() -> None:
     assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
 
 
+def test_recomputed_attention_that_is_cut_is_compiled_on_gpus() -> None:
+    config, _ = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
+    for is_gpu in (False, True):
+        assert preflight(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
+
+
 def test_a_search_leaves_a_job_compiled_that_is() -> None:
     for words, has_split in ((LONG, False), ([], True)):
         config, _ = load_config([DEBUG, *words, "--training.global_batch_size=64"])

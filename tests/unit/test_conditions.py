@@ -138,7 +138,8 @@ OUTCOMES = {
         model="flavor args frozen",
         training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
         "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
-        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed deterministic",
+        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed attention_kernel "
+        "deterministic",
         validation="enable",
         optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
         bad_steps="policy spike_std",
@@ -204,6 +205,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     },
     "training.mixed_precision_reduce": TWO_IN_FP32,
     "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
+    "training.attention_kernel": {},
     "training.dataset_column": JSON,
     "training.dataset_format": JSON,
     "training.dataset_path": JSON,
@@ -272,6 +274,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
     "training.fp32_modules": {"training__mixed_precision_param": "float32"},
     "training.token_cache_folder": STREAMED,
+    "training.attention_kernel": {"training__mask_documents": True},
     "parallelism.fsdp_reshard_after_forward": {},
     "parallelism.fsdp_prefetch_layers": {},
     "parallelism.fsdp_cpu_backend": {},

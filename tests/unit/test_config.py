@@ -392,6 +392,15 @@ def test_async_tensor_parallelism_needs_a_gpu() -> None:
         check_device(config, "cpu")
 
 
+def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
+    config, _ = load_config(["--training.attention_kernel=flash"])
+    check_device(config, "cuda")
+    with pytest.raises(
+        ConfigError, match="is a kernel of GPUs, and this machine trains on its cpu"
+    ):
+        check_device(config, "cpu")
+
+
 def test_a_ring_on_gpus_needs_a_kernel() -> None:
     config, _ = load_config([*RING])
     for device_type in ("cpu", "cuda"):

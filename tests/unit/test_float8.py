@@ -26,11 +26,13 @@ from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.llama import LlamaArgs
 from meshwright.parallelisms import data_parallel
+from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.float8 import apply_float8
 from meshwright.parallelisms.parallelize import _compile, parallelize
 from meshwright.planning.job import plan_job
 from meshwright.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model
+from tests.unit.test_activation_checkpoint import CountOps
 
 ON = Float8(enable=True, emulate=True)
 LARGE = dataclasses.replace(TINY, dim=64, hidden_dim=96)  # multiples of 16, alone and cut in two
@@ -269,3 +271,18 @@ def test_casts_are_kept_for_rows_alone(monkeypatch, options: Float8, keeps_casts
         float8_layers=layers_of(options),
     )
     assert seen == [keeps_casts]
+
+
+@pytest.mark.parametrize(("recipe", "name"), [("rowwise", "amax"), ("tensorwise", "max")])
+def test_by_op_scales_are_not_computed_again(recipe: str, name: str) -> None:
+    pytest.importorskip("torchao")
+    counts = []
+    for mode in ("none", "selective"):
+        model = plain_model(LARGE)
+        float8 = Float8(enable=True, emulate=True, recipe_name=recipe)
+        apply_float8(model, layers_of(float8, args=LARGE), float8)
+        apply_ac(model.layers, ActivationCheckpoint(mode=mode))
+        with CountOps() as operators:
+            model(torch.arange(32).view(2, 16)).square().sum().backward()
+        counts.append(operators.counts[f"aten.{name}"])
+    assert counts[0] == counts[1] > 0

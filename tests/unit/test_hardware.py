@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from meshwright import hardware
 from meshwright.errors import ConfigError
@@ -72,3 +73,89 @@ def test_each_library_has_its_own_peak_in_fp32(monkeypatch, tmp_path) -> None:
     assert peak(torch.float32, 1.5, is_onednn=True) == 2.0
     assert peak(torch.bfloat16, 2.0, is_onednn=True) == 2.0
     assert peak(torch.bfloat16, 1.0, is_onednn=False) == 2.0
+
+
+HOPPER, OLD, NEW = (9, 0), 91002, 91501
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "cudnn", "seq_len", "is_deterministic", "first"),
+    [
+        *[("auto", HOPPER, NEW, 8192, False, "cudnn"), ("auto", HOPPER, NEW, 1000, False, "cudnn")],
+        *[("auto", HOPPER, OLD, 8192, False, "cudnn"), ("auto", HOPPER, OLD, 1000, False, "flash")],
+        *[("auto", HOPPER, 0, 8192, False, "flash"), ("auto", HOPPER, NEW, 8192, True, "flash")],
+        *[("auto", (8, 0), NEW, 8192, False, "flash"), ("auto", (10, 0), NEW, 64, False, "cudnn")],
+        *[("cudnn", (8, 0), NEW, 8192, False, "cudnn"), ("cudnn", HOPPER, 0, 8192, False, "flash")],
+        *[("flash", HOPPER, NEW, 8192, False, "flash"), ("fa3", HOPPER, NEW, 64, False, "flash")],
+    ],
+)
+def test_the_order_of_kernels_of_attention(
+    kernel, capability, cudnn, seq_len, is_deterministic, first
+) -> None:
+    order = hardware.attention_order(
+        kernel,
+        capability=capability,
+        cudnn=cudnn,
+        seq_len=seq_len,
+        is_deterministic=is_deterministic,
+    )
+    assert order[0] == first
+    assert order[-3:] == ["flash", "efficient", "math"]
+    assert set(order) <= set(hardware.SDPA_BACKENDS)
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> None:
+    """A GPU whose kernels take 16 bits alone, all but the memory-efficient one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: OLD)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **(k | {"device": "cpu"})))
+    of_16_bits = lambda params: params.query.dtype != torch.float32  # noqa: E731
+    for name in ("cudnn", "flash"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", of_16_bits)
+    monkeypatch.setattr(
+        torch.backends.cuda,
+        "can_use_efficient_attention",
+        lambda params: params.query.shape[1] == params.key.shape[1],
+    )
+
+
+def choose(kernel: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[str], str]:
+    return hardware.choose_attention(kernel, torch.device("cuda"), 8192, dtype, (8, 2, 64))
+
+
+def test_the_log_names_the_kernel(hopper) -> None:
+    assert choose("auto")[1] == "attention: cudnn 91002"
+    assert choose("flash") == (["flash", "efficient", "math"], "attention: flash")
+    assert choose("auto", torch.float32)[1] == "attention: efficient"
+
+
+def test_a_kernel_that_is_not_there_is_refused(hopper) -> None:
+    for kernel, dtype in (("cudnn", torch.float32), ("fa3", torch.bfloat16)):
+        with pytest.raises(ConfigError, match="training.attention_kernel") as error:
+            choose(kernel, dtype)
+        assert 'fix: use "auto"' in str(error.value)
+
+
+def test_the_order_holds_in_recomputation_and_in_compiled_graphs() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x * n for n in (1, 2, 3))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(attend, x, use_reentrant=False)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(recomputed, backend="aot_eager", fullgraph=True)
+    tag = torch.compiler.config.cache_key_tag
+    for function in (recomputed, compiled):
+        x = torch.ones(1, 2, 16, 8, requires_grad=True)
+        with hardware.ordered_attention(["math"]), torch.profiler.profile() as profile:
+            function(x).sum().backward()
+        assert not any("flash" in event.name for event in profile.events())
+    torch._dynamo.reset()
+    torch.compiler.config.cache_key_tag = tag
+    with torch.profiler.profile() as profile:
+        recomputed(torch.ones(1, 2, 16, 8, requires_grad=True)).sum().backward()
+    assert any("flash" in event.name for event in profile.events())

@@ -60,7 +60,9 @@ SMALL = {"model__flavor": "llama3_1b"}
         (EVERY, 8, 16, {SHARD: 4, REPLICATE: 2}),
         (ONCE, 8, 16, {"parallelism__tensor_parallel_degree": 4}),  # 8 GB, of which 4 are the shard
         (ONCE, 8, 16, SMALL),
-        (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 24}),
+        (ONCE, 8, 16, SMALL | {"job__device_memory_gib": 24}),
+        (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 16}),  # 4.0 GiB; a quarter is 3.4
+        (ONCE, 8, 16, {"model__flavor": "llama3_3b"}),  # 10.5 GiB; it is 18
         (EVERY, 8, 16, SMALL | BF16_SUMS),
         ("auto", 8, 8, SMALL | BF16_SUMS),
         (EVERY, 8, 16, {"training__enable_cpu_offload": True}),

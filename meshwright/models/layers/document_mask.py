@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Tensor | BlockMask
@@ -92,6 +93,10 @@ def _at(values: Tensor, positions: Tensor | None) -> Tensor:
 @cache  # not at import, which would take a second
 def _compiled(function: Any) -> Any:
     """Compile a function of flex attention: uncompiled, it makes a whole (S, S) matrix first."""
+    # Of two graphs that fit, dynamo would take the one that it used last. A block that is
+    # recomputed in backward might then take another than it took in forward, and fail (pytorch
+    # issue 166926, open in 2.13). Private: if it goes, see whether the issue is closed.
+    eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
     # can keep its output. A torch without the option computes it again.
     try:
