@@ -54,6 +54,8 @@ class Plan:
     """Without -1: every value that follows from others is filled in."""
     compile_line: str
     """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
+    batch_line: str
+    """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
     spec: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
@@ -96,7 +98,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        return [line for line in (self.compile_line, *self.idle_options) if line]
+        return [line for line in (self.batch_line, self.compile_line, *self.idle_options) if line]
 
     @property
     def idle_options(self) -> list[str]:
@@ -132,6 +134,7 @@ def preflight(
         ConfigError: for the first thing that would keep it from running.
     """
     tokenizer = check_alone(config)
+    given_batch = config.training.global_batch_size
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": spec.name}})
@@ -160,6 +163,7 @@ def preflight(
     plan = Plan(
         config=config,
         compile_line=compile_line,
+        batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
         spec=spec,
         model_args=model_args,
         tokenizer=tokenizer,
@@ -184,6 +188,15 @@ def preflight(
     elif looks_at_files:
         check_first_weights(plan)
     return plan
+
+
+def _batch_line(given: int, resolved: int, world_size: int) -> str:
+    if given != -1 or world_size == 1:
+        return ""
+    return (
+        f"training.global_batch_size = -1: the batch follows the number of ranks, here {resolved} "
+        f"sequences per step; set it to {resolved} for the same result on any mesh"
+    )
 
 
 def check_alone(config: JobConfig) -> Tokenizer:

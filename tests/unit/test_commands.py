@@ -125,7 +125,6 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         ([DEBUG, "--training.steps=", "3"], "fix: no space after =: --training.steps=3"),
         (["--config", DEBUG], "fix: write the path of the TOML alone"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
-        ([], "fix: name a TOML, or a preset"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
     ],
 )
@@ -145,7 +144,7 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     lines = {line.split(" = ")[0]: line.split("  # ")[-1] for line in out.splitlines()}
     assert lines["seq_len"].endswith("own.toml:3")
     assert lines["steps"] == "--training.steps"
-    assert lines["warmup_steps"].endswith("debug_model.toml:33")
+    assert lines["warmup_steps"].endswith("debug_model.toml:34")
     assert lines["beta1"] == "default"
     assert lines["lr_scale"].endswith("own.toml:9")
     first, second = out.split("[[training.datasets]]")[1:]
@@ -293,6 +292,24 @@ def test_a_type_that_the_cpu_is_slow_in_is_told(
     check_job([DEBUG, "--training.mixed_precision_param", dtype])
     said = "".join(capsys.readouterr())
     assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
+
+
+def test_a_machine_without_gpus_says_nothing_of_a_job_for_others(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_job([DEBUG, "--ngpu", 8, "--training.mixed_precision_param", "bfloat16"])
+    assert "float32" not in "".join(capsys.readouterr())
+
+
+def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
+    check_job(["--training.steps", 50])
+    assert capsys.readouterr().out.startswith("debug_model can run: ")
+    monkeypatch.setenv("CONFIG_FILE", "debug_qwen3")
+    check_job([])
+    assert capsys.readouterr().out.startswith("debug_qwen3 can run: ")
 
 
 def test_a_type_that_gpus_are_slow_in_is_told(monkeypatch, capsys) -> None:
