@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -129,7 +131,7 @@ def divisors_of(number: int) -> str:
 def where_it_ends(path: str | Path) -> str:
     """Return advice on a path that does not exist: a name that is near, or how far it exists."""
     path = Path(path).absolute()
-    parent = next(folder for folder in path.parents if folder.exists())
+    parent = next(folder for folder in path.parents if os.path.exists(folder))
     name = path.relative_to(parent).parts[0]
     try:
         near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
@@ -140,6 +142,26 @@ def where_it_ends(path: str | Path) -> str:
     if near and near[0] != name:
         return f"did you mean {parent / near[0]}?"
     return f"check the path: {parent} exists, but holds no {name}"
+
+
+def out_of_reach(path: str | Path) -> str:
+    """Return why nobody can tell here whether `path` exists, or why this user cannot read it, and
+    then the fix; "" for a path that can be read, or that does not exist."""
+    if str(path).startswith("~"):
+        return f"there is no user {Path(path).parts[0][1:]}\n  fix: write the folder itself"
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except PermissionError:
+        closed = next(p for p in Path(path).absolute().parents if not os.access(p, os.X_OK))
+        return f"permission denied\n  fix: name another path; this user may not enter {closed}"
+    except (OSError, ValueError) as error:  # a name too long; links in a circle; a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        return f"{reason[0].lower()}{reason[1:]}\n  fix: name another path"
+    if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        return ""
+    return "permission denied\n  fix: name another path; this user may not read it"
 
 
 def numbered(count: int, noun: str, ending: str = "s") -> str:

@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 
-from meshwright.config.loader import InvalidConfigError, config_errors, load_given
+from meshwright.config.loader import InvalidConfigError, check_paths, config_errors, load_given
 from meshwright.errors import ConfigError, Mistakes, numbered
 from meshwright.launch.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.log import log_to_console, logger
@@ -79,6 +79,7 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
         faults = Mistakes()
         if error.rest is not None:
             with faults.collect():
+                check_paths(error.rest)
                 check_alone(error.rest)
         written = [
             e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys

@@ -34,6 +34,8 @@ class Parser(argparse.ArgumentParser):
         name, is_value, _ = message.removeprefix("argument ").partition(": expected one argument")
         if is_value:
             raise ConfigError("", f"{name}: needs a value\n  fix: {name} VALUE")
+        if "\n  fix: " in message:
+            raise ConfigError("", message.removeprefix("argument "))
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
