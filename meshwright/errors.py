@@ -74,8 +74,10 @@ class Mistakes:
 
     def check(self) -> None:
         """Raise the faults found, if any."""
-        if self.errors:
-            raise self.errors[0] if len(self.errors) == 1 else CombinedConfigError(self.errors)
+        # two checks may need the same thing, which is wrong once
+        errors = list({(error.key, str(error)): error for error in self.errors}.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
 
 
 class TrainingError(RuntimeError):
@@ -118,7 +120,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+    near = near or [name for name in valid if name.lower().endswith(f"_{wrong.lower()}")]
+    return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(valid)}"
 
 
 def divisors_of(number: int) -> str:

@@ -46,7 +46,7 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
             world_size % others == 0,
             at_fault,
             degrees[at_fault],
-            f"the degrees but {key.partition('.')[2]} make {others}, which does not divide "
+            f"this and the other given degrees multiply to {others}, which does not divide "
             f"{world_size} ranks",
             f"launch a multiple of {others} ranks, or lower a degree",
         )

@@ -16,9 +16,9 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from meshwright.config.command_line import Key, Parser, add_config, parse
+from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_sections
-from meshwright.config.fields import find_field
+from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
@@ -31,7 +31,7 @@ from meshwright.config.job_config import (
     Section,
 )
 from meshwright.config.model_folder import follow_folder, is_path
-from meshwright.config.presets import find_config
+from meshwright.config.presets import find_config, preset_names
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.syntax import explain_encoding, explain_syntax
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
@@ -82,6 +82,7 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
         raw = _read_toml(path, provenance, ())
         _set(raw, ("job", "config_file"), os.path.abspath(path))
     for key, text in given.overrides.items():
+        _check_override(key, text)
         provenance.add_override(key)
         table: dict[str, Any] = {}
         _set(table, key, _from_text(text, find_field(key)))
@@ -100,6 +101,20 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     with config_errors(provenance):
         check_paths(config)
     return config, provenance
+
+
+def _check_override(key: Key, text: str) -> None:
+    """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
+    name, field = ".".join(key), find_field(key)
+    if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
+        fix = f"write all of {'.'.join(key[:number])} in the TOML"
+        raise ConfigError(
+            "", f"--{name}: the command line replaces a list as a whole\n  fix: {fix}"
+        )
+    is_config = text.endswith(".toml") or text in preset_names()
+    if field is not None and is_flag(field) and is_config:
+        what = f"--{name} = {text!r}: must be true or false"
+        raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
 
 
 def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import tomli
 
-from meshwright.config.command_line import Key
+from meshwright.config.fields import Key
 from meshwright.errors import CombinedConfigError, ConfigError, UnknownKeyError
 
-HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
+HEADER = re.compile(
+    r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
+)
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
 MOST_COLUMNS = 96
 
@@ -110,6 +112,8 @@ class Provenance:
         if not where:
             return str(error)
         head, *fixes = str(error).split("\n")
+        if where == f"--{error.key}" and head.startswith(error.key):
+            return "\n".join([f"--{head}", *fixes])
         pointer = _pointer(line, isinstance(error, UnknownKeyError)) if parts else []
         return "\n".join([f"{where}: {head}", *pointer, *fixes])
 

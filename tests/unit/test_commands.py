@@ -125,12 +125,36 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         ([DEBUG, "--training.steps=", "3"], "fix: no space after =: --training.steps=3"),
         (["--config", DEBUG], "fix: write the path of the TOML alone"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
+        (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
+        (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
     ],
 )
-def test_words_that_are_not_understood(words, says) -> None:
+def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").touch()
     with pytest.raises(ConfigError) as caught:
         check_job(words)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan debug_model --world_size 8", "--device: not given"),
+        ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
+        ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
+        ("generate a --max_new_tokens 5 --prompt b --seeds 3", "fix: write --seed"),
+        (
+            "checkpoint ls a --long",
+            "'--long': not understood\n  fix: leave it out; the options are",
+        ),
+    ],
+)
+def test_options_of_a_command(words, says) -> None:
+    """Underscores are as good as hyphens, and a command without CONFIG asks for none."""
+    with pytest.raises(ConfigError) as caught:
+        run(words.split())
     assert says in str(caught.value)
 
 
