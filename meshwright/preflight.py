@@ -133,7 +133,7 @@ def preflight(
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    tokenizer = check_alone(config)
+    tokenizer = check_alone(config, looks_at_files=looks_at_files)
     given_batch = config.training.global_batch_size
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
@@ -199,8 +199,11 @@ def _batch_line(given: int, resolved: int, world_size: int) -> str:
     )
 
 
-def check_alone(config: JobConfig) -> Tokenizer:
+def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     """Check values that need no others, and rules between keys; report all faults together.
+
+    Args:
+        looks_at_files: also at the first row of local data.
 
     Returns:
         The tokenizer.
@@ -214,7 +217,7 @@ def check_alone(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         resolve_model(config)
     with mistakes.collect():
-        tokenizer = check_data(config)
+        tokenizer = check_data(config, looks_at_files=looks_at_files)
     with mistakes.collect():
         check_installed("metrics.enable_wandb", config.metrics.enable_wandb, "wandb")
     with mistakes.collect():
@@ -251,8 +254,11 @@ def check_first_weights(plan: Plan) -> None:
         check_initial(config.checkpoint, plan.model_args, spec)
 
 
-def check_data(config: JobConfig) -> Tokenizer:
+def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     """Check the data as far as possible without reading it; return the tokenizer.
+
+    Args:
+        looks_at_files: as of `check_alone`.
 
     Raises:
         ConfigError: for every fault.
@@ -262,11 +268,11 @@ def check_data(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         tokenizer = build_tokenizer(config.model.tokenizer_path)
     with mistakes.collect():
-        check_sources(config.training, "training")
+        check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)
     with mistakes.collect():
         if config.validation.enable:
-            check_sources(config.validation, "validation")
+            check_sources(config.validation, "validation", looks_at_files=looks_at_files)
             check_validation_data(config.validation)
     mistakes.check()
     if config.validation.enable:
