@@ -39,7 +39,7 @@ JSONL = b'{"text": "a b"}\n'
         (
             "json",
             {"a.jsonl": b'{"txt": "a"}\n'},
-            "a.jsonl:1: no column 'text', but txt\n  fix: set",
+            "a.jsonl:1: no column 'text', but txt",
         ),
         ("json", {"a.jsonl": b"[1]\n"}, "a.jsonl:1: not a JSON object, but [1]"),
         ("json", {"a.jsonl": JSONL, "b.jsonl": b"{]\n"}, "b.jsonl:1: not JSON: "),
