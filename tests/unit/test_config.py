@@ -461,6 +461,7 @@ def test_a_missing_toml_is_named() -> None:
 def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
     config, _ = load_config(["--job.config_file", str(path)])
     assert config.model.flavor in MODELS[config.model.name].flavors
+    assert config.training.global_batch_size > 0  # the same batches on any number of ranks
     head = path.read_text().split("[", 1)[0]
     assert f"CONFIG_FILE=train_configs/{path.name}" in head
 
