@@ -32,6 +32,7 @@ from meshwright.datasets.checks import (
     check_validation_data,
 )
 from meshwright.datasets.idle import idle_source_options
+from meshwright.datasets.named_sources import entries
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import Mistakes, check
 from meshwright.exchange.initial_load import check_initial
@@ -98,7 +99,24 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        return [line for line in (self.batch_line, self.compile_line, *self.idle_options) if line]
+        return [
+            line
+            for line in (self.batch_line, *self._other_data, self.compile_line, *self.idle_options)
+            if line
+        ]
+
+    @property
+    def _other_data(self) -> list[str]:
+        """A line if validation reads none of the datasets that training reads."""
+        config = self.config
+        trained, held_out = (
+            {entry.source.dataset for entry in entries(section, "")}
+            for section in (config.training, config.validation)
+        )
+        if not config.validation.enable or trained & held_out:
+            return []
+        names = (", ".join(sorted(group)) for group in (held_out, trained))
+        return ["validation reads {}, and training {}".format(*names)]
 
     @property
     def idle_options(self) -> list[str]:

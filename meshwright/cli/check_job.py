@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 
 from meshwright.config.loader import InvalidConfigError, check_paths, config_errors, load_given
+from meshwright.config.provenance import Provenance
 from meshwright.errors import ConfigError, Mistakes, numbered
 from meshwright.launch.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.log import log_to_console, logger
@@ -41,13 +42,15 @@ def check_job(given: Namespace, ranks: Ranks, *, is_here: bool) -> Plan:
         ConfigError: for every fault.
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
-    plan = load_and_check(given, ranks.total)
+    plan, provenance = load_and_check(given, ranks.total)
+    # of a preset's keys that the user's TOML makes idle, nothing is to be done
+    notes = [text for text in plan.notes if not provenance.is_inherited(text.partition(" = ")[0])]
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param, is_here=is_here)
-    if slow or plan.notes or plan.resume_step:
+    if slow or notes or plan.resume_step:
         log_to_console()
     if slow:
         logger.warning("%s", slow)
-    for text in plan.notes:
+    for text in notes:
         logger.info("%s", text)
     if plan.resume_step:
         resume_diff(plan).log()
@@ -66,7 +69,7 @@ def _slow_type(ranks: Ranks, dtype: str, *, is_here: bool) -> str:
     return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
 
 
-def load_and_check(given: Namespace, world_size: int) -> Plan:
+def load_and_check(given: Namespace, world_size: int) -> tuple[Plan, Provenance]:
     """Load a config and check it for a job of `world_size` ranks.
 
     Raises:
@@ -90,4 +93,4 @@ def load_and_check(given: Namespace, world_size: int) -> Plan:
         log_to_console()
         logger.info("%s", note)
     with config_errors(provenance):
-        return preflight(config, world_size)
+        return preflight(config, world_size), provenance

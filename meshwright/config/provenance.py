@@ -33,6 +33,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
+        self._outermost = ""
+        """The TOML that was added last: the others are those that it extends."""
         self.notes: list[str] = []
         """Notes on keys of a TOML of torchtitan's, each with its place."""
 
@@ -42,6 +44,7 @@ class Provenance:
         tomli gives no positions. It has accepted `text`, so a look at each line is enough. Only a
         line inside a multi-line string could be misread, if it looks like a key.
         """
+        self._outermost = shown_path(path)
         table: Key = ()
         counts = Counter[Key]()
         for number, line in enumerate(text.splitlines(), 1):
@@ -88,6 +91,11 @@ class Provenance:
         # an inline table gives everything in it; the header of a table gives nothing
         is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
         return origin.where if inside or is_inline else "default"
+
+    def is_inherited(self, key: str) -> bool:
+        """Return whether a TOML gave `key` that the user's own extends."""
+        where = self.origin(key)
+        return where.rpartition(":")[0] not in ("", self._outermost)
 
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))

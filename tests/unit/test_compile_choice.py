@@ -91,7 +91,7 @@ def test_the_work_of_the_whole_job_decides(plan_of) -> None:
 
 
 def test_the_mesh_does_not_decide(plan_of) -> None:
-    words = [*LONG, "--training.global_batch_size=8", "--training.local_batch_size=1"]
+    words = [*LONG, "--training.global_batch_size=16", "--training.local_batch_size=1"]
     for ranks in (1, 2, 8):
         plan = plan_of(*words, ranks=ranks)
         assert plan.config.compile.enable is True

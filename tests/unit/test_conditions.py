@@ -370,6 +370,29 @@ def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> Non
     )
 
 
+def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -> None:
+    """Not those of the preset, which the user did not write."""
+    (tmp_path / "a.toml").write_text('extends = "debug_model"\nvalidation.enable = false\n')
+    words = [tmp_path / "a.toml", "--job.dump_folder", tmp_path]
+    check_job(words)
+    assert "has no effect" not in capsys.readouterr().out
+    check_job([*words, "--validation.num_samples", 9])
+    said = "validation.num_samples = 9 has no effect: validation.enable = False"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    own = 'dataset = "text"\ndataset_path = "a.txt"\n'
+    toml, said = tmp_path / "a.toml", "validation reads python_stdlib, and training text"
+    toml.write_text(f'extends = "debug_model"\n[training]\n{own}')
+    check_job([toml])
+    assert capsys.readouterr().out.count(said) == 1
+    toml.write_text(f'{toml.read_text()}[validation]\n{own}dataset_split = "train"\n')
+    check_job([toml])
+    assert said not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("batch", "ranks", "is_said"), [(-1, 2, 1), (-1, 1, 0), (16, 2, 0)])
 def test_a_batch_that_follows_the_ranks_is_told(batch, ranks, is_said, tmp_path, capsys) -> None:
     words = [f"--training.global_batch_size={batch}", "--job.dump_folder", tmp_path]

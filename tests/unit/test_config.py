@@ -235,7 +235,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
             ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],
-            "there is not such a file",
+            "no such file or folder",
         ),
         (["--training.dataset_path", "/tmp"], "dataset 'python_stdlib' reads no path"),
         (["--training.global_batch_size", "6"], "must be a positive multiple of 4 = 2 data"),
