@@ -31,7 +31,7 @@ OWN_PATHS = {
 
 
 def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str) -> None:
-    """Compare this rank's job with the others'. One collective.
+    """Compare this rank's job with the others'. Collective.
 
     Raises:
         ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
@@ -55,14 +55,20 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
 def check_same(facts: Mapping[str, str]) -> None:
     """Raise unless every rank gives the same facts. Collective.
 
+    A digest is gathered first: the facts of 16,384 ranks would be 61 MiB on each of them.
+
     Args:
         facts: by the key of the config that they belong to, if there is one.
 
     Raises:
         ConfigError: as `check_agreement`.
     """
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(facts))
+    if all(digest == digests[0] for digest in digests):
+        return
     mine = (socket.gethostname(), dict(facts))
-    gathered: list[tuple[str, dict[str, str]]] = [mine] * dist.get_world_size()
+    gathered: list[tuple[str, dict[str, str]]] = [mine] * len(digests)
     dist.all_gather_object(gathered, mine)
     hosts = [host for host, _ in gathered]
     lines, first = list[str](), ""
@@ -79,6 +85,10 @@ def check_same(facts: Mapping[str, str]) -> None:
         text = "\n  ".join(["ranks do not run the same job:", *lines])
         fix = "give all machines the same code, config, tokenizer and data"
         raise ConfigError("" if first in (CONFIG, "code") else first, f"{text}\n  fix: {fix}")
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _differences(

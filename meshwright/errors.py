@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -72,8 +74,10 @@ class Mistakes:
 
     def check(self) -> None:
         """Raise the faults found, if any."""
-        if self.errors:
-            raise self.errors[0] if len(self.errors) == 1 else CombinedConfigError(self.errors)
+        # two checks may need the same thing, which is wrong once
+        errors = list({(error.key, str(error)): error for error in self.errors}.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
 
 
 class TrainingError(RuntimeError):
@@ -121,7 +125,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)
     near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(valid)}"
+    near = near or [name for name in valid if name.lower().endswith(f"_{wrong.lower()}")]
+    return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(valid)}"
 
 
 def divisors_of(number: int) -> str:
@@ -134,7 +139,7 @@ def divisors_of(number: int) -> str:
 def where_it_ends(path: str | Path) -> str:
     """Return advice on a path that does not exist: a name that is near, or how far it exists."""
     path = Path(path).absolute()
-    parent = next(folder for folder in path.parents if folder.exists())
+    parent = next(folder for folder in path.parents if os.path.exists(folder))
     name = path.relative_to(parent).parts[0]
     try:
         near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
@@ -145,6 +150,26 @@ def where_it_ends(path: str | Path) -> str:
     if near and near[0] != name:
         return f"did you mean {parent / near[0]}?"
     return f"check the path: {parent} exists, but holds no {name}"
+
+
+def out_of_reach(path: str | Path) -> str:
+    """Return why nobody can tell here whether `path` exists, or why this user cannot read it, and
+    then the fix; "" for a path that can be read, or that does not exist."""
+    if str(path).startswith("~"):
+        return f"there is no user {Path(path).parts[0][1:]}\n  fix: write the folder itself"
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except PermissionError:
+        closed = next(p for p in Path(path).absolute().parents if not os.access(p, os.X_OK))
+        return f"permission denied\n  fix: name another path; this user may not enter {closed}"
+    except (OSError, ValueError) as error:  # a name too long; links in a circle; a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        return f"{reason[0].lower()}{reason[1:]}\n  fix: name another path"
+    if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        return ""
+    return "permission denied\n  fix: name another path; this user may not read it"
 
 
 def numbered(count: int, noun: str, ending: str = "s") -> str:

@@ -63,8 +63,12 @@ def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
 def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
     try:
         return import_user_module(name)
-    except Exception as error:  # importing runs the user's code
-        raise _error(name, f"cannot be imported: {type(error).__name__}: {error}", key) from error
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        fix = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+            fix = 'install it, or name its file: "path/to/file.py"'
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise _error(name, what, key, fix) from error
 
 
 def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> Mapping[str, Any]:
@@ -78,6 +82,6 @@ def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> 
     return found
 
 
-def _error(name: str, what: str, key: str) -> ConfigError:
-    fix = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
-    return config_error(key, name, what, fix)
+def _error(name: str, what: str, key: str, fix: str = "") -> ConfigError:
+    usual = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
+    return config_error(key, name, what, fix or usual)

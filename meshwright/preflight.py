@@ -32,6 +32,7 @@ from meshwright.datasets.checks import (
     check_validation_data,
 )
 from meshwright.datasets.idle import idle_source_options
+from meshwright.datasets.named_sources import entries
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.errors import Mistakes, check
 from meshwright.exchange.initial_load import check_initial
@@ -54,6 +55,8 @@ class Plan:
     """Without -1: every value that follows from others is filled in."""
     compile_line: str
     """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
+    batch_line: str
+    """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
     spec: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
@@ -96,7 +99,24 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Lines that `meshwright check` prints, and the job when it starts."""
-        return [line for line in (self.compile_line, *self.idle_options) if line]
+        return [
+            line
+            for line in (self.batch_line, *self._other_data, self.compile_line, *self.idle_options)
+            if line
+        ]
+
+    @property
+    def _other_data(self) -> list[str]:
+        """A line if validation reads none of the datasets that training reads."""
+        config = self.config
+        trained, held_out = (
+            {entry.source.dataset for entry in entries(section, "")}
+            for section in (config.training, config.validation)
+        )
+        if not config.validation.enable or trained & held_out:
+            return []
+        names = (", ".join(sorted(group)) for group in (held_out, trained))
+        return ["validation reads {}, and training {}".format(*names)]
 
     @property
     def idle_options(self) -> list[str]:
@@ -133,7 +153,8 @@ def preflight(
     Raises:
         ConfigError: for the first thing that would keep it from running.
     """
-    tokenizer = check_alone(config)
+    tokenizer = check_alone(config, looks_at_files=looks_at_files)
+    given_batch = config.training.global_batch_size
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
     spec, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": spec.name}})
@@ -162,6 +183,7 @@ def preflight(
     plan = Plan(
         config=config,
         compile_line=compile_line,
+        batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
         spec=spec,
         model_args=model_args,
         tokenizer=tokenizer,
@@ -188,8 +210,20 @@ def preflight(
     return plan
 
 
-def check_alone(config: JobConfig) -> Tokenizer:
+def _batch_line(given: int, resolved: int, world_size: int) -> str:
+    if given != -1 or world_size == 1:
+        return ""
+    return (
+        f"training.global_batch_size = -1: the batch follows the number of ranks, here {resolved} "
+        f"sequences per step; set it to {resolved} for the same result on any mesh"
+    )
+
+
+def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     """Check values that need no others, and rules between keys; report all faults together.
+
+    Args:
+        looks_at_files: also at the first row of local data.
 
     Returns:
         The tokenizer.
@@ -203,7 +237,7 @@ def check_alone(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         resolve_model(config)
     with mistakes.collect():
-        tokenizer = check_data(config)
+        tokenizer = check_data(config, looks_at_files=looks_at_files)
     with mistakes.collect():
         check_installed("metrics.enable_wandb", config.metrics.enable_wandb, "wandb")
     with mistakes.collect():
@@ -240,8 +274,11 @@ def check_first_weights(plan: Plan) -> None:
         check_initial(config.checkpoint, plan.model_args, spec)
 
 
-def check_data(config: JobConfig) -> Tokenizer:
+def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     """Check the data as far as possible without reading it; return the tokenizer.
+
+    Args:
+        looks_at_files: as of `check_alone`.
 
     Raises:
         ConfigError: for every fault.
@@ -251,11 +288,11 @@ def check_data(config: JobConfig) -> Tokenizer:
     with mistakes.collect():
         tokenizer = build_tokenizer(config.model.tokenizer_path)
     with mistakes.collect():
-        check_sources(config.training, "training")
+        check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)
     with mistakes.collect():
         if config.validation.enable:
-            check_sources(config.validation, "validation")
+            check_sources(config.validation, "validation", looks_at_files=looks_at_files)
             check_validation_data(config.validation)
     mistakes.check()
     if config.validation.enable:

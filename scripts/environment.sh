@@ -19,7 +19,7 @@ prepare_environment() {
     # the stamp is written last, so an interrupted set-up is taken up again
     local stamp=$repository/.venv/ready-${extra:-alone}
     local wanted
-    wanted=$(cat "$repository/pyproject.toml" "$repository/requirements.txt" | cksum)
+    wanted=$(requirements | cksum)
     if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
@@ -36,6 +36,13 @@ prepare_environment() {
         echo "meshwright: the set-up failed; run it again, or activate an environment of your own" >&2
         exit 1
     }
+}
+
+# requirements: what an installation depends on; not the settings of lint and tests, whose edits need no network
+requirements() {
+    sed -n '/^dependencies = \[/,/^\]/p; /^\[project\.\(optional-dependencies\|scripts\)\]/,/^$/p' \
+        "$repository/pyproject.toml"
+    cat "$repository/requirements.txt"
 }
 
 # make_environment BASE_PYTHON EXTRAS: .venv, by uv where it is installed; but not where pip has settings

@@ -6,9 +6,26 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from meshwright.config.command_line import Parser
+from meshwright.errors import out_of_reach
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
+
+
+def readable(text: str) -> str:
+    """Return the path.
+
+    Raises:
+        ArgumentTypeError: if this user cannot read it.
+    """
+    if why := out_of_reach(text):
+        raise ArgumentTypeError(f"{text!r}: {why}")
+    return text
+
+
+def input_path(text: str) -> Path:
+    """Return the path; raises as `readable`."""
+    return Path(readable(text))
 
 
 def output_folder(text: str) -> Path:
@@ -19,7 +36,7 @@ def output_folder(text: str) -> Path:
     """
     if ADDRESS.match(text):
         raise ArgumentTypeError(f"{text!r} is an address; write to a folder, and copy that")
-    return Path(text)
+    return input_path(text)
 
 
 def output_file(text: str) -> Path:
@@ -120,7 +137,7 @@ def plan(parser: Parser) -> None:
         help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
     )
     parser.add_argument(
-        "--rates", type=Path, metavar="FILE", help="take times from a file of --calibrate"
+        "--rates", type=input_path, metavar="FILE", help="take times from a file of --calibrate"
     )
     parser.add_argument(
         "--no-remedies", action="store_true", help="try no switches if it does not fit"
@@ -143,31 +160,36 @@ def prove(parser: Parser) -> None:
 
 def checkpoint_ls(parser: Parser) -> None:
     """Options of `meshwright checkpoint ls`."""
-    parser.add_argument("folder", type=Path, help="a dump folder, or one of checkpoints")
+    parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
 
 
 def checkpoint_show(parser: Parser) -> None:
     """Options of `meshwright checkpoint show`."""
-    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
+    parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
 
 def checkpoint_verify(parser: Parser) -> None:
     """Options of `meshwright checkpoint verify`."""
-    parser.add_argument("folder", type=Path, help="a step's folder, or a dump folder: all in it")
+    parser.add_argument(
+        "folder", type=input_path, help="a step's folder, or a dump folder: all in it"
+    )
 
 
 def checkpoint_diff(parser: Parser) -> None:
     """Options of `meshwright checkpoint diff`."""
-    parser.add_argument("a", type=Path, help=CHECKPOINT)
-    parser.add_argument("b", type=Path, help="the same")
+    parser.add_argument("a", type=input_path, help=CHECKPOINT)
+    parser.add_argument("b", type=input_path, help="the same")
     parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
 
 
 def _saved_model(parser: Parser) -> None:
     """Options for parts of a saved model that are elsewhere."""
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="its path, if it is no longer where the job read it"
+        "--tokenizer",
+        type=readable,
+        metavar="PATH",
+        help="its path, if it is no longer where the job read it",
     )
     parser.add_argument(
         "--custom-import", default="", metavar="MODULE", help="your module that has the model"
@@ -176,7 +198,7 @@ def _saved_model(parser: Parser) -> None:
 
 def export(parser: Parser) -> None:
     """Options of `meshwright export`."""
-    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT)
+    parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
     parser.add_argument("out", type=output_folder, help="the folder to make")
     parser.add_argument(
         "--dtype",
@@ -198,7 +220,7 @@ def export(parser: Parser) -> None:
 
 def report(parser: Parser) -> None:
     """Options of `meshwright report`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a job.dump_folder")
+    parser.add_argument("run_dir", type=input_path, metavar="RUN_DIR", help="a job.dump_folder")
     parser.add_argument(
         "--output",
         type=output_file,
@@ -211,7 +233,7 @@ def generate(parser: Parser) -> None:
     """Options of `meshwright generate`."""
     parser.add_argument(
         "source",
-        type=Path,
+        type=input_path,
         metavar="CHECKPOINT_OR_HF_FOLDER",
         help=f"{CHECKPOINT}; or a model folder of Hugging Face",
     )

@@ -1,43 +1,67 @@
 """`meshwright check`: find the faults that would keep a job from running, without starting it."""
 
+import os
 from argparse import Namespace
 
-from meshwright.config.loader import InvalidConfigError, config_errors, load_given
-from meshwright.errors import ConfigError, Mistakes, check
+from meshwright.config.loader import InvalidConfigError, check_paths, config_errors, load_given
+from meshwright.config.provenance import Provenance
+from meshwright.errors import ConfigError, Mistakes, numbered
 from meshwright.launch.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 
+DEFAULT_PRESET = "debug_model"
+
 
 def run(given: Namespace) -> None:
-    """Raise `ConfigError` unless the job can run on the given number of ranks.
+    """Print that the job can run on the given number of ranks, after the notes on it.
 
-    Say how "auto" was decided for compilation, which options have no effect, whether another type
-    would be much faster, and how the job differs from the one that saved the checkpoint to resume
-    from.
+    Raises:
+        ConfigError: if it cannot.
     """
-    check(
-        bool(given.config or given.overrides),
-        *("CONFIG", given.config, "is needed", "name a TOML, or a preset: debug_model"),
-    )
     ranks = count_ranks(given)
-    plan = load_and_check(given, ranks.total, is_gpu=ranks.gpus > 0)
-    slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
-    if slow or plan.notes or plan.resume_step:
+    plan = check_job(given, ranks, is_here=given.ngpu is None and given.nnodes is None)
+    config, training = plan.config, plan.config.training
+    print(
+        f"{given.config} can run: {plan.model_args.table.num_params:,} parameters, "
+        f"{numbered(ranks.total, 'rank')}, {training.global_batch_size:,} sequences of "
+        f"{training.seq_len:,} tokens per step, to {config.job.dump_folder}"
+    )
+
+
+def check_job(given: Namespace, ranks: Ranks, *, is_here: bool) -> Plan:
+    """Check that a job can run, and log how "auto" was decided for compilation, which options have
+    no effect, whether another type would be much faster, and how the job differs from the one that
+    saved the checkpoint to resume from.
+
+    Args:
+        given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
+        is_here: the job runs on this machine. A login node without GPUs says nothing of others.
+
+    Raises:
+        ConfigError: for every fault.
+    """
+    given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
+    plan, provenance = load_and_check(given, ranks.total, is_gpu=ranks.gpus > 0)
+    # of a preset's keys that the user's TOML makes idle, nothing is to be done
+    notes = [text for text in plan.notes if not provenance.is_inherited(text.partition(" = ")[0])]
+    slow = _slow_type(ranks, plan.config.training.mixed_precision_param, is_here=is_here)
+    if slow or notes or plan.resume_step:
         log_to_console()
     if slow:
         logger.warning("%s", slow)
-    for text in plan.notes:
+    for text in notes:
         logger.info("%s", text)
     if plan.resume_step:
         resume_diff(plan).log()
+    return plan
 
 
-def _slow_type(ranks: Ranks, dtype: str) -> str:
-    """Return what is to be said of the type of a job's products on this machine, or nothing."""
+def _slow_type(ranks: Ranks, dtype: str, *, is_here: bool) -> str:
+    """Return advice on the type of a job's matmuls, or nothing."""
     if ranks.gpus and dtype == "float32":
         reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
-    elif not ranks.gpus and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
+    elif is_here and not ranks.gpus and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
         reason, faster = slow, "float32"
     else:
         return ""
@@ -45,7 +69,7 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
     return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
 
 
-def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> Plan:
+def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> tuple[Plan, Provenance]:
     """Load a config and check it for a job of `world_size` ranks.
 
     Raises:
@@ -58,6 +82,7 @@ def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> Plan:
         faults = Mistakes()
         if error.rest is not None:
             with faults.collect():
+                check_paths(error.rest)
                 check_alone(error.rest)
         written = [
             e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys
@@ -68,4 +93,4 @@ def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> Plan:
         log_to_console()
         logger.info("%s", note)
     with config_errors(provenance):
-        return preflight(config, world_size, is_gpu=is_gpu)
+        return preflight(config, world_size, is_gpu=is_gpu), provenance

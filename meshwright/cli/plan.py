@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from meshwright.cli.train import host_settings
 from meshwright.config.loader import config_errors, load_given
-from meshwright.errors import check
+from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_gpus
 
 
@@ -53,8 +53,14 @@ def _calibrate(given: Namespace) -> None:
 
 def _answer(given: Namespace) -> str:
     device = given.device
-    check(bool(device), "--device", device, "is needed", "--device h100, cpu, 80, ...")
-    check(bool(given.config), "CONFIG", given.config, "is needed", "name a TOML")
+    needed = {
+        "--device": (device, "--device h100, or cpu, or the GiB of another GPU"),
+        "CONFIG": (given.config, "name a TOML, or a preset"),
+        "--world-size": (given.world_size, "--world-size 8, or the ranks of your job"),
+    }
+    for key, (value, fix) in needed.items():
+        if not value:
+            raise ConfigError("", f"{key}: not given\n  fix: {fix}")
     check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
     check(given.rank >= 0, "--rank", given.rank, "must not be negative")
     for option in ("rank", "all_stages", "html", "no_remedies"):

@@ -8,7 +8,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.cli import check_job, tokenize_data
+from meshwright.cli import tokenize_data
+from meshwright.cli.check_job import check_job
 from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
 from meshwright.errors import ConfigError, check
@@ -21,7 +22,6 @@ from meshwright.launch.process import (
     exit_when_asked,
 )
 
-DEFAULT_PRESET = "debug_model"
 SCRIPT = Path(ranks_package).with_name("train.py")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
@@ -38,12 +38,11 @@ def run(given: Namespace) -> None:
         ConfigError: if the job cannot run.
     """
     exit_when_asked()
-    given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
     ranks = count_ranks(given)
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
-    check_job.run(given)
+    check_job(given, ranks, is_here=True)
     given.workers, given.verify, given.quiet = 0, False, True
     tokenize_data.run(given)  # before ranks wait for it
     os.environ.update(environment(ranks, os.environ))

@@ -46,7 +46,7 @@ def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> 
             world_size % others == 0,
             at_fault,
             degrees[at_fault],
-            f"the degrees but {key.partition('.')[2]} make {others}, which does not divide "
+            f"this and the other given degrees multiply to {others}, which does not divide "
             f"{world_size} ranks",
             f"launch a multiple of {others} ranks, or lower a degree",
         )
@@ -252,17 +252,33 @@ def check_divisible(config: JobConfig, model: HasParts) -> None:
 
 
 def check_writable(folder: str) -> None:
-    """Check that `job.dump_folder` is, or can be made, a folder to write to; write nothing."""
+    """Check that `job.dump_folder` is, or can be made, a folder to write to; leave no trace."""
     existing = Path(folder).absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):
         existing = existing.parent
     check(
-        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and _holds_folders(existing),
         "job.dump_folder",
         folder,
         f"{existing} is not a folder that can be written to",
         "name another folder",
     )
+
+
+def _holds_folders(folder: Path) -> bool:
+    """Return whether a folder can be made in `folder`, in which this user may write.
+
+    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
+    """
+    if os.statvfs(folder).f_blocks:
+        return True
+    tried = folder / f".meshwright-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 class HasModules(Protocol):

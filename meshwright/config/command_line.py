@@ -2,13 +2,13 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from meshwright.errors import ConfigError, check
 
-Key = tuple[str, ...]
 OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
+NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
 CONFIG_FILE = "job.config_file"
 EVERY_KEY = (
     "--section.key VALUE sets any key of the config; a true/false key may stand alone. "
@@ -34,6 +34,8 @@ class Parser(argparse.ArgumentParser):
         name, is_value, _ = message.removeprefix("argument ").partition(": expected one argument")
         if is_value:
             raise ConfigError("", f"{name}: needs a value\n  fix: {name} VALUE")
+        if "\n  fix: " in message:
+            raise ConfigError("", message.removeprefix("argument "))
         raise ConfigError("", f"{message}\n  fix: {self.prog} --help lists all options")
 
 
@@ -52,7 +54,7 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     for name in dict.fromkeys(
         match["key"] for word in words if (match := OVERRIDE.fullmatch(word))
     ):
-        key: Key = tuple(name.split("."))
+        key = tuple(name.split("."))
         parser.add_argument(
             f"--{name}",
             action=_Override,
@@ -65,7 +67,7 @@ def add_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         )
 
 
-def _needs_value(key: Key) -> bool:
+def _needs_value(key: tuple[str, ...]) -> bool:
     """Return whether `key` is known, and is not a flag."""
     # pydantic takes 0.1 s, more than `--help` needs for all else
     from meshwright.config.fields import find_field, is_flag
@@ -77,7 +79,7 @@ def _needs_value(key: Key) -> bool:
 class _Override(argparse.Action):
     """Collect `--section.key value` under its key."""
 
-    def __init__(self, key: Key, **kwargs: Any) -> None:
+    def __init__(self, key: tuple[str, ...], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._key = key
 
@@ -100,8 +102,12 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         ConfigError: if a word is not understood.
     """
     # "intermixed": CONFIG may stand before, between and after options
-    given, rest = parser.parse_known_intermixed_args(list(words))
+    # argparse keeps no public list of them
+    options = [name for name in parser._option_string_actions if "." not in name]
+    words = list(_in_our_spelling(words, options))
+    given, rest = parser.parse_known_intermixed_args(words)
     if rest:
+        _check_option(rest[0], options, takes_config=hasattr(given, "overrides"))
         _refuse(rest[0], words, getattr(given, "config", None))
     if not hasattr(given, "overrides"):
         return given
@@ -112,6 +118,40 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     check(is_one, "CONFIG", given.config, f"given beside --{CONFIG_FILE} {named}", "name one")
     given.config = given.config or named or ""
     return given
+
+
+def _in_our_spelling(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """Yield the words with - for _ in options, as torchrun takes them, too; and a negative number,
+    which may look like an option, behind the = of its key."""
+    key = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.replace("_", "-") in options else name
+        word = f"{name}{equals}{value}"
+        if key and NEGATIVE.fullmatch(word):
+            yield f"{key}={word}"
+            key = ""
+            continue
+        if key:
+            yield key
+        key = word if OVERRIDE.fullmatch(word) and not equals else ""
+        if not key:
+            yield word
+    if key:
+        yield key
+
+
+def _check_option(word: str, options: Sequence[str], *, takes_config: bool) -> None:
+    """Refuse a word that is near to an option, or that a command without CONFIG does not know."""
+    from meshwright.config.suggest import nearest  # pydantic takes 0.1 s
+
+    name, equals, value = word.partition("=")
+    near = nearest(name, options) if name.startswith("--") and "." not in name else None
+    if near:
+        raise ConfigError("", f"{word!r}: no such option\n  fix: write {near}{equals}{value}")
+    if not takes_config:
+        fix = f"leave it out; the options are {', '.join(options)}"
+        raise ConfigError("", f"{word!r}: not understood\n  fix: {fix}")
 
 
 def _refuse(word: str, words: Sequence[str], config: str | None = None) -> NoReturn:

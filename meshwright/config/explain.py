@@ -1,5 +1,6 @@
 """Turn mistakes that pydantic finds into messages with a fix."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,16 @@ SAME_VALUES = {
     "full_precision": "float32",
     "cosine_with_warmup": "cosine",
     "cos": "cosine",
-    "constant": "linear",
     "1f1b": "1F1B",
     "async": "thread",
     "true": "full",
 }
 """Words of other frameworks for a choice, and ours; it counts only where ours is a choice."""
+INSTEAD = {
+    ("lr_scheduler.decay_type", word): "leave it out, and set lr_scheduler.decay_ratio = 0"
+    for word in ("constant", "constant_with_warmup", "none")
+}
+"""By key and value: the way to a meaning that has no choice of that key."""
 RULES = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -61,7 +66,9 @@ def explain_value(key: str, mistake: ErrorDetails) -> ConfigError:
     kind, value = mistake["type"], mistake["input"]
     message = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
     rule = RULES.get(kind) or message[0].lower() + message[1:]
-    fix = _right_spelling(kind, value, mistake.get("ctx", {}))
+    fix = INSTEAD.get((key, str(value).lower())) or _right_spelling(
+        kind, value, mistake.get("ctx", {})
+    )
     if kind == "list_type" and isinstance(value, Mapping) and find_section(tuple(key.split("."))):
         fix = f"write [[{key}]], in two brackets"
     return config_error(key, value, rule, fix)
@@ -78,6 +85,9 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
             return f"write {known[word]}, without quotes" if word in known else ""
         case "string_type" if isinstance(value, bool | int | float):
             return f'quote it: "{_toml(value)}"'
+        case "list_type" if isinstance(value, str) and value.startswith("["):
+            parts = [part.strip(" \"'") for part in value.strip("[]").split(",")]
+            return f"quote it for the shell: '{json.dumps(parts)}'"
         case "list_type" if isinstance(value, str | int | float):
             return f"write [{_toml(value)}]"
         case "literal_error":
@@ -101,7 +111,8 @@ def _as_number(value: object, whole: bool) -> str:
     if isinstance(value, bool) or not math.isfinite(number):
         return ""
     if number.is_integer() and whole:
-        return f"write {int(number)}" + (", without quotes" if isinstance(value, str) else "")
+        is_quoted = value == str(int(number))  # other text may come from the command line
+        return f"write {int(number)}" + (", without quotes" if is_quoted else "")
     if not whole:
         return f"write {text}, without quotes"
     return f"the nearest is {round(number)}"

@@ -5,8 +5,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from meshwright.config.command_line import Key
 from meshwright.config.job_config import JobConfig, Section
+
+Key = tuple[str, ...]
 
 
 def find_field(key: Key) -> FieldInfo | None:

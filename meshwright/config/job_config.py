@@ -40,7 +40,8 @@ def check_is_path(value: str) -> str:
     return value
 
 
-LocalPath = Annotated[str, AfterValidator(check_is_path)]
+LOCAL_PATH = "local path"
+LocalPath = Annotated[str, AfterValidator(check_is_path), LOCAL_PATH]
 
 INPUT_PATH = "input path"
 InputPath = Annotated[LocalPath, INPUT_PATH]

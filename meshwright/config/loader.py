@@ -4,6 +4,7 @@ Every value remembers where it was written, so that a mistake is reported as `fi
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,24 +16,29 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from meshwright.config.command_line import Key, Parser, add_config, parse
+from meshwright.config.command_line import Parser, add_config, parse
 from meshwright.config.explain import explain_mistake, explain_sections
-from meshwright.config.fields import find_field
+from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import (
     ADDRESS,
     BYTES,
     INPUT_PATH,
+    LOCAL_PATH,
     MODULE_OBJECT,
     OUTPUT_PATH,
     PATH_OR_NAME,
     JobConfig,
+    Section,
 )
 from meshwright.config.model_folder import follow_folder, is_path
-from meshwright.config.presets import find_config
+from meshwright.config.presets import find_config, preset_names
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.syntax import explain_encoding, explain_syntax
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
-from meshwright.errors import CombinedConfigError, ConfigError
+from meshwright.errors import CombinedConfigError, ConfigError, Mistakes, out_of_reach
+
+OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
+"""The end of `path/to/file.py:function`."""
 
 
 class InvalidConfigError(ConfigError):
@@ -76,6 +82,7 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
         raw = _read_toml(path, provenance, ())
         _set(raw, ("job", "config_file"), os.path.abspath(path))
     for key, text in given.overrides.items():
+        _check_override(key, text)
         provenance.add_override(key)
         table: dict[str, Any] = {}
         _set(table, key, _from_text(text, find_field(key)))
@@ -84,13 +91,30 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
     raw = _from_torchtitan(raw, provenance)
     follow_folder(raw)
     try:
-        return JobConfig.model_validate(raw), provenance
+        config = JobConfig.model_validate(raw)
     except ValidationError as error:
         mistakes = error.errors()
         explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
         keys = [one.key for one in explained.errors]
         rest = _without(raw, [mistake["loc"] for mistake in mistakes])
         raise InvalidConfigError(provenance.explain(explained), keys, rest, provenance) from None
+    with config_errors(provenance):
+        check_paths(config)
+    return config, provenance
+
+
+def _check_override(key: Key, text: str) -> None:
+    """Refuse a part of a list, and a flag that has taken the CONFIG after it for its value."""
+    name, field = ".".join(key), find_field(key)
+    if number := next((n for n, part in enumerate(key) if part.isdecimal()), 0):
+        fix = f"write all of {'.'.join(key[:number])} in the TOML"
+        raise ConfigError(
+            "", f"--{name}: the command line replaces a list as a whole\n  fix: {fix}"
+        )
+    is_config = text.endswith(".toml") or text in preset_names()
+    if field is not None and is_flag(field) and is_config:
+        what = f"--{name} = {text!r}: must be true or false"
+        raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
 
 
 def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:
@@ -133,8 +157,8 @@ def config_errors(provenance: Provenance) -> Iterator[None]:
 
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
-    path = path.expanduser().absolute()
-    if path in seen:
+    path = path.absolute()
+    if os.path.realpath(path) in map(os.path.realpath, seen):
         raise ConfigError(
             "", f"{shown_path(path)}: extends itself, by way of {shown_path(seen[-1])}"
         )
@@ -146,9 +170,7 @@ def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> di
     base: dict[str, Any] = {}
     extends = raw.pop("extends", None)
     if isinstance(extends, str):
-        beside = path.parent / Path(extends).expanduser()
-        below = beside if beside.exists() else _preset(extends, path, text)
-        base = _read_toml(below, provenance, (*seen, path))
+        base = _read_toml(_find_base(extends, path, text), provenance, (*seen, path))
     provenance.add_toml(path, text)
     if not isinstance(extends, str | None):
         where = provenance.of("extends")
@@ -181,10 +203,10 @@ def _read_text(path: Path) -> str:
         raise ConfigError("", f"{shown}: cannot be read: {error.strerror}") from None
 
 
-def _preset(extends: str, path: Path, text: str) -> Path:
-    """Return the preset that the TOML at `path` extends."""
+def _find_base(extends: str, path: Path, text: str) -> Path:
+    """Return the TOML that the one at `path` extends: beside it, or a preset."""
     try:
-        return find_config(extends)
+        return find_config(extends, path.parent)
     except ConfigError as error:
         provenance = Provenance()
         provenance.add_toml(path, text)
@@ -236,9 +258,43 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
         if PATH_OR_NAME in field.metadata and not is_path(value):
             continue
         if INPUT_PATH in field.metadata and value != BYTES and not MODULE_OBJECT.fullmatch(value):
-            raw[name] = os.path.normpath(folder / Path(value).expanduser())
+            value = os.path.expanduser(value)
+            raw[name] = value if value.startswith("~") else os.path.normpath(folder / value)
         elif OUTPUT_PATH in field.metadata:
-            raw[name] = str(Path(value).expanduser())
+            raw[name] = os.path.expanduser(value)
+
+
+def check_paths(config: JobConfig) -> None:
+    """Check that each path of a config can be read by this user, or does not exist.
+
+    Raises:
+        ConfigError: for each that is out of reach; a look at it would raise elsewhere.
+    """
+    mistakes, closed = Mistakes(), set[Path]()
+    for key, value, field in _values(config, ()):
+        if not (isinstance(value, str) and value and LOCAL_PATH in field.metadata):
+            continue
+        if PATH_OR_NAME in field.metadata and not is_path(value):
+            continue
+        is_inside = not {INPUT_PATH, OUTPUT_PATH} & set(field.metadata)
+        path = Path(config.job.dump_folder if is_inside else "", OF_FUNCTION.sub("", value))
+        is_new = closed.isdisjoint({path, *path.parents})
+        if is_new and (why := out_of_reach(path)):
+            mistakes.errors.append(ConfigError(key, f"{key} = {value!r}: {why}"))
+            closed.add(path)
+    mistakes.check()
+
+
+def _values(section: Section, table: Key) -> Iterator[tuple[str, object, FieldInfo]]:
+    """Yield every key of a section and of those in it, its value and its declaration."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        yield ".".join((*table, name)), value, field
+        inner = value if isinstance(value, list) else [value]
+        for number, one in enumerate(inner):
+            if isinstance(one, Section):
+                place = (*table, name, str(number)) if isinstance(value, list) else (*table, name)
+                yield from _values(one, place)
 
 
 def to_toml(config: JobConfig, only_changes: bool = False) -> str:

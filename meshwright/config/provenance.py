@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import tomli
 
-from meshwright.config.command_line import Key
+from meshwright.config.fields import Key
 from meshwright.errors import CombinedConfigError, ConfigError, UnknownKeyError
 
-HEADER = re.compile(r"\s*(?P<brackets>\[\[?)\s*(?P<key>[^\]]+?)\s*\]")
+HEADER = re.compile(
+    r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
+)
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
 MOST_COLUMNS = 96
 
@@ -31,6 +33,8 @@ class Provenance:
 
     def __init__(self) -> None:
         self._origins: dict[Key, Origin] = {}
+        self._outermost = ""
+        """The TOML that was added last: the others are those that it extends."""
         self.notes: list[str] = []
         """Notes on keys of a TOML of torchtitan's, each with its place."""
 
@@ -40,6 +44,7 @@ class Provenance:
         tomli gives no positions. It has accepted `text`, so a look at each line is enough. Only a
         line inside a multi-line string could be misread, if it looks like a key.
         """
+        self._outermost = shown_path(path)
         table: Key = ()
         counts = Counter[Key]()
         for number, line in enumerate(text.splitlines(), 1):
@@ -87,6 +92,11 @@ class Provenance:
         is_inline = 1 < len(found) < len(parts) and not HEADER.match(origin.line)
         return origin.where if inside or is_inline else "default"
 
+    def is_inherited(self, key: str) -> bool:
+        """Return whether a TOML gave `key` that the user's own extends."""
+        where = self.origin(key)
+        return where.rpartition(":")[0] not in ("", self._outermost)
+
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
         if len(parts) == 1 and parts not in self._origins:  # of [tool.ruff], the table "tool"
@@ -110,6 +120,8 @@ class Provenance:
         if not where:
             return str(error)
         head, *fixes = str(error).split("\n")
+        if where == f"--{error.key}" and head.startswith(error.key):
+            return "\n".join([f"--{head}", *fixes])
         pointer = _pointer(line, isinstance(error, UnknownKeyError)) if parts else []
         return "\n".join([f"{where}: {head}", *pointer, *fixes])
 

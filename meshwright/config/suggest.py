@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 
-from meshwright.config.command_line import Key
-from meshwright.config.fields import all_keys, find_section
+from meshwright.config.fields import Key, all_keys, find_section
 from meshwright.config.job_config import JobConfig
 from meshwright.config.synonyms import NOT_HERE, SECTIONS, SYNONYMS
 
@@ -47,8 +46,9 @@ def suggest_key(key: Sequence[str]) -> str:
         return _did_you_mean([found for found, _ in all_keys() if found[-1] == near])
     if near := nearest(bare, [word for word in known if len(word) > 5], ALIKE_SYNONYM):
         return f"did you mean {known[near]}?"
-    if inside and name in JobConfig.model_fields:
-        return f"write [{name}]"
+    if name in JobConfig.model_fields:
+        has_switch = "enable" in _names_in(name)
+        return f"did you mean {name}.enable?" if has_switch else f"write [{name}]"
     place = inside[0] if inside and inside[0] in JobConfig.model_fields else ""
     return f"leave it out; `meshwright config --help{place and ' '}{place}` documents " + (
         f"the keys of [{place}]" if place else "every key"

@@ -65,7 +65,7 @@ _WORDS = {
     ),
     "model.flavor": "size model_size variant",
     "model.name": "architecture model_type model_name arch",
-    "model.frozen": "freeze freeze_layers frozen_parameters trainable_parameters",
+    "model.frozen": "freeze freeze_layers frozen_parameters",
     "model.chat_template_path": "chat_template",
     "model.args.dim": "dim hidden_size d_model n_embd embed_dim model_dim emb_dim",
     "model.args.n_layers": "n_layers num_layers num_hidden_layers n_layer depth",
@@ -185,6 +185,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "type": "lr_scheduler.decay_type",
     },
     "optimizer": {"type": "optimizer.name"},
+    "parallelism": {"fsdp": "parallelism.data_parallel_shard_degree (1: nothing is sharded)"},
     "activation_checkpoint": {"enable": "activation_checkpoint.mode"},
 }
 """By section ("": any): their name, then our key."""
@@ -201,6 +202,9 @@ _ADVICE = {
     ),
     "leave it out: meshwright does not support it": (
         "dropout attention_dropout hidden_dropout label_smoothing z_loss"
+    ),
+    "list the others, which are not trained, in model.frozen": (
+        "trainable_parameters trainable trainable_layers"
     ),
     "leave it out: fp16 is not supported; training.mixed_precision_param is bfloat16 or float32": (
         "fp16 loss_scale fp16_opt_level grad_scaler"

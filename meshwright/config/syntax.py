@@ -128,7 +128,7 @@ def _right_value(value: str) -> str:
     if value[0] == "[" and value.count("[") > value.count("]"):
         return "close the list: ]"
     if re.fullmatch(r"[A-Za-z/~.][^\"']*", value):
-        return f'quote it: "{value}"'
+        return f"quote it: '{value}'" if "\\" in value else f'quote it: "{value}"'
     return ""
 
 

@@ -4,15 +4,20 @@ from collections.abc import Sequence
 
 from meshwright.config.job_config import Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.faulty_files import find_head_fault
 from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.errors import ConfigError, check, did_you_mean
 
 
-def check_sources(section: Training | Validation, key: str) -> None:
+def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
     """Check that datasets are known, that their local files are there, and that figures can tell
-    them apart."""
+    them apart.
+
+    Args:
+        looks_at_files: also at the first row of each.
+    """
     is_single = "dataset" in section.model_fields_set and section.dataset
     check(
         not (section.datasets and is_single),
@@ -29,6 +34,14 @@ def check_sources(section: Training | Validation, key: str) -> None:
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
         check_path(entry, spec)
+        passes_over = is_streamed(entry) and getattr(section, "max_bad_records", 0) > 0
+        if looks_at_files and spec.path == "required" and not passes_over:
+            fault = find_head_fault(entry, spec.files(entry))
+            lacks_column = f"no column {entry.source.dataset_column!r}" in fault
+            fix = (
+                f"set {entry.key}.dataset_column" if lacks_column else "correct it, or leave it out"
+            )
+            check(not fault, f"{entry.key}.dataset_path", entry.source.dataset_path, fault, fix)
         if entry.name in names:
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")

@@ -49,13 +49,13 @@ def local_files(builder: str, entry: Entry) -> list[str]:
     if Path(path).is_dir():
         suffixes = SUFFIXES[builder]
         found = [str(p) for p in Path(path).rglob("*") if p.name.endswith(suffixes)]
-        wanted = f"a file ending in {', '.join(suffixes)}"
+        wanted = f"file ending in {' or '.join(suffixes)}"
     else:
         literal = path  # as much of it as is there, even if it reads as a pattern
         while literal and not os.path.exists(literal):
             literal = os.path.dirname(literal)
         found = glob.glob(glob.escape(literal) + path[len(literal) :], recursive=True)
-        wanted = "such a file or folder"
+        wanted = "such file or folder"
     if not found:
         fixed = path  # as much of it as is no pattern
         while glob.has_magic(fixed):
@@ -63,7 +63,7 @@ def local_files(builder: str, entry: Entry) -> list[str]:
         fix = f"check the path: {fixed or '.'} holds none"
         if not os.path.exists(fixed):
             fix = where_it_ends(fixed)
-        raise entry.error("dataset_path", f"there is not {wanted}", fix)
+        raise entry.error("dataset_path", f"no {wanted}", fix)
     return sorted(found)
 
 

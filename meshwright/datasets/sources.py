@@ -141,6 +141,8 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         raise entry.error("dataset_revision", f"{what} no revisions", "leave it out")
     splits = None if is_hub else ("train", "validation") if spec.path == "none" else ("train",)
     if splits and source.dataset_split not in splits:
-        raise entry.error("dataset_split", f"dataset {name!r} has only {' and '.join(splits)}")
+        fix = f'set {entry.key}.dataset_split = "{splits[0]}"'
+        what = f"dataset {name!r} has only {' and '.join(splits)}"
+        raise entry.error("dataset_split", what, fix)
     if source.dataset_format:
         row_reader(entry)

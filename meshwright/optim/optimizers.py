@@ -9,6 +9,7 @@ An optimizer of the table
   the host does not learn of it;
 * updates a parameter from that parameter, its gradient and its state alone, so that
   `OptimizerInBackward` may update one at a time;
+* begins with a state of zeros, also if its first update is held back;
 * keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
   nothing else (`checkpoint/state.py` refuses other state).
 
@@ -16,10 +17,10 @@ An optimizer of the table
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def _without_compiler(kind: type[torch.optim.Adam]) -> type[torch.optim.Adam]:
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, Optimizer], torch.optim.Optimizer]
+"""From parameter groups and the config to an optimizer: fused, with its own keys of the config."""
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+
+
+def without_compiler(kind: type[Kind]) -> type[Kind]:
     """Return a class as `kind`, but whose methods do not import torch's compiler.
 
     torch wraps them so that the compiler leaves them alone, and imports it to that end: 0.8 s of
@@ -44,9 +51,19 @@ def _without_compiler(kind: type[torch.optim.Adam]) -> type[torch.optim.Adam]:
     return type(kind.__name__, (kind,), methods)
 
 
-OPTIMIZERS: dict[str, type[torch.optim.Adam]] = {
-    "AdamW": _without_compiler(torch.optim.AdamW),
-    "Adam": _without_compiler(torch.optim.Adam),
+def _adam(kind: type[torch.optim.Adam]) -> Build:
+    own = without_compiler(kind)
+
+    def build(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
+        betas = (config.beta1, config.beta2)
+        return own(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    return build
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "AdamW": _adam(torch.optim.AdamW),
+    "Adam": _adam(torch.optim.Adam),
 }
 
 LR_SCALE = "lr_scale"
@@ -71,9 +88,7 @@ def build_optimizer(
         {"params": parameters, "weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
         for settings, parameters in by_settings.items()
     ]
-    optimizer = OPTIMIZERS[config.name](
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    optimizer = OPTIMIZERS[config.name](groups, config)
     set_learning_rate(optimizer, config.lr)
     return optimizer
 

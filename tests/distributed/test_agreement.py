@@ -135,6 +135,20 @@ def test_the_few_differ_from_the_many(monkeypatch) -> None:
     assert "code: rank 0 (on a): 1; rank 1-3 (on b, c, d): 2\n" in str(error.value)
 
 
+def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatch) -> None:
+    sent = []
+
+    def gather(gathered: list, mine: object) -> None:
+        gathered[:] = [mine, mine]
+        sent.append(mine)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    agreement.check_same({"config": "x" * 4000})
+    assert len(sent) == 1
+    assert len(sent[0]) < 100
+
+
 def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch, tmp_path) -> None:
     def gather(gathered: list, mine: str, group: object) -> None:
         gathered[:] = ["", "it was deleted"]

@@ -127,13 +127,36 @@ def test_the_config_is_a_plain_argument_anywhere(words) -> None:
         ([DEBUG, "--training.steps=", "3"], "fix: no space after =: --training.steps=3"),
         (["--config", DEBUG], "fix: write the path of the TOML alone"),
         (["https://example.org/a.toml"], "fix: fetch the file"),
-        ([], "fix: name a TOML, or a preset"),
+        (["--nnode", "2"], "'--nnode': no such option\n  fix: write --nnodes"),
+        (["bsae.toml"], "neither a file here nor a preset\n  fix: did you mean base.toml?"),
         (["--ngpu", "0", DEBUG], "--ngpu = '0': must be a positive number"),
     ],
 )
-def test_words_that_are_not_understood(words, says) -> None:
+def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").touch()
     with pytest.raises(ConfigError) as caught:
         check_job(words)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan debug_model --world_size 8", "--device: not given"),
+        ("plan debug_model --device cpu", "--world-size: not given\n  fix: --world-size 8"),
+        ("train --log_rnk=1", "'--log_rnk=1': no such option\n  fix: write --log-rank=1"),
+        ("generate a --max_new_tokens 5 --prompt b --seeds 3", "fix: write --seed"),
+        (
+            "checkpoint ls a --long",
+            "'--long': not understood\n  fix: leave it out; the options are",
+        ),
+    ],
+)
+def test_options_of_a_command(words, says) -> None:
+    """Underscores are as good as hyphens, and a command without CONFIG asks for none."""
+    with pytest.raises(ConfigError) as caught:
+        run(words.split())
     assert says in str(caught.value)
 
 
@@ -147,7 +170,7 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     lines = {line.split(" = ")[0]: line.split("  # ")[-1] for line in out.splitlines()}
     assert lines["seq_len"].endswith("own.toml:3")
     assert lines["steps"] == "--training.steps"
-    assert lines["warmup_steps"].endswith("debug_model.toml:33")
+    assert lines["warmup_steps"].endswith("debug_model.toml:34")
     assert lines["beta1"] == "default"
     assert lines["lr_scale"].endswith("own.toml:9")
     first, second = out.split("[[training.datasets]]")[1:]
@@ -295,6 +318,24 @@ def test_a_type_that_the_cpu_is_slow_in_is_told(
     check_job([DEBUG, "--training.mixed_precision_param", dtype])
     said = "".join(capsys.readouterr())
     assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
+
+
+def test_a_machine_without_gpus_says_nothing_of_a_job_for_others(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_job([DEBUG, "--ngpu", 8, "--training.mixed_precision_param", "bfloat16"])
+    assert "float32" not in "".join(capsys.readouterr())
+
+
+def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
+    check_job(["--training.steps", 50])
+    assert capsys.readouterr().out.startswith("debug_model can run: ")
+    monkeypatch.setenv("CONFIG_FILE", "debug_qwen3")
+    check_job([])
+    assert capsys.readouterr().out.startswith("debug_qwen3 can run: ")
 
 
 def test_a_type_that_gpus_are_slow_in_is_told(monkeypatch, capsys) -> None:

@@ -335,7 +335,9 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     (tmp_path / "a.toml").write_text(MESH_OPTIONS)
     words = ["--job.config_file", str(tmp_path / "a.toml"), "--job.dump_folder", str(tmp_path)]
     check_job(["--ngpu", "1", *words])
-    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    *notes, can_run = capsys.readouterr().out.splitlines()
+    assert can_run.startswith(f"{tmp_path / 'a.toml'} can run: ")
+    lines = [line.split(" ", 1)[1] for line in notes]
     tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
     pp = "parallelism.pipeline_parallel_degree = 1"
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
@@ -361,10 +363,45 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "of a CPU fast in bfloat16")
-    words = ["--model.tokenizer_path", "bytes", "--model.args.vocab_size", "258"]
-    words.append("--compile.enable=false")  # the default compiles so long a job, and says so
+    (tmp_path / "a.toml").write_text('[model]\ntokenizer_path = "bytes"\nargs.vocab_size = 258\n')
+    words = [tmp_path / "a.toml", "--compile.enable=false"]  # the default compiles so long a job
+    words += ["--training.global_batch_size=16"]
     check_job(["--ngpu", "2", *words, "--job.dump_folder", str(tmp_path)])
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'a.toml'} can run: 4,854,016 parameters, 2 ranks, 16 sequences of 2,048 "
+        f"tokens per step, to {tmp_path}\n"
+    )
+
+
+def test_of_keys_without_effect_only_the_user_s_own_are_told(tmp_path, capsys) -> None:
+    """Not those of the preset, which the user did not write."""
+    (tmp_path / "a.toml").write_text('extends = "debug_model"\nvalidation.enable = false\n')
+    words = [tmp_path / "a.toml", "--job.dump_folder", tmp_path]
+    check_job(words)
+    assert "has no effect" not in capsys.readouterr().out
+    check_job([*words, "--validation.num_samples", 9])
+    said = "validation.num_samples = 9 has no effect: validation.enable = False"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_validation_on_other_data_than_training_is_told(tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    own = 'dataset = "text"\ndataset_path = "a.txt"\n'
+    toml, said = tmp_path / "a.toml", "validation reads python_stdlib, and training text"
+    toml.write_text(f'extends = "debug_model"\n[training]\n{own}')
+    check_job([toml])
+    assert capsys.readouterr().out.count(said) == 1
+    toml.write_text(f'{toml.read_text()}[validation]\n{own}dataset_split = "train"\n')
+    check_job([toml])
+    assert said not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("batch", "ranks", "is_said"), [(-1, 2, 1), (-1, 1, 0), (16, 2, 0)])
+def test_a_batch_that_follows_the_ranks_is_told(batch, ranks, is_said, tmp_path, capsys) -> None:
+    words = [f"--training.global_batch_size={batch}", "--job.dump_folder", tmp_path]
+    check_job(["debug_model", "--ngpu", ranks, *words])
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("= -1: the batch follows the number of ranks, here 4 sequences") == is_said
 
 
 def test_a_group_of_frozen_parameters_is_idle(tmp_path) -> None:

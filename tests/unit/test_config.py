@@ -184,9 +184,24 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.steps"], "--training.steps: needs a value\n  fix: --training.steps VALUE"),
         (["--training.steps", "3", "--training.steps=3"], "--training.steps: given twice"),
         (["--compile.enable", "--compile.enable=false"], "--compile.enable: given twice"),
-        (["--training.steps", "many"], "--training.steps: training.steps = 'many'"),
+        (["--training.steps", "many"], "--training.steps = 'many': must be a whole"),
         (["training.steps=3"], "expected --section.key value\n  fix: write --training.steps=3"),
         (["--training.steps.x", "3"], "training.steps = {'x': 3}: must be a whole number"),
+        (
+            ["--training.seed", "007"],
+            "--training.seed = '007': must be a whole number\n  fix: write 7",
+        ),
+        (["--optimizer.lr", "-1e-3"], "--optimizer.lr = -0.001: should be greater than 0"),
+        (["--compile.enable", "my.toml"], "fix: write --compile.enable=true my.toml"),
+        (["--training.datasets.0.weight", "2"], "fix: write all of training.datasets in the TOML"),
+        (["--model.frozen", "[norm.*, out]"], """quote it for the shell: '["norm.*", "out"]'"""),
+        (["--lr_scheduler.decay_type", "constant"], "set lr_scheduler.decay_ratio = 0"),
+        (["--training.compile", "true"], "did you mean compile.enable?"),
+        (["--compile"], "did you mean --compile.enable?"),
+        (["--parallelism.fsdp", "false"], "data_parallel_shard_degree (1: nothing is sharded)"),
+        (["--model.trainable", "[]"], "list the others, which are not trained, in model.frozen"),
+        (["--model.flavor", "8B"], "did you mean llama3.1_8b or llama3_8b?"),
+        (["--parallelism.tensor_parallel_degree", "3"], "the other given degrees multiply to 3"),
         (["--model.name", "lama"], "did you mean llama?"),
         (["--model.flavor", "llama3_9b"], "did you mean llama3_8b?"),
         (["--model.args.n_layer", "2"], "did you mean n_layers?"),
@@ -220,11 +235,11 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
         (["--training.dataset", "json"], "dataset 'json' needs it"),
         (
             ["--training.dataset", "json", "--training.dataset_path", "/no/such.json"],
-            "there is not such a file",
+            "no such file or folder",
         ),
         (["--training.dataset_path", "/tmp"], "dataset 'python_stdlib' reads no path"),
-        (["--training.global_batch_size", "12"], "must be a positive multiple of 16"),
-        (["--training.global_batch_size", "0"], "must be a positive multiple of 16"),
+        (["--training.global_batch_size", "6"], "must be a positive multiple of 4 = 2 data"),
+        (["--training.global_batch_size", "0"], "must be a positive multiple of 4 = 2 data"),
         (["--parallelism.data_parallel_shard_degree", "3"], "multiply to 3, but there are 2 ranks"),
         (["--parallelism.data_parallel_shard_degree", "0"], "set it to -1"),
         (["--parallelism.data_parallel_replicate_degree", "3"], "which does not divide 2 ranks"),
@@ -455,6 +470,7 @@ def test_a_missing_toml_is_named() -> None:
 def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
     config, _ = load_config(["--job.config_file", str(path)])
     assert config.model.flavor in MODELS[config.model.name].flavors
+    assert config.training.global_batch_size > 0  # the same batches on any number of ranks
     head = path.read_text().split("[", 1)[0]
     assert f"CONFIG_FILE=train_configs/{path.name}" in head
 

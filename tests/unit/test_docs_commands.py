@@ -12,6 +12,7 @@ from meshwright.config.command_line import parse
 from meshwright.config.loader import load_config
 from meshwright.config.presets import preset_names
 from meshwright.errors import ConfigError
+from tests.helpers.cli import check_job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
@@ -106,6 +107,18 @@ TOMLS = [
 def test_a_printed_toml_has_keys_and_values_that_are_valid(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(text.replace('"debug_model.toml"', '"debug_model"'))
     load_config([str(tmp_path / "a.toml")])
+
+
+def test_the_first_job_of_one_s_own_runs_after_the_first_command(tmp_path: Path) -> None:
+    """The README's: in a folder of its own, and validated on data of its own."""
+    blocks = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
+    (text,) = [block for language, block in blocks if language == "toml"]
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "my_job.toml").write_text(text)
+    check_job([tmp_path / "my_job.toml", "--ngpu", 2])
+    mine, _ = load_config([str(tmp_path / "my_job.toml")])
+    assert mine.job.dump_folder != load_config(["debug_model"])[0].job.dump_folder
+    assert mine.validation.dataset_path.startswith(f"{tmp_path}/docs/")
 
 
 def test_commands_that_messages_and_docstrings_name_are_there() -> None:

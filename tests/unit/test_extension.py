@@ -110,6 +110,7 @@ def test_a_sink(tmp_path) -> None:
     ("code", "message"),
     [
         ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
         ("MODELS = {'llama': 3}", "MODELS must be a dict from names to Family"),
         ("SINKS = {'a': 3}", "SINKS must be a dict from names to Callable"),
         (

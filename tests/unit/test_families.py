@@ -186,11 +186,11 @@ PUBLISHED = {  # billions of parameters
 
 @pytest.mark.parametrize("family", MODELS.values(), ids=MODELS.keys())
 def test_flavors_have_their_published_size(family) -> None:
-    """Parameter counts as the headers of the files on the Hugging Face hub give them."""
+    """Parameter counts as the headers of the files on the Hugging Face hub give them; a size of
+    your own has none."""
     for flavor, args in family.flavors.items():
         if flavor in PUBLISHED:
             assert round(args.table.num_params / 1e9, 3) == PUBLISHED[flavor], flavor
-    assert {*family.flavors} <= {*PUBLISHED, "debugmodel"}
 
 
 def test_the_table_of_families_does_without_torch() -> None:

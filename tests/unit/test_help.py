@@ -156,6 +156,7 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("name = llama", 'quote it: "llama"'),
         ('name = "llama', 'close the quote: "llama"'),
         ("steps = 10k", "write 10000"),
+        (r"path = C:\data", r"quote it: 'C:\data'"),
         ("steps = 1,000", "write 1_000"),
         ("lr: 3", "write lr = 3"),
         ("// words", "a comment begins with #"),
@@ -269,6 +270,18 @@ def test_the_mark_of_windows_editors_is_no_text(tmp_path) -> None:
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
     config, _ = load_config([str(tmp_path / "a.toml")])
     assert config.training.steps == 7
+
+
+def test_lines_after_a_list_of_lists_keep_their_numbers(message) -> None:
+    lists = 'module_fqns_per_model_part = [\n["tok_embeddings", "layers.0"],\n["norm"],\n]\n'
+    said = message(f"[parallelism]\n{lists}tensor_parallel_degree = 0  # [none]\n")
+    assert said.startswith("a.toml:7: parallelism.tensor_parallel_degree = 0")
+
+
+def test_one_mistake_that_two_checks_find_is_reported_once(message) -> None:
+    said = message('[experimental]\ncustom_import = "no_such_module"\n')
+    assert said.count("No module named 'no_such_module'") == 1
+    assert 'fix: install it, or name its file: "path/to/file.py"' in said
 
 
 def test_errors_survive_processes() -> None:

@@ -329,7 +329,7 @@ def test_the_standard_library_is_text_and_without_its_tests() -> None:
         ({"dataset": "python_stdlib", "dataset_subset": "en"}, "has no subsets"),
         ({"dataset": "python_stdlib", "dataset_path": "/tmp"}, "reads no path"),
         ({"dataset": "json"}, "needs it"),
-        ({"dataset": "json", "dataset_path": "/no/such"}, "there is not such a file"),
+        ({"dataset": "json", "dataset_path": "/no/such"}, "no such file or folder"),
         ({"dataset": "c4", "dataset_path": "/no/such"}, "no such file"),
         ({"dataset": "c4", "dataset_path": "/no/[such]"}, "fix: rename the folder"),
     ],

@@ -1,0 +1,25 @@
+"""scripts/environment.sh installs again where a requirement has changed, and only there."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def requirements(repository: Path) -> str:
+    script = f'source "{repository}/scripts/environment.sh"; requirements'
+    done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_a_setting_of_lint_needs_no_network(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "requirements.txt", "scripts/environment.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    before, text = requirements(tmp_path), (tmp_path / "pyproject.toml").read_text()
+    assert all(part in before for part in ('"torch>=', '"pytest>=', "meshwright.cli.main:main"))
+    (tmp_path / "pyproject.toml").write_text(text.replace("line-length = 100", "line-length = 99"))
+    assert requirements(tmp_path) == before
+    (tmp_path / "pyproject.toml").write_text(text.replace('"torch>=', '"torch>=9'))
+    assert requirements(tmp_path) != before

@@ -1,0 +1,136 @@
+"""A path that cannot be looked at is one clear error, whichever key or command it is given to."""
+
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from tests.helpers.cli import check_job
+from tests.unit.test_config import PATH_KEYS
+
+NOBODY = 65534
+IN_DUMP_FOLDER = {key for key in PATH_KEYS if "_folder" in key or key.endswith(".folder")} - {
+    *("job.dump_folder", "training.token_cache_folder"),
+}
+KEYS = (*PATH_KEYS, "model.flavor", "experimental.custom_import")
+TOO_LONG = "/tmp/" + "x" * 300
+COMMANDS = (
+    *(["checkpoint", name] for name in ("ls", "show", "verify")),
+    *(["report"], ["generate", "--prompt", "a"], ["plan", "--rates"]),
+)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter, which `tmp_path` is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def error_of(words: Sequence[object]) -> str:
+    """Return the message of a user's mistake; otherwise the traceback, or nothing."""
+    try:
+        run([str(word) for word in words])
+    except ConfigError as error:
+        return str(error)
+    except Exception:
+        return traceback.format_exc()
+    return "no error"
+
+
+def errors_with(path: str, folder: Path, keys: Sequence[str] = KEYS) -> dict[str, str]:
+    """Return the error of each key on the command line and in a TOML, and of each command."""
+    found, toml = {}, folder / "a.toml"
+    for key in keys:
+        section, name = key.split(".")
+        toml.write_text(f'extends = "debug_model"\n[{section}]\n{name} = "{path}"\n')
+        found[key] = error_of(["check", "debug_model", f"--{key}", path])
+        found[f"{key} in a TOML"] = error_of(["check", toml])
+    toml.write_text(f'extends = "{path}"\n')
+    found["extends"] = error_of(["check", toml])
+    found["CONFIG"] = error_of(["check", path])
+    return found | {" ".join(words): error_of([*words, path]) for words in COMMANDS}
+
+
+def check_errors(found: dict[str, str], path: str, reason: str) -> None:
+    for where, error in found.items():
+        assert "Traceback" not in error, (where, error)
+        assert reason in error, (where, error)
+        assert path in error, (where, error)
+        assert error.count("\n  fix: ") == 1, (where, error)
+        if where.endswith("TOML"):
+            assert "a.toml:3: " in error, (where, error)
+
+
+def test_names_that_no_file_can_have(open_folder: Path) -> None:
+    check_errors(errors_with(TOO_LONG, open_folder), TOO_LONG, ": file name too long")
+    expanded = [key for key in KEYS if key not in IN_DUMP_FOLDER]
+    found = errors_with("~nouser/x", open_folder, expanded)
+    check_errors(found, "~nouser/x", ": there is no user nouser")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_folder_that_one_may_not_enter(open_folder: Path) -> None:
+    """As root the suite cannot see it, so a forked child becomes nobody."""
+    locked = open_folder / "locked"
+    locked.mkdir(mode=0o700)
+    (mine := open_folder / "mine").mkdir()
+    os.chown(mine, NOBODY, NOBODY)
+    path = str(locked / "inside")
+    errors_with(path, open_folder)  # imports root's modules, which nobody cannot
+    answer = mine / "errors.json"
+    if (child := os.fork()) == 0:
+        with suppress(BaseException):  # pytest is the parent's
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.chdir(mine)
+            answer.write_text(json.dumps(errors_with(path, mine)))
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    check_errors(json.loads(answer.read_text()), path, ": permission denied")
+
+
+def test_a_folder_called_like_a_preset_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "debug_model").mkdir()
+    (tmp_path / "a.toml").write_text('extends = "debug_model"\n')
+    for name in ("debug_model", "a.toml"):
+        assert load_config([name])[0].training.dataset == "python_stdlib"
+
+
+def test_extends_takes_no_file_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (inner := tmp_path / "configs").mkdir()
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
+    (inner / "a.toml").write_text('extends = "base.toml"\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="a.toml:1: base.toml: neither a file here nor a preset"):
+        load_config(["configs/a.toml"])
+    (inner / "a.toml").write_text('extends = "../bas/base.toml"\n')
+    with pytest.raises(ConfigError, match=f"check the path: {tmp_path} exists, but holds no bas"):
+        load_config(["configs/a.toml"])
+
+
+def test_a_loop_of_extends_through_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f'extends = "../{tmp_path.name}/a.toml"\n')
+    with pytest.raises(ConfigError, match="a.toml: extends itself, by way of "):
+        load_config([str(tmp_path / "a.toml")])
+
+
+def test_a_folder_that_root_cannot_make_either() -> None:
+    with pytest.raises(ConfigError, match="/proc is not a folder that can be written to"):
+        check_job(["debug_model", "--job.dump_folder", "/proc/x/y"])
