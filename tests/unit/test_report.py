@@ -112,7 +112,7 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof" / "proof.json").write_text(json.dumps(proof))
     report([str(folder), "--output", str(folder / "a.html")])
     text = (folder / "a.html").read_text()
-    assert "0 of 1 meshes train the same model as one process" in text
+    assert "0 of 1 cases equal one process" in text
     assert "FAILED" in text
 
 
