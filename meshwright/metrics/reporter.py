@@ -1,5 +1,6 @@
 """From the counts of a job to the figures that it reports."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from meshwright import hardware
+from meshwright.log import logger
 from meshwright.metrics.phases import Phases
 from meshwright.metrics.record import Record, Sink, Texts, TextSink, validation_loss
 
@@ -128,6 +130,13 @@ class Reporter:
         self._paused[pause] = self._paused.get(pause, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """Flush every sink."""
+        """Close every sink, also those after one that fails."""
+        failed: Exception | None = None
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                logger.warning("closing %s failed: %r", type(sink).__name__, error)
+                failed = error
+        if failed is not None and sys.exception() is None:  # it would hide why training failed
+            raise failed

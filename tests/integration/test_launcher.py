@@ -271,10 +271,32 @@ def check_stacks(process: subprocess.Popen, folder: Path) -> None:
     assert process.poll() is None
 
 
+BUFFERED = """
+import sys
+
+class Buffered:
+    def __init__(self, folder):
+        self.folder, self.steps = folder, []
+
+    def write(self, record):
+        self.steps.append(record["step"])
+
+    def close(self):
+        text = f"{self.steps}, failed: {sys.exception() is not None}"
+        (self.folder / "buffered").write_text(text)
+
+SINKS = {"buffered": lambda config, folder: Buffered(folder)}
+"""
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    result = train_alone(folder, "--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    """And its loggers are closed: the last records before a failure matter most."""
+    folder, module = tmp_path / "out", tmp_path / "mine.py"
+    module.write_text(BUFFERED)
+    words = ("--optimizer.lr", "1e30", "--lr_scheduler.warmup_steps", 0)
+    result = train_alone(folder, *words, "--experimental.custom_import", module)
     assert result.returncode == 3
+    assert (folder / "buffered").read_text() == "[1], failed: True"
     assert "non-finite gradient norm (every loss was finite) at step 2" in result.stdout
     assert "the weights are as they were after step 1" in result.stdout
     assert result.stderr == ""

@@ -34,6 +34,9 @@ class Kept(list):
         pass
 
 
+WORK = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
+
+
 def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
@@ -105,9 +108,8 @@ def test_what_is_not_finite_is_null_in_json(tmp_path) -> None:
 
 
 def test_the_best_validation_is_the_lowest_mean_and_outlives_a_resume() -> None:
-    work = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
     cpu = torch.device("cpu")
-    reporter = Reporter(work, cpu, Phases(cpu), [], tokens_seen=0, best_validation=(10, 4.0))
+    reporter = Reporter(WORK, cpu, Phases(cpu), [], tokens_seen=0, best_validation=(10, 4.0))
 
     def report(step: int, *losses: float) -> bool:
         reporter.count(step, data_s=0.0)
@@ -129,10 +131,9 @@ def test_texts_follow_the_record_of_their_step_in_sinks_that_take_them() -> None
         def write_texts(self, step, texts) -> None:
             self.append((step, texts))
 
-    work = Work(tokens_per_step=1, flops_per_token=1, num_devices=1, peak_flops_per_s=1.0)
     cpu, figures, both = torch.device("cpu"), Kept(), WithTexts()
     sinks = [figures, both, Spared("a", lambda: both), Spared("b", lambda: figures)]
-    reporter = Reporter(work, cpu, Phases(cpu), sinks, tokens_seen=0)
+    reporter = Reporter(WORK, cpu, Phases(cpu), sinks, tokens_seen=0)
     for step in (1, 2):
         reporter.count(step, data_s=0.0)
         if step == 1:
@@ -306,7 +307,7 @@ def wandb(monkeypatch):
     """A stand-in for the library: runs by their ids, which take steps in rising order only."""
     module = types.ModuleType("wandb")
     module.Error = type("Error", (Exception,), {})
-    module.runs, module.calls = {}, []
+    module.runs, module.calls, module.exit_codes = {}, [], []
 
     class Run:
         def __init__(self, history: list) -> None:
@@ -321,8 +322,8 @@ def wandb(monkeypatch):
             assert same or step >= self.step, "W&B drops it"
             self.history.append((step, figures))
 
-        def finish(self) -> None:
-            pass
+        def finish(self, exit_code) -> None:
+            module.exit_codes.append(exit_code)
 
     def init(**arguments):
         module.calls.append(arguments)
@@ -351,6 +352,26 @@ def test_a_resumed_job_continues_its_wandb_run(wandb, tmp_path) -> None:
     assert {call["resume"] for call in wandb.calls} == {"allow"}
     train(1, 2, is_resumed=False)  # started over: another run
     assert len(wandb.runs) == 2
+
+
+def test_every_logger_is_closed_and_a_run_that_fails_is_shown_as_failed(wandb, tmp_path) -> None:
+    class Broken(Kept):
+        def close(self) -> None:
+            raise RuntimeError("its own fault")
+
+    def close(*others: Kept) -> None:
+        tracked = WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
+        cpu = torch.device("cpu")
+        Reporter(WORK, cpu, Phases(cpu), [*others, tracked], tokens_seen=0).close()
+
+    close()
+    with pytest.raises(RuntimeError, match="its own fault"):
+        close(Broken())
+    try:
+        raise ValueError("training failed")
+    except ValueError:
+        close(Broken())  # which would hide it
+    assert wandb.exit_codes == [0, 0, 1]
 
 
 def test_a_wandb_run_that_is_refused_is_a_config_error(wandb, monkeypatch, tmp_path) -> None:
