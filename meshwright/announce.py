@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright import hardware, history
-from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
@@ -117,7 +116,10 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     Args:
         step: the last; the data may have ended before `training.steps`.
     """
-    logger.info("finished: %s tokens in %s", f"{reporter.tokens_seen:,}", duration(seconds))
+    training = plan.config.training
+    tokens = training.global_batch_size * training.seq_len * (step - plan.resume_step)
+    earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
+    logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
     if reporter.best_validation is not None:
         best, loss = reporter.best_validation
         logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
@@ -127,15 +129,16 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
     if saves(config.checkpoint):
-        last = commit.step_folder(plan.checkpoint_folder, step)
-        checkpoint = shlex.quote(str(last))
+        if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
+            folder = shlex.quote(str(plan.checkpoint_folder))
         module = config.experimental.custom_import
         own = f" --custom-import {shlex.quote(module)}" if module else ""
-        commands.append(f'meshwright generate {checkpoint} --prompt "..."{own}')
-        commands.append(f"meshwright export {checkpoint} MODEL_FOLDER{own}")
+        commands.append(f'meshwright generate {folder} --prompt "..."{own}')
+        if not config.checkpoint.last_save_in_hf:
+            commands.append(f"meshwright export {folder} MODEL_FOLDER{own}")
     logger.info("next:")
     for command in commands:
-        logger.info("  %s", command)
+        logger.info("  %s", command, extra={"is_command": True})
 
 
 def note_start(plan: Plan, device: torch.device) -> None:

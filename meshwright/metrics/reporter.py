@@ -25,8 +25,8 @@ class Work:
     """Over all ranks."""
     flops_per_token: int
     num_devices: int
-    peak_flops_per_s: float
-    """Of one device."""
+    peak_flops_per_s: float | None
+    """Of one device; None: not known, so there is no MFU."""
 
 
 class Reporter:
@@ -91,10 +91,11 @@ class Reporter:
             "data/tokens": self.tokens_seen,
             "time/wps": wps,
             "time/tflops": flops_per_s / 1e12,
-            "time/mfu_pct": 100 * flops_per_s / self._work.peak_flops_per_s,
             "time/step_s": step_s,
             "time/data_s": self._data_s / self._steps,
         }
+        if self._work.peak_flops_per_s is not None:
+            record["time/mfu_pct"] = 100 * flops_per_s / self._work.peak_flops_per_s
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():
