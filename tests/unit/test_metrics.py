@@ -76,7 +76,8 @@ def test_rates_follow_from_tokens_time_and_flops(monkeypatch) -> None:
 def test_a_resumed_run_leaves_no_step_twice(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (10, 20, 30)]
-    path.write_text("\n".join(lines) + '\n{"step": 40, "lo')  # killed in the middle of a line
+    damage = b'5\n\xff\n"step"\n{"step": 40, "lo'  # by a disk; killed in the middle of a line
+    path.write_bytes("\n".join(lines).encode() + b"\n" + damage)
     sink = JsonLines(path, resumed_step=20)
     sink.write({"step": 30, "loss": 2.0})
     sink.close()
