@@ -1,6 +1,7 @@
 """A job's messages at its start and end, and its records beside the results."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -40,8 +41,14 @@ def announce(plan: Plan, device: torch.device) -> None:
         logger.info("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
+    shapes = args.parameter_shapes()
+    num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
-        "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
+        "%s %s: %s parameters%s",
+        config.model.name,
+        config.model.flavor,
+        f"{args.table.num_params:,}",
+        f", {num_trained:,} of them trained" if plan.frozen else "",
     )
     logger.info(
         "%s (%s) on %s; torch %s",
@@ -52,7 +59,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     )
     if settings := os.environ.get(HOST_SETTINGS):
         logger.info("chosen for this machine by the launcher: %s", settings)
-    num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
+    num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
     num_tokens = training.global_batch_size * training.seq_len

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshwright import announce, history
 from meshwright.announce import announce_end, compact_toml, note_failure
@@ -72,6 +73,23 @@ def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
         announce_end(resumed, reporter, 30, 1.0)
         tokens = f"{(30 - resumed_step) * per_step:,}"
         assert caplog.messages[0] == f"finished: {tokens} tokens in 0:00:01{earlier}"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"), [([], ""), (["layers.*", "tok_*"], ", 524,544 of them trained")]
+)
+def test_a_job_with_frozen_parameters_says_how_many_are_trained(
+    frozen, words, monkeypatch, caplog
+) -> None:
+    caplog.set_level("INFO", "meshwright")
+    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
+    monkeypatch.setattr(announce, "dist", ranks)
+    words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
+    config, _ = load_config(words_of_job)
+    plan = preflight(config, 1)
+    announce.announce(plan, torch.device("cpu"))
+    num_all = f"{plan.model_args.table.num_params:,}"
+    assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:
