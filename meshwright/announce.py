@@ -1,6 +1,7 @@
 """A job's messages at its start and end, and its records beside the results."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -17,7 +18,6 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright import hardware, history
-from meshwright.checkpoint import commit
 from meshwright.config.changes import to_json
 from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
@@ -41,8 +41,14 @@ def announce(plan: Plan, device: torch.device) -> None:
         logger.info("  %s", line)
     for text in plan.notes:
         logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
+    shapes = args.parameter_shapes()
+    num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
-        "%s %s: %s parameters", config.model.name, config.model.flavor, f"{args.table.num_params:,}"
+        "%s %s: %s parameters%s",
+        config.model.name,
+        config.model.flavor,
+        f"{args.table.num_params:,}",
+        f", {num_trained:,} of them trained" if plan.frozen else "",
     )
     logger.info(
         "%s (%s) on %s; torch %s",
@@ -53,7 +59,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     )
     if settings := os.environ.get(HOST_SETTINGS):
         logger.info("chosen for this machine by the launcher: %s", settings)
-    num_dims = {name: len(shape) for name, shape in args.parameter_shapes().items()}
+    num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
     num_tokens = training.global_batch_size * training.seq_len
@@ -117,7 +123,10 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     Args:
         step: the last; the data may have ended before `training.steps`.
     """
-    logger.info("finished: %s tokens in %s", f"{reporter.tokens_seen:,}", duration(seconds))
+    training = plan.config.training
+    tokens = training.global_batch_size * training.seq_len * (step - plan.resume_step)
+    earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
+    logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
     if reporter.best_validation is not None:
         best, loss = reporter.best_validation
         logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
@@ -127,15 +136,16 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
     if saves(config.checkpoint):
-        last = commit.step_folder(plan.checkpoint_folder, step)
-        checkpoint = shlex.quote(str(last))
+        if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
+            folder = shlex.quote(str(plan.checkpoint_folder))
         module = config.experimental.custom_import
         own = f" --custom-import {shlex.quote(module)}" if module else ""
-        commands.append(f'meshwright generate {checkpoint} --prompt "..."{own}')
-        commands.append(f"meshwright export {checkpoint} MODEL_FOLDER{own}")
+        commands.append(f'meshwright generate {folder} --prompt "..."{own}')
+        if not config.checkpoint.last_save_in_hf:
+            commands.append(f"meshwright export {folder} MODEL_FOLDER{own}")
     logger.info("next:")
     for command in commands:
-        logger.info("  %s", command)
+        logger.info("  %s", command, extra={"is_command": True})
 
 
 def note_start(plan: Plan, device: torch.device) -> None:

@@ -1,12 +1,9 @@
 """A rank's device, its peak speed, and the memory in use."""
 
-import json
-import math
 import os
 import re
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +13,6 @@ from typing import Any
 import torch
 
 from meshwright.errors import check
-from meshwright.native import onednn_products
 
 GIB = 1024**3
 
@@ -43,7 +39,7 @@ class Peak:
 
     flops_per_s: float
     source: str
-    """The vendor's document, or "measured"."""
+    """The vendor's document."""
 
 
 def pick_device(local_rank: int, num_expected: int = 0) -> torch.device:
@@ -98,79 +94,15 @@ def has_float8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def peak_of(device: torch.device, dtype: torch.dtype, num_ranks: int, cache: Path) -> Peak:
-    """Return the published dense peak for bf16, or a measured one for devices not in the table.
-
-    Other work on the machine makes a measurement too low, and none too high. So the highest that
-    was ever measured for the same device, library, threads and number of ranks is kept in `cache`:
-    runs can be compared by their MFU.
-
-    Args:
-        num_ranks: ranks that measure at the same time.
-        cache: JSON file of this user; where it cannot be written, each run has its own figure.
-    """
+def peak_of(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Return the published dense peak for bf16; None for other types, and devices that are not in
+    the table, such as CPUs."""
     name = device_name(device)
     is_whole = not re.search(r"\bMIG\b", name)  # otherwise it is a slice of the named device
     for words, flops_per_s, source in PEAKS if dtype == torch.bfloat16 and is_whole else ():
         if re.search(rf"\b{words}\b", name):
             return Peak(flops_per_s, source)
-    key = f"{name}, {dtype}, {num_ranks} ranks of {torch.get_num_threads()} threads"
-    key += f" on {os.cpu_count()} cores, torch {torch.__version__}"
-    if device.type == "cpu" and dtype == torch.float32 and onednn_products.are_taken():
-        key += ", oneDNN"
-    known = _read_peaks(cache).get(key, 0.0)
-    measured = _measure_peak(device, dtype, MEASURE_AGAIN_S if known else MEASURE_FIRST_S)
-    if measured <= known:
-        return Peak(known, f"the highest measured here: {cache}")
-    unfinished = cache.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(_read_peaks(cache) | {key: measured}, indent=1), "utf-8")
-        unfinished.replace(cache)
-    except OSError:
-        return Peak(measured, "measured")
-    return Peak(measured, f"measured, and kept in {cache}")
-
-
-MEASURE_FIRST_S, MEASURE_AGAIN_S = 0.5, 0.03
-SLOW_S = 1.0
-"""Of one product; usual are milliseconds."""
-
-
-def _read_peaks(cache: Path) -> dict[str, float]:
-    """FLOP/s by device and circumstances; none if there is no such file, or it is damaged."""
-    try:
-        peaks = json.loads(cache.read_bytes())
-        return {str(key): float(value) for key, value in peaks.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def _measure_peak(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of a square matrix product, with the threads that the rank has: the best in `seconds`,
-    and of at least three; two slower than `SLOW_S` are enough, as on CPUs without the type. One may
-    have been held up by other work: the slowest does not count."""
-    # on CPUs 2048 is no faster in fp32 (by MKL), takes five times as long to measure, and in bf16
-    # the best of equal runs differed by a factor of two, with 1024 by 1 % (2 cores with AMX)
-    n = 1024 if device.type == "cpu" else 8192
-    generator = torch.Generator(device).manual_seed(0)  # the job's own is left as it is
-    a, b = torch.randn(2, n, n, generator=generator, device=device).to(dtype)
-    taken: list[float] = []
-    # on a GPU the first loads its library, for longer than that
-    slowest = SLOW_S if device.type == "cpu" else math.inf
-
-    def is_enough() -> bool:
-        if len(taken) < 3:
-            return len(taken) == 2 and min(taken) >= slowest
-        return sum(taken) - max(taken) >= seconds
-
-    while not is_enough():
-        start = time.perf_counter()
-        a @ b
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return 2 * n**3 / min(taken)
+    return None
 
 
 def memory_gib(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """`history.jsonl` in the dump folder: when each process of the job began and ended, and where."""
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -10,6 +11,27 @@ from meshwright.log import logger
 
 FILE = "history.jsonl"
 Event = Literal["start", "end"]
+OF_A_RUN = ("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "config.toml")
+"""Files in the dump folder that a job which starts over begins again."""
+
+
+def set_aside(folder: Path) -> None:
+    """Move the files of an earlier run in `folder` to a folder of their own in it; nothing if that
+    run has logged no step."""
+    metrics = folder / OF_A_RUN[0]
+    try:
+        if not (metrics.exists() and metrics.stat().st_size):
+            return
+        numbers = (folder / f"earlier_run_{number}" for number in itertools.count(1))
+        earlier = next(path for path in numbers if not path.exists())
+        earlier.mkdir()
+        for name in OF_A_RUN:
+            if (folder / name).exists():
+                (folder / name).rename(earlier / name)
+    except OSError as error:
+        logger.warning("the earlier run in %s cannot be set aside: %s", folder, error)
+    else:
+        logger.info("the earlier run's metrics are now in %s", earlier)
 
 
 def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:

@@ -43,7 +43,8 @@ class ConsoleFormatter(logging.Formatter):
     """The time of day and the message, in lines of at most `width` columns.
 
     A word that is longer, such as a path, stays whole: it may be wanted for copying. Of a record
-    with `coloured` (`extra`), a console with colour shows that text instead.
+    with `coloured` (`extra`), a console with colour shows that text instead. A record with
+    `is_command` is a line to copy: it has no time, and stays whole.
     """
 
     def __init__(self, width: int, *, has_colour: bool) -> None:
@@ -51,6 +52,8 @@ class ConsoleFormatter(logging.Formatter):
         self._width, self._has_colour = width, has_colour
 
     def format(self, record: logging.LogRecord) -> str:
+        if hasattr(record, "is_command"):
+            return record.getMessage()
         if self._has_colour and hasattr(record, "coloured"):
             return f"{self.formatTime(record, self.datefmt)} {record.coloured}"
         text = super().format(record)
@@ -156,18 +159,31 @@ def console_width(stream: TextIO) -> int:
         return WIDTH
 
 
-def log_to_console() -> None:
-    """Send the log of this rank to stdout; the launcher shows the log of LOG_RANK.
+def log_to_console(*, is_launched: bool = False) -> None:
+    """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
 
     A record with `is_printed` (`extra`) is not shown: another process has shown it.
+
+    Args:
+        is_launched: whether our launcher started this rank; it shows the ranks of LOG_RANK.
     """
     stream = _terminal() or sys.stdout
     handler = ConsoleHandler(stream)
+    if not _says_everything(is_launched):
+        handler.setLevel(logging.WARNING)
     handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
     handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def _says_everything(is_launched: bool) -> bool:
+    """Return whether this is the first rank, or a rank that the user has asked for."""
+    if os.environ.get("RANK", "0") == "0" or "LOG_RANK" in os.environ:
+        return True
+    # the launcher shows local rank 0 of each machine by default, and others for --log-rank alone
+    return is_launched and os.environ.get("LOCAL_RANK") != "0"
 
 
 def _terminal() -> TextIO | None:

@@ -53,8 +53,8 @@ def main(requests: Requests | None = None) -> None:
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
         die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
-    log_to_console()
-    code = 0
+    log_to_console(is_launched=LAUNCHER in os.environ)
+    code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
         requests.when_asked = "raise"
         requests.check()
@@ -63,6 +63,8 @@ def main(requests: Requests | None = None) -> None:
     except StopRequested:
         code = _stopped_before_training(requests)
     except ConfigError as error:
+        if rank > 0:  # the first rank mostly says the same, and this one is then ended
+            time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
         print_error(error)
         code = EXIT_CONFIG
     except (TrainingError, DataError, SaveError) as error:
@@ -78,7 +80,7 @@ def main(requests: Requests | None = None) -> None:
     with contextlib.suppress(OSError):  # a full disk, where they go to files
         sys.stdout.flush()
         sys.stderr.flush()
-    if code in EXIT_CODES.values() and int(os.environ.get("RANK", "0")) > 0:
+    if code in EXIT_CODES.values() and code != EXIT_CONFIG and rank > 0:
         time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
     # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
     os._exit(code)

@@ -1,6 +1,5 @@
 """From a plan to the reports of a job."""
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from meshwright import hardware
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.datasets.tokenizing import default_folder
 from meshwright.log import logger
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
@@ -21,7 +19,6 @@ from meshwright.metrics.phases import Phases
 from meshwright.metrics.record import Sink
 from meshwright.metrics.reporter import Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
-from meshwright.parallelisms.process_group import barrier
 from meshwright.preflight import Plan
 
 
@@ -34,25 +31,14 @@ def build_reporter(
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
 ) -> Reporter:
-    """Return the figures of the job; its first rank writes them. Collective where the peak is
-    measured."""
+    """Return the figures of the job; its first rank writes them."""
     config = plan.config
     training = config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    barrier()  # a peak that is measured, is so on all ranks at once, as they will work
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    peak = hardware.peak_of(device, dtype, num_here, default_folder() / "peaks.json")
-    logger.info(
-        "peak for mfu: %.4g TFLOP/s per device in %s (%s)",
-        peak.flops_per_s / 1e12,
-        str(dtype).removeprefix("torch."),
-        peak.source,
-    )
     work = Work(
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
         num_devices=dist.get_world_size(),
-        peak_flops_per_s=peak.flops_per_s,
+        peak_flops_per_s=_peak_flops_per_s(config, device),
     )
     if dist.get_rank() > 0:
         return Reporter(
@@ -63,6 +49,18 @@ def build_reporter(
     return Reporter(
         work, device, phases, destinations, tokens_seen, console.advance, best_validation
     )
+
+
+def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
+    """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
+    if config.metrics.peak_tflops:
+        tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
+    elif peak := hardware.peak_of(device, getattr(torch, config.training.mixed_precision_param)):
+        tflops, source = peak.flops_per_s / 1e12, peak.source
+    else:
+        return None
+    logger.info("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
+    return tflops * 1e12
 
 
 def _schedule(config: JobConfig) -> Schedule:

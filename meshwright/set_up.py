@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright import hardware
+from meshwright import hardware, history
 from meshwright.announce import announce, note_failure, note_start
 from meshwright.bad_steps import BadStepReporter
 from meshwright.build import (
@@ -142,6 +142,8 @@ def set_up(
         _say_done(plan)
         return None
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
+    if plan.resume_step == 0 and dist.get_rank() == 0:
+        history.set_aside(Path(config.job.dump_folder))
     announce(plan, device)
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:

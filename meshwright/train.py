@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -99,7 +99,11 @@ def run(
             return rank > 0 or _export(plan, requests)
         config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
         rank, first = dist.get_rank(), job.resumed_step
-        with requests.held(), note_failure(job.plan, lambda: job.reporter.step):
+        with (
+            requests.held(),
+            note_failure(job.plan, lambda: job.reporter.step),
+            closing(job.reporter),
+        ):
             with (
                 Profiler(config.profiling, dump_folder, rank, first) as profiler,
                 StopCoordinator(dump_folder, config.job.max_run_seconds, requests) as stop,
@@ -279,7 +283,6 @@ def _finish(job: Job, stop: StopCoordinator, step: int, is_done: bool) -> bool:
     is_new = step > job.resumed_step
     job.loader.close()
     job.bad_steps.close()
-    job.reporter.close()
     if stop.reason:
         stop.clear_stop_file()
     if failures := stop.failures(step):

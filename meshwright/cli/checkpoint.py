@@ -47,7 +47,7 @@ def run_ls(given: Namespace) -> None:
     complete = [number for number, row in enumerate(rows) if row[-1] == "complete"]
     if complete:
         *facts, state = rows[complete[-1]]
-        rows[complete[-1]] = (*facts, f"{state}, newest good")
+        rows[complete[-1]] = (*facts, f"{state}, newest")
     print(align([COLUMNS, *rows]))
 
 

@@ -644,6 +644,10 @@ class Metrics(Section):
     """Also report the gradient norm of each layer, of the embedding, of the last norm and of the
     output. Not with `optimizer.early_step_in_backward`."""
 
+    peak_tflops: NonNegativeFloat = 0.0
+    """Dense TFLOP/s of one device, of which MFU is a percentage. 0: the data sheet's figure in
+    bf16, if the device is known; without a figure there is no MFU."""
+
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-from meshwright.log import console_stream, is_terminal, logger, set_bar
+from meshwright.log import INDENT, console_stream, console_width, is_terminal, logger, set_bar
 from meshwright.metrics.eta import Eta, Schedule
 from meshwright.metrics.record import Record, Texts
 
@@ -16,6 +16,8 @@ COLUMNS = (  # header, width, colour
     *(("loss", 9, BOLD), ("grad_norm", 10, ""), ("lr", 9, DIM), ("wps", 10, CYAN)),
     *(("mfu", 6, ""), ("TFLOP/s", 8, DIM), ("GiB", 7, ""), ("eta", 12, "")),
 )
+LEFT_OUT = ("TFLOP/s", "GiB", "lr")
+"""Columns that a narrow console goes without, the first one first; metrics.jsonl has them."""
 
 
 def duration(seconds: float | None) -> str:
@@ -48,6 +50,11 @@ class Console:
         """
         self._steps, self._eta = schedule.steps, Eta(schedule, step)
         self._num_lines = 0
+        self._columns = [*COLUMNS]
+        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
+        for name in LEFT_OUT:
+            if sum(columns for _, columns, _ in self._columns) > room:
+                self._columns = [column for column in self._columns if column[0] != name]
         self._bar: tqdm[None] | None = None
         stream = console_stream()
         if is_terminal(stream):
@@ -62,6 +69,10 @@ class Console:
             )
             set_bar(self._bar)
 
+    @property
+    def _step_width(self) -> int:
+        return 2 * len(str(self._steps)) + 1
+
     def advance(self, step: int) -> None:
         """Move the bar on: `step` has been handed to the device."""
         if self._bar is not None:
@@ -73,21 +84,25 @@ class Console:
         left = duration(self._eta.seconds)
         if self._bar is not None:
             self._bar.set_postfix_str(f"eta {left}", refresh=False)
-        step = f"{record['step']}/{self._steps}"
-        width = 2 * len(str(self._steps)) + 1
+        step, width = f"{record['step']}/{self._steps}", self._step_width
         if self._num_lines % HEADER_EVERY == 0:
-            names = "".join(name.rjust(columns) for name, columns, _ in COLUMNS)
+            names = "".join(name.rjust(columns) for name, columns, _ in self._columns)
             logger.info("%s", f"{'step':>{width + 5}}{names}")
         self._num_lines += 1
-        texts = (
-            *(_short(record["loss/train"]), _short(record["optim/grad_norm"])),
-            *(f"{record['optim/lr']:.2e}", f"{record['time/wps']:,.0f}"),
-            *(f"{record['time/mfu_pct']:.1f}%", _flops(record["time/tflops"])),
-            *(f"{record['memory/peak_gib']:.2f}", left),
-        )
+        mfu = record.get("time/mfu_pct")
+        texts = {
+            "loss": _short(record["loss/train"]),
+            "grad_norm": _short(record["optim/grad_norm"]),
+            "lr": f"{record['optim/lr']:.2e}",
+            "wps": f"{record['time/wps']:,.0f}",
+            "mfu": "-" if mfu is None else f"{mfu:.1f}%",
+            "TFLOP/s": _flops(record["time/tflops"]),
+            "GiB": f"{record['memory/peak_gib']:.2f}",
+            "eta": left,
+        }
         plain, coloured = f"step {step:>{width}}", f"step {BOLD}{step:>{width}}{RESET}"
-        for text, (_, columns, colour) in zip(texts, COLUMNS, strict=True):
-            cell = f" {text:>{columns - 1}}"
+        for name, columns, colour in self._columns:
+            cell = f" {texts[name]:>{columns - 1}}"
             plain += cell
             coloured += f"{colour}{cell}{RESET}" if colour else cell
         logger.info("%s", plain, extra={"coloured": coloured})

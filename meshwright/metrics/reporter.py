@@ -1,5 +1,6 @@
 """From the counts of a job to the figures that it reports."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from meshwright import hardware
+from meshwright.log import logger
 from meshwright.metrics.phases import Phases
 from meshwright.metrics.record import Record, Sink, Texts, TextSink, validation_loss
 
@@ -23,8 +25,8 @@ class Work:
     """Over all ranks."""
     flops_per_token: int
     num_devices: int
-    peak_flops_per_s: float
-    """Of one device."""
+    peak_flops_per_s: float | None
+    """Of one device; None: not known, so there is no MFU."""
 
 
 class Reporter:
@@ -89,10 +91,11 @@ class Reporter:
             "data/tokens": self.tokens_seen,
             "time/wps": wps,
             "time/tflops": flops_per_s / 1e12,
-            "time/mfu_pct": 100 * flops_per_s / self._work.peak_flops_per_s,
             "time/step_s": step_s,
             "time/data_s": self._data_s / self._steps,
         }
+        if self._work.peak_flops_per_s is not None:
+            record["time/mfu_pct"] = 100 * flops_per_s / self._work.peak_flops_per_s
         for phase, seconds in self._phases.take().items():
             record[f"time/{phase}_s"] = seconds / self._steps
         for pause, seconds in self._paused.items():
@@ -128,6 +131,13 @@ class Reporter:
         self._paused[pause] = self._paused.get(pause, 0.0) + time.perf_counter() - start
 
     def close(self) -> None:
-        """Flush every sink."""
+        """Close every sink, also those after one that fails."""
+        failed: Exception | None = None
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                logger.warning("closing %s failed: %r", type(sink).__name__, error)
+                failed = error
+        if failed is not None and sys.exception() is None:  # it would hide why training failed
+            raise failed

@@ -81,7 +81,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = [
             line
-            for line in (path.read_text("utf-8").splitlines() if path.exists() else [])
+            for line in (path.read_text("utf-8", "replace").splitlines() if path.exists() else [])
             if _step_of(line) <= resumed_step
         ]
         with whole_file(path) as file:
@@ -111,8 +111,8 @@ class TextLines(JsonLines):
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line; infinite for one that a kill cut short."""
+    """Return the step of a line; infinite for one that is no record, as after a kill."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")

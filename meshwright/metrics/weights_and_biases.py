@@ -1,6 +1,7 @@
 """A run at Weights & Biases (https://docs.wandb.ai)."""
 
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,4 +74,5 @@ class WeightsAndBiases:
             self._run.log({"validation/texts": table}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        # an error that ends the job is on its way: W&B shows the run as failed
+        self._run.finish(exit_code=1 if sys.exception() else 0)

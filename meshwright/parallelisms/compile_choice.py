@@ -57,7 +57,7 @@ def resolve_compile(
         reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
         is_on, reason = False, ""
-    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or _why_no_compiler():
+    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or why_no_compiler():
         is_on, reason = False, obstacle
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
@@ -87,7 +87,7 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool)
     return ""
 
 
-def _why_no_compiler() -> str:
+def why_no_compiler() -> str:
     """Return why inductor cannot compile on this machine; "" if it can, as far as is seen.
 
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,

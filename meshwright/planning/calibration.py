@@ -30,7 +30,6 @@ from meshwright import hardware
 from meshwright.batch import Batch
 from meshwright.config.job_config import BYTES
 from meshwright.config.loader import load_config
-from meshwright.datasets.tokenizing import default_folder
 from meshwright.health import BadStepDetector
 from meshwright.launch.machine import count_gpus
 from meshwright.models.initialize import initialize
@@ -282,15 +281,11 @@ def measure(device: torch.device) -> Measured:
         operators.setdefault(kind, []).append((num_bytes, flops, mean))
     ranks, today = dist.get_world_size(), datetime.date.today().isoformat()
     threads = "" if device.type == "cuda" else f", threads of each: {torch.get_num_threads()}"
-    cache = default_folder() / "peaks.json"  # where jobs keep theirs
     name = hardware.device_name(device)
     rates = Measured(
         source=f"measured on {name}, ranks: {ranks}{threads}, torch {torch.__version__}, {today}",
         device=name,
-        peak={
-            dtype: hardware.peak_of(device, getattr(torch, dtype), ranks, cache).flops_per_s
-            for dtype in DTYPES
-        },
+        peak={dtype: _peak(device, getattr(torch, dtype)) for dtype in DTYPES},
         link=0.0,
         network=0.0,
         is_gpu=device.type == "cuda",
@@ -300,6 +295,22 @@ def measure(device: torch.device) -> Measured:
         collectives=time_collectives(device),
     )
     return _with_host(rates, runners[0])
+
+
+def _peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s by the data sheet, or the best of three square matmuls."""
+    if peak := hardware.peak_of(device, dtype):
+        return peak.flops_per_s
+    n = 1024 if device.type == "cpu" else 8192
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2 * n**3 / min(taken)
 
 
 def _with_host(rates: Measured, smallest: Runner) -> Measured:

@@ -52,7 +52,9 @@ class Verdict:
     """How far a case is from the reference, where, and the failures."""
 
     failures: list[str] = field(default_factory=list)
-    """One line each, naming the quantity or the parameter; none: the case is proved."""
+    """One line each, naming the quantity or the parameter; none: the case is proved, if it ran."""
+    not_run: str = ""
+    """The reason, if this machine cannot run the case."""
     num_different_weights: int = 0
     num_different_samples: int = 0
     loss_error: float = 0.0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config.job_config import JobConfig
+from meshwright.parallelisms.compile_choice import why_no_compiler
 from meshwright.proof.cases import Case, Kind, reference_case
 from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
 from meshwright.proof.measure import Measure, measure, record_reference
@@ -51,6 +52,9 @@ def prove(
                 with _pool(world_size) as pool:
                     while waiting:
                         case = waiting.pop(0)
+                        if reason := _why_not(case):
+                            yield Row(case, Verdict(not_run=reason), 0.0)
+                            continue
                         start = time.perf_counter()
                         reference, file = references[case.kind]
                         try:
@@ -62,6 +66,13 @@ def prove(
                         yield Row(case, verdict, time.perf_counter() - start)
                         if is_broken:
                             break
+
+
+def _why_not(case: Case) -> str:
+    """Return why this machine cannot run the case; "" if it can."""
+    compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
+    starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
+    return why_no_compiler() if starts_compiler else ""
 
 
 @contextlib.contextmanager

@@ -35,6 +35,10 @@ OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim /
 LOSS_CHUNK_TOKENS = 16  # several in every microbatch, but where cp leaves a sequence no more
 MOST_SHARDS = 16  # of a stream: each has documents for several samples
 LARGEST_TP, MAX_RANKS = 4, 8
+HIGHEST_LR = 1e-3
+"""Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
+by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
+differs at step 10 (docs/proof.md has figures). At this rate rounding does not grow."""
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
 
@@ -85,7 +89,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
     clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
     that divide where the user's do and are odd where that finds mistakes; data, by that of
-    `data.py`; precision, by bf16, which cases in fp32 change.
+    `data.py`; precision, by bf16, which cases in fp32 change; a rate above `HIGHEST_LR`.
     """
     tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
     kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
@@ -110,6 +114,12 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
     names = [*small_args.parameter_names()]
     groups = fitted_groups(config.optimizer.groups, names)
+    highest_lr = HIGHEST_LR / max([1.0, *(group.lr_scale for group in groups)])
+    optimizer = {
+        "lr": min(config.optimizer.lr, highest_lr),
+        "early_step_in_backward": False,
+        "groups": groups,
+    }
     frozen = _found(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
@@ -140,7 +150,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         {
             "model": model,
             "training": training,
-            "optimizer": {"early_step_in_backward": False, "groups": groups},
+            "optimizer": optimizer,
             "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
             "float8": {"filter_fqns": left_out, "emulate": True},
         },

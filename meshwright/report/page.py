@@ -2,6 +2,7 @@
 
 import time
 import tomllib
+from bisect import bisect_left
 from html import escape
 from statistics import median
 from typing import Any
@@ -192,10 +193,10 @@ def _rest(run: Run) -> list[tuple[int, float]]:
 def _totals(run: Run) -> dict[str, float]:
     """Return the seconds of all logged steps by kind of work."""
     totals = dict.fromkeys([*PARTS.values(), "other in steps", "validation", "checkpoints"], 0.0)
-    before = 0
+    before, seams = 0, sorted(run.resumed_steps)
     for row in run.records:
         step = int(row["step"])
-        before = max([before, *(seam for seam in run.resumed_steps if seam < step)])
+        before = max([before, *seams[: bisect_left(seams, step)][-1:]])
         count, before = step - before, step
         for name, label in PARTS.items():
             totals[label] += row.get(name, 0.0) * count

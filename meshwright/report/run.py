@@ -1,6 +1,7 @@
 """Everything that a dump folder tells about its run. No torch: a report can be made anywhere."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Run:
 
     folder: Path
     records: Sequence[Row]
-    """Logged steps, in rising order."""
+    """Logged steps, in rising order, without values that are not finite."""
     history: Sequence[Row]
     """Starts and ends of processes."""
     skipped: Sequence[Row]
@@ -56,7 +57,7 @@ class Run:
         return [int(row["step"]) for row in self.starts[1:]]
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a figure, without values that are not finite."""
+        """Return the steps and values of a figure."""
         return [
             (int(row["step"]), float(row[name]))
             for row in self.records
@@ -90,7 +91,11 @@ def read_run(folder: Path) -> Run:
         "name the job.dump_folder of a run",
     )
     records = [
-        {RENAMED.get(_old_prefix(name), _old_prefix(name)): value for name, value in row.items()}
+        {
+            RENAMED.get(_old_prefix(name), _old_prefix(name)): value
+            for name, value in row.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
         for row in _rows(metrics)
     ]
     return Run(

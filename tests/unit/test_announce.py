@@ -1,13 +1,16 @@
 """The config on the console, in few lines; the end of a job in the history of its run."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshwright import announce, history
 from meshwright.announce import announce_end, compact_toml, note_failure
 from meshwright.config.loader import load_config
+from meshwright.log import log_to_console
 from meshwright.preflight import preflight
 
 
@@ -32,23 +35,61 @@ def test_an_error_that_ends_a_job_is_noted_once_with_its_step(rank, tmp_path, mo
     assert ends == ([(7, "failed: bad"), (4, "failed: KeyError")] if rank == 0 else [])
 
 
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_the_commands_at_the_end_name_the_checkpoint_of_the_last_step(
-    is_saved, tmp_path, caplog
+END_WORDS = ["--model.tokenizer_path=bytes", "--training.steps=50", "--checkpoint.enable"]
+
+
+@pytest.mark.parametrize(
+    ("others", "commands"),
+    [
+        ([], ["generate {0} --prompt \"...\"", "export {0} MODEL_FOLDER"]),
+        (["--checkpoint.folder=a/b"], ["generate {0}/a/b --prompt \"...\"",
+                                       "export {0}/a/b MODEL_FOLDER"]),
+        (["--checkpoint.last_save_in_hf"], ["generate {0} --prompt \"...\""]),
+        (["--checkpoint.load_only"], []),
+    ],
+)  # fmt: skip
+def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
+    others, commands, tmp_path, monkeypatch, capsys
 ) -> None:
-    """Which is not that of `training.steps` where the data has ended before."""
-    caplog.set_level("INFO", "meshwright")
-    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--checkpoint.enable"]
-    words += ["--training.steps=50", f"--checkpoint.load_only={not is_saved}".lower()]
+    monkeypatch.setenv("MESHWRIGHT_COLUMNS", "40")
+    log_to_console()
+    words = [f"--job.dump_folder={tmp_path}", *END_WORDS, *others]
     reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
     announce_end(preflight(load_config(words)[0], 1), reporter, 30, 1.0)
-    said = [record.getMessage() for record in caplog.records]
-    last = f"{tmp_path}/checkpoint/step-30"
-    commands = [
-        f'  meshwright generate {last} --prompt "..."',
-        f"  meshwright export {last} MODEL_FOLDER",
-    ]
-    assert said[-2:] == commands if is_saved else not any("step-" in line for line in said)
+    said = capsys.readouterr().out.splitlines()
+    expected = [f"  meshwright {command.format(tmp_path)}" for command in commands]
+    assert [line for line in said if "generate" in line or "export" in line] == expected
+
+
+def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    plan = preflight(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS])[0], 1)
+    training = plan.config.training
+    per_step = training.global_batch_size * training.seq_len
+    reporter = SimpleNamespace(tokens_seen=30 * per_step, best_validation=None)
+    for resumed_step, earlier in ((0, ""), (20, f"; {30 * per_step:,} since step 1")):
+        caplog.clear()
+        resumed = dataclasses.replace(plan, resume_step=resumed_step)
+        announce_end(resumed, reporter, 30, 1.0)
+        tokens = f"{(30 - resumed_step) * per_step:,}"
+        assert caplog.messages[0] == f"finished: {tokens} tokens in 0:00:01{earlier}"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"), [([], ""), (["layers.*", "tok_*"], ", 524,544 of them trained")]
+)
+def test_a_job_with_frozen_parameters_says_how_many_are_trained(
+    frozen, words, monkeypatch, caplog
+) -> None:
+    caplog.set_level("INFO", "meshwright")
+    ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
+    monkeypatch.setattr(announce, "dist", ranks)
+    words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
+    config, _ = load_config(words_of_job)
+    plan = preflight(config, 1)
+    announce.announce(plan, torch.device("cpu"))
+    num_all = f"{plan.model_args.table.num_params:,}"
+    assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:

@@ -1,15 +1,34 @@
-"""What benchmarks/compare.py calls worse."""
+"""Every benchmark's imports; the benchmarks that pages name; what benchmarks/compare.py calls
+worse."""
 
 import copy
-import importlib.util
+import importlib
+import re
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "benchmarks/compare.py"
-SPEC = importlib.util.spec_from_file_location("compare", PATH)
-compare = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(compare)
+from benchmarks import compare
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
+PAGES.remove(ROOT / "CHANGELOG.md")  # which tells of scripts that are gone
+
+
+def test_every_benchmark_finds_what_it_imports(monkeypatch) -> None:
+    """One that crashes later shows only when it is run: some take minutes."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as a script that imports another has it
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_every_benchmark_that_a_page_names_is_there() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    names = {*re.findall(r"benchmarks[/.](\w+)\b(?:\.py)?", text)}
+    names |= {*re.findall(r"`(\w+)\.py`", (ROOT / "benchmarks/README.md").read_text())}
+    there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert names <= there
+
 
 ROW = {
     "contender": "ours",

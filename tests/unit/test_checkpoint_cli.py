@@ -54,7 +54,7 @@ def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> Non
     assert states == {
         "step-5": "complete",
         "step-8.aside0": "set aside",
-        "step-10": "complete, newest good",
+        "step-10": "complete, newest",
         "step-15": "damaged: .metadata: No such file or directory",
         "step-20.0000000000000000.unfinished": "unfinished",
     }
@@ -64,7 +64,7 @@ def test_ls_lists_all_by_step_and_marks_the_newest_good_one(made, capsys) -> Non
     finally:
         (made / "kept").rename(made / "step-10" / "checkpoint.json")
     assert "damaged: checkpoint.json cannot be read" in lines[3]
-    assert lines[1].endswith("complete, newest good")
+    assert lines[1].endswith("complete, newest")
 
 
 def test_show_says_what_a_checkpoint_is(made, capsys) -> None:

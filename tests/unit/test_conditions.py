@@ -148,7 +148,7 @@ OUTCOMES = {
         activation_checkpoint="mode",
         compile="enable",
         checkpoint="enable",
-        metrics="log_freq grad_norm_by_group enable_tensorboard save_tb_folder",
+        metrics="log_freq peak_tflops grad_norm_by_group enable_tensorboard save_tb_folder",
         profiling="enable_profiling enable_memory_snapshot save_traces_folder profiler_warmup "
         "profiler_active save_memory_snapshot_folder",
         comm="init_timeout_seconds train_timeout_seconds",

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import hardware
 from meshwright.errors import ConfigError
-from meshwright.native import onednn_products
 
 
 @pytest.fixture
@@ -58,21 +57,6 @@ def test_deterministic_algorithms_without_filling_memory(monkeypatch) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-def test_each_library_has_its_own_peak_in_fp32(monkeypatch, tmp_path) -> None:
-    cache = tmp_path / "peaks.json"
-
-    def peak(dtype: torch.dtype, measured: float, *, is_onednn: bool) -> float:
-        monkeypatch.setattr(hardware, "_measure_peak", lambda *_: measured)
-        monkeypatch.setattr(onednn_products, "are_taken", lambda: is_onednn)
-        return hardware.peak_of(torch.device("cpu"), dtype, 1, cache).flops_per_s
-
-    assert peak(torch.float32, 2.0, is_onednn=True) == 2.0
-    assert peak(torch.float32, 1.0, is_onednn=False) == 1.0
-    assert peak(torch.float32, 1.5, is_onednn=True) == 2.0
-    assert peak(torch.bfloat16, 2.0, is_onednn=True) == 2.0
-    assert peak(torch.bfloat16, 1.0, is_onednn=False) == 2.0
 
 
 HOPPER, OLD, NEW = (9, 0), 91002, 91501

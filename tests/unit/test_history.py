@@ -18,6 +18,22 @@ def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path
     assert events() == [("start", 0)]
 
 
+def test_a_job_that_starts_over_keeps_the_figures_of_the_run_before(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    (tmp_path / "metrics.jsonl").touch()
+    history.set_aside(tmp_path)  # it was killed before its first step
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    for number in (1, 2):
+        for name in ("metrics.jsonl", "config.toml"):
+            (tmp_path / name).write_text(f"{number}")
+        history.set_aside(tmp_path)
+    earlier = [tmp_path / f"earlier_run_{number}" for number in (1, 2)]
+    assert sorted(tmp_path.iterdir()) == earlier
+    for name in ("metrics.jsonl", "config.toml"):
+        assert [(folder / name).read_text() for folder in earlier] == ["1", "2"]
+    assert caplog.messages == [f"the earlier run's metrics are now in {path}" for path in earlier]
+
+
 def test_a_full_disk_is_a_warning(tmp_path, caplog) -> None:
     history.note(tmp_path / "not there", 3, "end", {})
     assert "history.jsonl cannot be written" in caplog.text

@@ -44,6 +44,31 @@ def test_a_width_that_is_no_number_is_passed_over(monkeypatch, capsys) -> None:
     assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_launched", "says_everything"),
+    [
+        ({}, False, True),  # one process
+        ({"RANK": "0", "LOCAL_RANK": "0"}, False, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False, False),  # plain torchrun shows every rank
+        ({"RANK": "1", "LOCAL_RANK": "1", "LOG_RANK": "1"}, False, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, True, True),  # shown for --log-rank 1 alone
+        ({"RANK": "8", "LOCAL_RANK": "0"}, True, False),  # another machine
+    ],
+)
+def test_what_all_ranks_say_is_shown_once(
+    environment, is_launched, says_everything, monkeypatch, capsys
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOG_RANK"):
+        monkeypatch.delenv(name, raising=False)
+        if name in environment:
+            monkeypatch.setenv(name, environment[name])
+    log_to_console(is_launched=is_launched)
+    logger.info("the banner")
+    logger.warning("careful")
+    said = [line[9:] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["the banner", "careful"][not says_everything :]
+
+
 def test_a_traceback_keeps_its_lines(narrow, capsys) -> None:
     log_to_console()
     try:

@@ -99,7 +99,7 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
 
     said, codes = [], []
     monkeypatch.setattr(main, "run", run_out)
-    monkeypatch.setattr(main, "log_to_console", lambda: None)
+    monkeypatch.setattr(main, "log_to_console", lambda **_: None)
     monkeypatch.setattr(
         main.logger, "exception", lambda text: said.extend(sys.exception().__notes__)
     )

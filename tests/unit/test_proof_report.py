@@ -1,15 +1,79 @@
-"""The table of a proof on a console."""
+"""A proof on a console and in its files: also an unfinished one, and a case that cannot run."""
 
-from meshwright.proof.report import COLUMNS, line
+import json
+
+import pytest
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_config
+from meshwright.errors import ConfigError
+from meshwright.parallelisms import compile_choice
+from meshwright.proof.cases import build_case, reference_case
+from meshwright.proof.compare import Verdict
+from meshwright.proof.prove import Row, _why_not
+from meshwright.proof.report import COLUMNS, cells, line, summary, write
+from meshwright.proof.shrink import HIGHEST_LR, shrink
+from meshwright.resolve_model import resolve_model
+from tests.helpers.cli import command
+
+prove = command("prove")
+
+
+def small_job(*words: str) -> JobConfig:
+    config, _ = load_config([*words])
+    return shrink(config, resolve_model(config)[1])
 
 
 def test_rows_fit_a_console_of_100_columns() -> None:
     row = ("mesh: dp_shard 2 x tp 2", *("1" * 7 for _ in COLUMNS[1:-1]), "FAILED")
-    assert all(len(text) <= 100 for text in (line(COLUMNS), line(row)))
-    assert line(row).startswith(row[0])
-    assert line(row).endswith("FAILED")
+    assert all(len(text) <= 100 for text in (line(" 1/87", COLUMNS), line(" 1/87", row)))
+    assert line("1/8", row).startswith(f"1/8  {row[0]}")
+    assert line("1/8", row).endswith("FAILED")
     name = "InterleavedZeroBubble, reshard never: pp 2 x dp_shard 2"
-    own_line, rest = line((name, *row[1:])).splitlines()
-    assert own_line == name
-    assert rest.split() == line(row).removeprefix(row[0]).split()
-    assert rest.index("FAILED") == line(row).index("FAILED")
+    own_line, rest = line("1/8", (name, *row[1:])).splitlines()
+    assert own_line == f"1/8  {name}"
+    assert rest.index("FAILED") == line("1/8", row).index("FAILED")
+
+
+def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
+    small = JobConfig()
+    rows = [Row(reference_case(small), Verdict(), 1.0)]
+    write(tmp_path, small, rows, num_cases=3)
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert (proof["proved"], proof["num_cases"], len(proof["cases"])) == (False, 3, 1)
+    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.html").read_text()
+    write(tmp_path, small, rows, num_cases=1)
+    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
+
+
+def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
+    small = small_job("--parallelism.data_parallel_shard_degree=2")
+    compiled = build_case("compiled", small, {"dp_shard": 2}, compile={"enable": True})
+    eager = build_case("mesh", small, {"dp_shard": 2})
+    monkeypatch.setattr(compile_choice.sys, "platform", "linux")
+    monkeypatch.setenv("CXX", "none")
+    assert _why_not(eager) == ""
+    reason = _why_not(compiled)
+    assert reason == "there is no C++ compiler 'none' (CXX names another)"
+    row = Row(compiled, Verdict(not_run=reason), 0.0)
+    assert cells(row)[0::12] == (compiled.name, "not run")
+    assert {*cells(row)[2:-1]} == {"-"}
+    rows = [row, Row(eager, Verdict(), 1.0)]
+    assert summary(rows, 2) == "1 of 2 cases equal one process, 1 not run"
+    write(tmp_path, small, rows, num_cases=2)
+    assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
+    with pytest.raises(ConfigError, match="mask_documents = True: .* there is no C.. compiler"):
+        prove(["--training.mask_documents=true"])
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_first_case(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--output = .*/file/proof': cannot be written to"):
+        prove(["--output", str(tmp_path / "file" / "proof")])
+
+
+@pytest.mark.parametrize(("lr", "small"), [(3e-4, 3e-4), (1e-3, 1e-3), (5e-2, HIGHEST_LR)])
+def test_the_small_job_has_a_rate_at_which_rounding_does_not_grow(lr, small) -> None:
+    assert small_job(f"--optimizer.lr={lr}").optimizer.lr == small
+    groups = '--optimizer.groups=[{parameters = ["output.weight"], lr_scale = 10.0}]'
+    assert small_job(f"--optimizer.lr={lr}", groups).optimizer.lr == min(lr, HIGHEST_LR / 10)

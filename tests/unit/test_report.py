@@ -1,7 +1,9 @@
 """`meshwright report`: a run as one HTML file."""
 
+import dataclasses
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
 from meshwright.errors import ConfigError
 from meshwright.html.charts import Chart, Curve, draw, short, thin, ticks
+from meshwright.report.page import _totals
 from meshwright.report.run import read_run
 from tests.helpers.cli import command
 
@@ -112,8 +115,25 @@ def test_a_proof_in_the_folder_is_shown(folder) -> None:
     (folder / "proof" / "proof.json").write_text(json.dumps(proof))
     report([str(folder), "--output", str(folder / "a.html")])
     text = (folder / "a.html").read_text()
-    assert "0 of 1 meshes train the same model as one process" in text
+    assert "0 of 1 cases equal one process" in text
     assert "FAILED" in text
+
+
+def test_values_of_other_writers_that_are_not_finite_are_left_out(folder) -> None:
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('\n{"step": 42, "loss/train": NaN, "time/step_s": Infinity, "a": 1e999}\n')
+        file.write('{"step": 43, "time/step_s": 0.5, "time/forward_backward_s": null}\n')
+    report([str(folder)])
+    assert read_run(folder).series("loss/train")[-1] == (40, 4.0)
+
+
+def test_many_resumes_of_a_long_run_take_no_time(folder) -> None:
+    rows = [{"step": step, "time/step_s": 1.0} for step in range(1, 20_001)]
+    starts = [{"event": "start", "step": step, "unix_s": 0.0} for step in range(0, 20_000, 20)]
+    run = dataclasses.replace(read_run(folder), records=rows, history=starts)
+    began = time.process_time()
+    assert _totals(run)["other in steps"] == 20_000
+    assert time.process_time() - began < 1  # 20 s with a look at each resume for each record
 
 
 def test_a_run_that_has_only_begun_has_a_report(tmp_path) -> None:
