@@ -72,8 +72,12 @@ prepare() {
     local row=$1 minor=${1#*3.} release=${1#torch} above=$work/$1
     folder=$above/checkout interpreter="" skipped="" wrap=(env)
     case $row in
-    default) wrap+=(ATEN_CPU_CAPABILITY=default) ;;
-    avx2) wrap+=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2) ;;
+    # torch fails where ATen is told to do without the instructions that oneDNN uses; and inductor finds
+    # graphs again that it made for a CPU with other instructions
+    default) wrap+=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
+    avx2)
+        wrap+=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2)
+        wrap+=(TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
     one-core) wrap+=(taskset -c 0) ;;
     python3.*)
         interpreter_of "Python 3.$minor" "PYTHON_3_$minor" "$row" \
