@@ -304,6 +304,16 @@ def test_a_graph_of_other_code_is_not_found(tmp_path, monkeypatch) -> None:
     assert found == [1, 1]
 
 
+def test_a_graph_for_other_vector_instructions_is_not_found(monkeypatch) -> None:
+    tags = set()
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        with compile_cache.config.patch(cache_key_tag=""):
+            compile_cache.tell_code_apart()
+            tags.add(compile_cache.config.cache_key_tag)
+    assert len(tags) == 2
+
+
 def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
     taken = []
     monkeypatch.setattr(
