@@ -1,6 +1,7 @@
 """Traces of single steps, and snapshots of GPU memory; each with its summary as text."""
 
 import pickle
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+import meshwright
 from meshwright.config.job_config import Profiling
 from meshwright.hardware import GIB
 from meshwright.log import logger
@@ -18,7 +20,9 @@ MOST_EVENTS = 100_000
 """Allocations that a snapshot remembers; older ones are forgotten. Each takes about 1 KiB."""
 LARGEST = 15
 """Rows of a summary."""
-LIBRARY = "/site-packages/"
+OURS = Path(meshwright.__file__).parent
+LIBRARIES = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
+LIBRARIES += [Path(torch.__file__).parent]
 
 
 class Profiler:
@@ -193,11 +197,16 @@ def summarize_memory(snapshot: Mapping[str, Any]) -> str:
 def _place(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the innermost line of Python, outside libraries if there is one."""
     lines = [frame for frame in frames if frame["filename"].endswith(".py")]
-    own = [frame for frame in lines if LIBRARY not in frame["filename"]]
+    own = [frame for frame in lines if _is_own(Path(frame["filename"]))]
     if not lines:
         return "unknown: allocated before recording began"
     frame = (own or lines)[0]
     return f"{frame['filename']}:{frame['line']} {frame['name']}"
+
+
+def _is_own(file: Path) -> bool:
+    """Return whether a file is ours, which may be installed beside libraries, or the user's."""
+    return file.is_relative_to(OURS) or not any(map(file.is_relative_to, LIBRARIES))
 
 
 def _record(is_on: bool) -> None:

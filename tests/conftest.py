@@ -37,6 +37,12 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"])
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Outputs go where anyone may write, as the checkout need not be."""
+    os.chdir(tmp_path_factory.mktemp("working_folder"))
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_imported() -> None:
     """Messages reach caplog, and once, whatever tests before have made of the logger."""

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from meshwright.errors import in_ranges
 
 STOPPED = "Tt"
 """States of /proc/PID/stat: by a signal, by a debugger."""
-WAITS_IN = ("/torch/distributed/", "/launch/stop.py", "/concurrent/futures/")
-"""Files whose functions a rank that waits for others is in."""
+WAITS_IN = (("torch", "distributed/"), ("meshwright", "launch/stop.py"), ("concurrent", "futures/"))
+"""Packages, and the parts of them in whose functions a rank waits for others."""
 FRAMES_SEEN = 4
 """Of the main thread, from the innermost, to see whether it waits for others."""
 FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in (?P<function>.*)')
@@ -57,13 +59,23 @@ class Evidence:
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
         return bool(self.failed) or any(
-            part in file for file, _ in self.frames for part in WAITS_IN
+            _is_part_of(*part, file) for file, _ in self.frames for part in WAITS_IN
         )
 
     @property
     def place(self) -> str:
         """Where it was, in words."""
         return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+
+def _is_part_of(package: str, part: str, file: str) -> bool:
+    """Return whether `file`, on any machine, is that part of the package: folders above a checkout
+    may have the same names, but the rest of the path is then no file of the package."""
+    spec = find_spec(package)
+    _, found, rest = file.rpartition(f"/{package}/{part}")
+    if not found or spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).parent.joinpath(part + rest).is_file()
 
 
 def culprits(evidence: Sequence[Evidence]) -> list[Evidence]:

@@ -4,6 +4,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch.compiler import config
 
 OURS = Path(__file__).parents[1]
@@ -12,13 +13,15 @@ FOLDERS = ("models/layers", "parallelisms")
 
 
 def tell_code_apart() -> None:
-    """Let a graph be found again only by the code that made it.
+    """Let a graph be found again only by the code that made it, and on a CPU of that kind.
 
     Of our operators and policies of recomputation torch's key has the names alone, and not the
     gradients and layouts, which are part of the graph: another version of Meshwright would train
-    with those of the one before. What the user has put into the key stays.
+    with those of the one before. The key also leaves out the vector instructions that a graph's C++
+    is written for, so nodes with other CPUs that share a cache would not compile. What the user has
+    put into the key stays.
     """
-    tag = _hash_of_code()
+    tag = f"{_hash_of_code()} {torch.backends.cpu.get_cpu_capability()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag += tag
 

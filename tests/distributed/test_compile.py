@@ -14,6 +14,7 @@ from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
+from tests.helpers.compiler import needs_compiler
 from tests.helpers.tiny import TINY
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
@@ -63,7 +64,13 @@ def graphs_of_compared_steps(dims: ParallelDims, options: dict) -> int:
     return graphs.new()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=needs_compiler if INDUCTOR.items() <= options.items() else ())
+        for case, (_, options) in CASES.items()
+    ],
+)
 def test_one_graph_for_all_blocks_and_the_same_numbers(on_ranks, case) -> None:
     dims, options = CASES[case]
     if options.get("ac_mode") == "memory_budget" and dims.tp > 1 and not HAS_BUDGET_OF_MESHES:

@@ -11,6 +11,7 @@ from meshwright.health import BadStepDetector
 from meshwright.models.layers.loss import IGNORE
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import StepOptions, train_step
+from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
 
 # 32 rows and 131 leave shards of 11, 11, 10 and 44, 44, 43; five layers stages of 2, 2, 1
@@ -24,11 +25,6 @@ CASES = [
     ("tp", {}),
     ("pp", {"schedule": "1F1B"}),
 ]
-LR = 0.1
-"""Of plain gradient descent, whose updates are as exact as the gradients: Adam's of tiny gradients
-have their sign alone, which rounding decides."""
-BOUND = 1e-6
-"""Of figures, relative; and of weights, which begin below 1: a few roundings of fp32 (6e-8)."""
 
 
 def batch_of(step: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,14 +37,10 @@ def batch_of(step: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def descend(model) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LR, fused=True)
-
-
 def reference(length: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses and gradient norms of the steps, and the weights after them, in plain PyTorch."""
     model, figures = plain_model(ARGS), []
-    optimizer = descend(model)
+    optimizer = adamw(model)
     for step in range(1, STEPS + 1):
         tokens, labels = batch_of(step, length)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
@@ -67,7 +59,7 @@ def check_axis(axis: str, options: dict[str, str]) -> None:
     size = SEQUENCES // dims.dp // (3 if axis == "pp" else 1)
     microbatches = (SEQUENCES // dims.dp // size, size)
     model, meshes = parallel_model(dims, ARGS, microbatches=microbatches, **options)
-    optimizer, rank = descend(model), meshes.dp.get_local_rank()
+    optimizer, rank = adamw(model), meshes.dp.get_local_rank()
     detector = BadStepDetector(torch.device("cpu"))
     figures, weights = reference(length)
     for step, want in enumerate(figures, 1):
@@ -82,10 +74,12 @@ def check_axis(axis: str, options: dict[str, str]) -> None:
             detector=detector,
         )
         got = (result.loss.item(), result.grad_norm.item())
-        assert got == pytest.approx(want, rel=BOUND), f"step {step}: {got}, not {want}"
+        assert got == pytest.approx(want, rel=FIGURES_BOUND), f"step {step}: {got}, not {want}"
+    initial = dict(plain_model(ARGS).named_parameters())
     for name, parameter in model.named_parameters():
-        difference = (whole(parameter) - weights[name]).abs().max().item()
-        assert difference <= BOUND, (name, difference)
+        assert_updated_alike(
+            whole(parameter), weights[name], initial[name], name, args=ARGS, num_steps=STEPS
+        )
 
 
 @pytest.mark.parametrize(

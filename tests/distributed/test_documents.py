@@ -14,7 +14,9 @@ from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import StepOptions, train_step
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import DEEP, SCHEDULES, adamw
+from tests.helpers.compiler import needs_compiler
 from tests.helpers.packed import packed, reference
+from tests.helpers.rounding import gradient_bound
 from tests.helpers.tiny import TINY, parallel_model, whole
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
@@ -82,7 +84,7 @@ def _compare(job: PackedJob, args: LlamaArgs) -> None:
     for name, gradient in job.gradients.items():
         want = want_gradients[name]
         error = ((gradient - want).norm() / want.norm()).item()
-        assert error <= 1e-5, f"{name}: {error:.1e}"
+        assert error <= gradient_bound(args), f"{name}: {error:.1e}"
 
 
 def _packed_step(dims: ParallelDims, options: dict) -> None:
@@ -114,5 +116,6 @@ def test_other_documents_are_not_compiled_anew(on_ranks, dims, options) -> None:
     assert on_ranks(ranks, _compiled_packed_steps, dims, options) == [(1, 0)] * ranks
 
 
+@needs_compiler
 def test_packed_documents_compiled_by_inductor(on_ranks) -> None:
     on_ranks(2, _packed_step, FSDP, {"compile_backend": "inductor"})

@@ -19,11 +19,11 @@ from meshwright.optim.optimizers import build_optimizer, set_learning_rate, upda
 from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.step import StepOptions, train_step
 from tests.helpers.optimizers import GROUPS, plain_groups
+from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
 
-BATCH, LRS = 4, (1e-2, 5e-3)
-DECAY = 5.0  # so much that a wrong one shows beside what Adam makes of rounding
-CONFIG = Optimizer(lr=LRS[0], weight_decay=DECAY, groups=GROUPS)
+BATCH, LRS, DECAY = 4, (1.0, 0.5), 0.05
+CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as `rounding.adamw`
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
@@ -40,7 +40,9 @@ def reference() -> dict[str, torch.Tensor]:
     model = plain_model()
     groups = plain_groups(model, DECAY)
     betas = (CONFIG.beta1, CONFIG.beta2)
-    optimizer = torch.optim.AdamW([group for group, _ in groups], betas=betas, fused=True)
+    optimizer = torch.optim.AdamW(
+        [group for group, _ in groups], betas=betas, eps=CONFIG.eps, fused=True
+    )
     for step, lr in enumerate(LRS):
         tokens, labels = global_batch(step)
         F.cross_entropy(
@@ -76,11 +78,9 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
             meshes=meshes,
             detector=detector,
         )
-    want = reference()
+    want, initial = reference(), dict(plain_model().named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            whole(parameter), want[name], rtol=0, atol=6e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_updated_alike(whole(parameter), want[name], initial[name], name, num_steps=len(LRS))
     # what is saved is the same without groups, and either loads into the other
     grouped = TrainingTensors(model, optimizer, 0).state_dict()
     other, _ = parallel_model(dims, seed=1, microbatches=(dims.pp, local))

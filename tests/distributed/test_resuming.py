@@ -14,6 +14,7 @@ from tests.distributed.test_resharding import held
 from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import SCHEDULES, adamw
 from tests.helpers.checkpoints import BARE
+from tests.helpers.compiler import needs_compiler
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
 LAST = 8
@@ -55,7 +56,7 @@ def _run(folder: str, ends: list[int], dims: ParallelDims, options: dict) -> Non
     ("dims", "options"),
     [
         (FSDP, {}),
-        (FSDP, {"compile_backend": "inductor"}),
+        pytest.param(FSDP, {"compile_backend": "inductor"}, marks=needs_compiler),
         (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
     ],
     ids=["fsdp", "fsdp-compiled", "pp"],

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright
 from meshwright.config.loader import load_config
 from meshwright.planning.analysis import find_peak
 from meshwright.planning.job import plan_job
 from meshwright.planning.simulate import simulate as simulate_rank
 from tests.helpers.simulated_gpu.cases import CASES
+from tests.helpers.simulated_gpu.fake_cuda import innermost
 from tests.helpers.simulated_gpu.guard import build_guard
 from tests.helpers.simulated_gpu.run import simulate
 
@@ -50,6 +52,18 @@ def test_a_step_never_waits_and_all_is_on_the_device(figures, name: str) -> None
     if not CASES[name].is_saved:
         assert found["on_host"] == {}
         assert found["copies"] == {}
+
+
+def test_a_place_is_named_by_its_package_wherever_the_checkout_is(monkeypatch) -> None:
+    """An environment in the checkout, as README makes it, and a checkout below torch's name."""
+    for above in ("/a/meshwright", "/a/torch/größe der welt"):
+        libraries = f"{above}/.venv/lib/python3.11/site-packages"
+        monkeypatch.setattr(meshwright, "__file__", f"{above}/meshwright/__init__.py")
+        monkeypatch.setattr(torch, "__file__", f"{libraries}/torch/__init__.py")
+        ours = (f"{above}/meshwright/step.py", 3)
+        torchs = [(f"{libraries}/torch/nn/a.py", 1), (f"{libraries}/torch/b.py", 2)]
+        assert innermost([ours, *torchs]) == "step.py:3"
+        assert innermost([(f"{above}/tests/a.py", 5), *torchs]) == "b.py:2"
 
 
 def test_faults_are_noticed(figures) -> None:

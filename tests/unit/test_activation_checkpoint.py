@@ -21,6 +21,7 @@ from meshwright.parallelisms.activation_checkpoint import (
     find_ops,
     keep_within_budget,
 )
+from tests.helpers.compiler import needs_compiler
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
 TOKENS = torch.randint(TINY.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
@@ -118,6 +119,7 @@ class WithCompiledPart(nn.Module):
         return document_mask._compiled(torch.special.i0e)(x.sin()).sin()
 
 
+@needs_compiler
 @pytest.mark.skipif(
     not hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"),
     reason="this torch cannot show compiled regions to recomputation by op",

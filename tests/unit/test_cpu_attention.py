@@ -87,8 +87,9 @@ SHAPES = {  # B, N, K, S, H
 }
 
 
-WORSE = {torch.bfloat16: 1.05, torch.float32: 1.5}
-"""Than torch's errors; in fp32 both are some units in the last place."""
+WORSE = {torch.bfloat16: 1.05, torch.float32: 4.0}
+"""Than torch's errors. In fp32 both are some units in the last place, and a CPU's vectors decide:
+each of 16 lanes adds up a 16th of the terms, with a quarter of the error of one lane."""
 
 
 @in_both_types
@@ -301,6 +302,16 @@ def test_a_graph_of_other_code_is_not_found(tmp_path, monkeypatch) -> None:
         found.append(counters["aot_autograd"]["autograd_cache_miss"])
     compile_cache._hash_of_code.cache_clear()
     assert found == [1, 1]
+
+
+def test_a_graph_for_other_vector_instructions_is_not_found(monkeypatch) -> None:
+    tags = set()
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        with compile_cache.config.patch(cache_key_tag=""):
+            compile_cache.tell_code_apart()
+            tags.add(compile_cache.config.cache_key_tag)
+    assert len(tags) == 2
 
 
 def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:

@@ -204,8 +204,13 @@ def test_the_operator_of_gpus_gives_the_same(recipe: str) -> None:
     for emulate in (True, False):
         layer = float8_model(recipe, LARGE, emulate).layers["0"].attention.wq
         own = x.clone().requires_grad_()
-        out = layer(own)
-        out.backward(grad)
+        try:
+            out = layer(own)
+            out.backward(grad)
+        except RuntimeError as error:
+            if emulate or "could not create a primitive" not in str(error):
+                raise
+            pytest.skip("oneDNN has no product in float8 for this CPU")
         results.append((out.detach(), own.grad, layer.weight.grad))
     for emulated, got in zip(*results, strict=True):
         assert emulated.norm() > 0

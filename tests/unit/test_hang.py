@@ -1,5 +1,6 @@
 """Who is blamed for a hang, by the launcher's thread that watches; ranks are plain processes."""
 
+import concurrent.futures.thread
 import json
 import os
 import signal
@@ -213,6 +214,21 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
     ranks = [replace(rank, **(change if rank.rank == 2 else others)) for rank in SAME]
     assert [rank.rank for rank in culprits(ranks)] == [2]
     assert verdict(ranks, 4, "there")[-1].startswith("rank 2 (on a) hangs in save of step 3")
+
+
+@pytest.mark.parametrize(
+    ("checkout", "waits"),
+    [
+        ("/a/torch/distributed/launch/checkout/meshwright/step.py", False),
+        ("/a/concurrent/futures/meshwright/meshwright/step.py", False),
+        ("/a/meshwright/.venv/lib/site-packages/torch/distributed/distributed_c10d.py", True),
+        ("/größe der welt/meshwright/meshwright/launch/stop.py", True),
+        (concurrent.futures.thread.__file__, True),
+    ],
+)
+def test_folders_above_a_checkout_do_not_count(checkout: str, waits: bool) -> None:
+    stacks = f'Thread 0x1 (most recent call first):\n  File "{checkout}", line 1 in function\n'
+    assert replace(ONE, stacks=stacks).waits == waits
 
 
 def test_without_a_difference_nobody_is_blamed() -> None:

@@ -19,6 +19,7 @@ from meshwright.models.layers.loss import IGNORE, SummedLoss
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
 from meshwright.preflight import preflight
+from tests.helpers.compiler import needs_compiler
 from tests.helpers.tiny import TIED, TINY, plain_model
 
 BATCH, SEQ_LEN, DIM, VOCAB = 2, 13, 8, 37
@@ -171,6 +172,7 @@ def test_labels_that_count_for_nothing_and_labels_that_are_none() -> None:
         SummedLoss()(x, weight, labels[:, 1:])
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol"), [(torch.float32, 1e-5, 1e-7), (torch.bfloat16, 2**-6, 2**-9)]
 )

@@ -63,11 +63,13 @@ def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> 
         SafeCheckpointReader(tmp_path / "saved")
 
 
-def test_an_index_of_python_3_13_is_read(tmp_path: Path) -> None:
-    """There alone, pathlib's classes are in pathlib._local."""
+def test_an_index_of_another_python_is_read(tmp_path: Path) -> None:
+    """In Python 3.13 alone, pathlib's classes are in pathlib._local."""
     index = save(tmp_path)
     content = index.read_bytes()
-    was, now = b"\x8c\x07pathlib", b"\x8c\x0epathlib._local"
+    was, now = b"\x8c\x07pathlib\x94", b"\x8c\x0epathlib._local\x94"
+    if now in content:
+        was, now = now, was
     assert was in content
     # frames, which hold their length, are left out
     (size,) = struct.unpack("<Q", content[3:11])

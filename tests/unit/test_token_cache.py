@@ -1,6 +1,7 @@
 """Tokens are written once and read back as they were, or not at all."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import random
@@ -143,6 +144,7 @@ def test_a_cache_of_many_parts_needs_no_descriptor_for_each(tmp_path) -> None:
     """Under a limit that a descriptor per part would break many times over."""
     texts = MANY[:100]
     recipe, soft = ManyPartsRecipe(texts), resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # files that earlier tests left open would be closed in between
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, soft[1]))
     try:

@@ -10,7 +10,8 @@ import functools
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
+import meshwright
 from meshwright.models.layers import document_mask
 from meshwright.planning.as_gpu import rms_norm
 
@@ -38,11 +40,16 @@ _streams: list[Stream] = []
 
 def place() -> str:
     """The innermost line of this project that is running, else of torch."""
-    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()]
-    for word in ("/meshwright/", "/torch/"):
-        inner = [frame for frame in frames if word in frame and "_python_dispatch" not in frame]
-        if inner:
-            return inner[-1].rpartition(word)[2]
+    return innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
+
+
+def innermost(frames: Sequence[tuple[str, int]]) -> str:
+    """File and line of the last of `frames` in our package, otherwise in torch's."""
+    for package in (meshwright, torch):
+        folder = Path(package.__file__).parent
+        for file, line in reversed(frames):
+            if Path(file).is_relative_to(folder) and "_python_dispatch" not in file:
+                return f"{Path(file).relative_to(folder)}:{line}"
     return "?"
 
 
