@@ -9,18 +9,22 @@ from meshwright.log import log_to_console, logger
 from meshwright.preflight import Plan, check_alone, preflight, resume_diff
 
 
-def run(given: Namespace) -> None:
+def run(given: Namespace, started: Ranks | None = None) -> None:
     """Raise `ConfigError` unless the job can run on the given number of ranks.
 
     Say how "auto" was decided for compilation, which options have no effect, whether another type
     would be much faster, and how the job differs from the one that saved the checkpoint to resume
     from.
+
+    Args:
+        started: the ranks that start on this machine after the check; None: `given` names ranks
+            that start some time, maybe elsewhere.
     """
     check(
         bool(given.config or given.overrides),
         *("CONFIG", given.config, "is needed", "name a TOML, or a preset: debug_model"),
     )
-    ranks = count_ranks(given)
+    ranks = started or count_ranks(given, start_here=False)
     plan = load_and_check(given, ranks.total)
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or plan.notes or plan.resume_step:
@@ -34,10 +38,14 @@ def run(given: Namespace) -> None:
 
 
 def _slow_type(ranks: Ranks, dtype: str) -> str:
-    """Return what is to be said of the type of a job's products on this machine, or nothing."""
+    """Return advice on the type of a job's matmuls, or nothing.
+
+    Where the GPUs were not counted, or there are more machines, this one's CPU says nothing.
+    """
+    is_this_cpu = ranks.gpus == 0 and ranks.machines == 1
     if ranks.gpus and dtype == "float32":
         reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
-    elif not ranks.gpus and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
+    elif is_this_cpu and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
         reason, faster = slow, "float32"
     else:
         return ""
