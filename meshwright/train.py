@@ -128,7 +128,8 @@ def _loop(job: Job, stop: StopCoordinator, profiler: Profiler) -> tuple[Taken | 
         job.heart.beat("copying its batches to the device", step)
         batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
         is_first = step == job.resumed_step + 1
-        with busy("first step, with compilation") if is_first else nullcontext():
+        name = "first step, with compilation" if compiles(config) else "first step"
+        with busy(name) if is_first else nullcontext():
             result = job.trainer.step(step, batches, job.bad_steps.detector)
         taken = Taken(step, data, result)
         job.reporter.count(step, data_time_s)
