@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up if need be, then test, two files at a time; arguments go to pytest.
+# Set up if need be, then test, as many files at a time as there are pairs of cores; arguments go to pytest.
 #
 #   ./run_tests.sh                         everything
 #   ./run_tests.sh tests/unit -k rope
@@ -10,8 +10,9 @@ source "$here/scripts/environment.sh"
 prepare_environment test
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # an active environment need not hold meshwright
-workers=2
-if nvidia-smi -L >/dev/null 2>&1; then
+cores=$("$python" -c 'from meshwright.launch.machine import count_cores; print(count_cores())')
+workers=$((cores >= 4 ? cores / 2 : 2))
+if timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
     workers=0 # tests measure a GPU's memory, and two jobs would share it
 fi
 # a file stays on one worker, with its fixtures; in order, so that ranks live on from file to file

@@ -24,7 +24,10 @@ EXIT_INTERRUPTED = 130
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run. Raised on every rank before the first collective.
+    """The configuration cannot be run.
+
+    In a job every rank raises it: before the first collective, unless the ranks must meet to find
+    the fault.
 
     Args:
         key: dotted key of the config that is at fault ("" if there is none), from which whoever

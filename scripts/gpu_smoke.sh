@@ -5,6 +5,7 @@
 #
 # One GPU: no wait in a step, kernels, initial values, resumes, offload, documents, compiled and
 # deterministic runs, memory against the simulation. Two: meshes, ring against gather, a killed rank.
+# Last, the speed of a cut 8B model, and rates of the device, which plans assume.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$here/scripts/environment.sh"
@@ -32,5 +33,6 @@ part versions 60 "$python" -m torch.utils.collect_env
 part one_gpu 900 "$python" -m pytest tests/gpu/test_one_gpu.py -rs --durations=10
 part two_gpus 600 "$python" -m pytest tests/gpu/test_two_gpus.py -rs --durations=10
 part overhead 300 "$python" benchmarks/overhead.py
+part speed 1500 "$python" benchmarks/gpu_speed.py "$folder/speed"
 echo "== $folder holds the output of each part"
 exit $failed

@@ -50,8 +50,8 @@ class HasTensors(HasState, Protocol):
 class CheckpointManager:
     """Saves every so many steps, keeps the newest, loads on any number of ranks.
 
-    Every method is collective: all ranks of the job must call it. As a context it ends when the
-    checkpoint that is being written has been.
+    Methods are collective, `is_writing`, `guard` and `release` apart: all ranks of the job must
+    call them. As a context it ends when the checkpoint that is being written has been.
     """
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:

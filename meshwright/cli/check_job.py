@@ -19,8 +19,8 @@ def run(given: Namespace) -> None:
     Raises:
         ConfigError: if it cannot.
     """
-    ranks = count_ranks(given)
-    plan = check_job(given, ranks, is_here=given.ngpu is None and given.nnodes is None)
+    ranks = count_ranks(given, start_here=False)
+    plan = check_job(given, ranks)
     config, training = plan.config, plan.config.training
     print(
         f"{given.config} can run: {plan.model_args.table.num_params:,} parameters, "
@@ -29,23 +29,22 @@ def run(given: Namespace) -> None:
     )
 
 
-def check_job(given: Namespace, ranks: Ranks, *, is_here: bool) -> Plan:
+def check_job(given: Namespace, ranks: Ranks) -> Plan:
     """Check that a job can run, and log how "auto" was decided for compilation, which options have
     no effect, whether another type would be much faster, and how the job differs from the one that
     saved the checkpoint to resume from.
 
     Args:
         given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
-        is_here: the job runs on this machine. A login node without GPUs says nothing of others.
 
     Raises:
         ConfigError: for every fault.
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
-    plan, provenance = load_and_check(given, ranks.total, is_gpu=ranks.gpus > 0)
+    plan, provenance = load_and_check(given, ranks.total, is_gpu=bool(ranks.gpus))
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
     notes = [text for text in plan.notes if not provenance.is_inherited(text.partition(" = ")[0])]
-    slow = _slow_type(ranks, plan.config.training.mixed_precision_param, is_here=is_here)
+    slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or notes or plan.resume_step:
         log_to_console()
     if slow:
@@ -57,11 +56,15 @@ def check_job(given: Namespace, ranks: Ranks, *, is_here: bool) -> Plan:
     return plan
 
 
-def _slow_type(ranks: Ranks, dtype: str, *, is_here: bool) -> str:
-    """Return advice on the type of a job's matmuls, or nothing."""
+def _slow_type(ranks: Ranks, dtype: str) -> str:
+    """Return advice on the type of a job's matmuls, or nothing.
+
+    Where the GPUs were not counted, or there are more machines, this one's CPU says nothing.
+    """
+    is_this_cpu = ranks.gpus == 0 and ranks.machines == 1
     if ranks.gpus and dtype == "float32":
         reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
-    elif is_here and not ranks.gpus and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
+    elif is_this_cpu and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
         reason, faster = slow, "float32"
     else:
         return ""

@@ -9,7 +9,7 @@ from argparse import Namespace
 from meshwright.cli.train import host_settings
 from meshwright.config.loader import config_errors, load_given
 from meshwright.errors import ConfigError, check
-from meshwright.launch.machine import Ranks, count_gpus
+from meshwright.launch.machine import Ranks, count_cores, count_gpus
 
 
 def run(given: Namespace) -> None:
@@ -67,7 +67,7 @@ def _answer(given: Namespace) -> str:
         value = getattr(given, option)
         key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
         check(not (given.search and value), key, value, "has no effect on a --search", fix)
-    workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
+    workers = given.workers if given.workers > 0 else count_cores()
     config, provenance = load_given(given)
     # not at the top: it needs torch, which `--help` and the checks so far do not
     from meshwright.planning import command

@@ -13,7 +13,7 @@ from meshwright.cli.check_job import check_job
 from meshwright.cli.ranks import __file__ as ranks_package
 from meshwright.config.presets import find_config
 from meshwright.errors import ConfigError, check
-from meshwright.launch.machine import Ranks, count_ranks
+from meshwright.launch.machine import Ranks, count_cores, count_ranks
 from meshwright.launch.process import (
     CHECKED,
     GPUS_EXPECTED,
@@ -42,7 +42,7 @@ def run(given: Namespace) -> None:
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
-    check_job(given, ranks, is_here=True)
+    check_job(given, ranks)
     given.workers, given.verify, given.quiet = 0, False, True
     tokenize_data.run(given)  # before ranks wait for it
     os.environ.update(environment(ranks, os.environ))
@@ -80,8 +80,7 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
         new["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost between blocks
     if "OMP_NUM_THREADS" not in inherited:
         # torchrun would give each rank a single thread, however many cores there are
-        cores = len(os.sched_getaffinity(0))
-        new["OMP_NUM_THREADS"] = str(max(cores // ranks.per_machine, 1))
+        new["OMP_NUM_THREADS"] = str(max(count_cores() // ranks.per_machine, 1))
     if not any(name in inherited for name in OTHER_WAITING):
         # thirty times less than GNU's OpenMP does: whatever else wants the core gets it
         new |= WAITING
@@ -94,7 +93,7 @@ def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
 
 def _check_gpus(ranks: Ranks) -> None:
     fix = "lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
-    is_enough = ranks.gpus == 0 or ranks.per_machine <= ranks.gpus
+    is_enough = not ranks.gpus or ranks.per_machine <= ranks.gpus
     check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
 
 

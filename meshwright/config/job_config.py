@@ -524,14 +524,14 @@ class Compile(Section):
     """Backend of torch.compile; all but inductor are for finding faults."""
 
     cpu_attention: Literal["auto", "torch"] = "auto"
-    """Causal attention on CPUs. auto: our kernel in C++, if attention has no masks, there is a
-    compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2), which every rank has to
-    agree on; otherwise torch's. torch: torch's."""
+    """Causal attention on CPUs. auto: our kernel in C++, if the job is compiled, attention
+    has no masks, there is a C++ compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2),
+    on every rank; otherwise torch's. torch: torch's."""
 
     cpu_products: Literal["auto", "torch"] = "auto"
-    """Products of matrices in float32 on CPUs. auto: by oneDNN, if there is a compiler, and the
-    CPUs have AVX-512 and are not Intel's, which every rank has to agree on; otherwise torch's, by
-    MKL. torch: torch's."""
+    """Matmuls in float32 on CPUs. auto: by oneDNN, if the job is compiled, there is a C++ compiler,
+    and the CPUs have AVX-512 and are not Intel's, on every rank; otherwise torch's, by MKL. torch:
+    torch's."""
 
 
 def _no_write_process(mode: object) -> object:

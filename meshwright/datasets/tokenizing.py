@@ -30,6 +30,7 @@ from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.file_system import lock, remove_left_over
+from meshwright.launch.machine import count_cores
 from meshwright.launch.process import die_with_parent
 from meshwright.log import busy, logger
 
@@ -161,7 +162,7 @@ def _dtype(recipe: TokenizationSpec, is_chat: bool) -> str:
 
 def _tokenize(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str, num_workers: int) -> int:
     """Write `parts`; the number of their tokens."""
-    num_workers = min(num_workers or len(os.sched_getaffinity(0)), len(parts))
+    num_workers = min(num_workers or count_cores(), len(parts))
     bar = tqdm(total=len(parts), unit="part", desc=recipe.entry.name, disable=None)
     counts: list[int] = []  # tokens of each part that is done
     speaking = busy(

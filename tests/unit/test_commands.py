@@ -16,7 +16,7 @@ from meshwright.config.loader import load_config
 from meshwright.config.presets import preset_names
 from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.launch import machine
-from meshwright.launch.machine import Ranks, count_gpus
+from meshwright.launch.machine import Ranks
 from tests.helpers.cli import check_job, command
 
 ROOT = Path(__file__).parents[2]
@@ -267,12 +267,6 @@ def test_environment_of_ranks() -> None:
         assert ("PYTORCH_ALLOC_CONF" in new) == (own == "OMP_NUM_THREADS")
 
 
-@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("0,-1,2", 1), ("GPU-a", 1)])
-def test_visible_gpus_are_counted(monkeypatch, visible, count) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
-
-
 def test_presets_are_those_of_the_repository() -> None:
     assert set(preset_names()) == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
 
@@ -341,9 +335,19 @@ def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:
 def test_a_type_that_gpus_are_slow_in_is_told(monkeypatch, capsys) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for dtype in ("float32", "bfloat16"):
-        check_job([DEBUG, "--ngpu", "1", "--training.mixed_precision_param", dtype])
+        check_job([DEBUG, "--training.mixed_precision_param", dtype])
         said = "".join(capsys.readouterr())
         assert ('fix: training.mixed_precision_param = "bfloat16"' in said) == (dtype == "float32")
+
+
+def test_a_job_for_other_machines_gets_no_advice_on_this_ones_type(monkeypatch, tmp_path, capsys):
+    """As on a cluster's login node, which has no GPUs."""
+    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for words in (["--ngpu", "8"], ["--nnodes", "2"]):
+        check_job([DEBUG, *words, "--training.mixed_precision_param=bfloat16"])
+        assert "mixed_precision_param" not in "".join(capsys.readouterr())
 
 
 def test_the_debug_model_is_fast_on_any_cpu(monkeypatch, tmp_path, capsys) -> None:

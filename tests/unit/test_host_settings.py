@@ -1,11 +1,9 @@
 """Environment variables that the launcher chooses."""
 
-import os
-
 import pytest
 
 from meshwright.cli.train import MALLOC, WAITING, environment
-from meshwright.launch.machine import Ranks
+from meshwright.launch.machine import Ranks, count_cores
 from meshwright.launch.process import HOST_SETTINGS
 
 CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
@@ -20,7 +18,7 @@ def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
 
 
 def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:
-    threads = max(len(os.sched_getaffinity(0)) // 2, 1)
+    threads = max(count_cores() // 2, 1)
     assert chosen(CPU) == {"OMP_NUM_THREADS": str(threads)} | WAITING | MALLOC
     assert all(int(size) > 1 << 30 for size in MALLOC.values())
 

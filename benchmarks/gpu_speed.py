@@ -1,0 +1,423 @@
+"""What a GPU does with a Llama 3 8B cut to 6 layers, and the rates that a plan assumes of it.
+
+Rates: matmuls of the model's shapes, attention by each kernel, memory, launches, copies from the
+host, and with two GPUs collectives. Jobs by `meshwright train`, compiled, at several batch sizes
+and in float8: MFU, memory of the first step and of later ones, and from a trace the share of time
+that the compute stream idles, its longest gaps, and the kernels. One table, and FOLDER/speed.json,
+which is written after every part; a part that fails is an entry, and the next one runs.
+
+    python benchmarks/gpu_speed.py [FOLDER]                (one H100: about 12 minutes)
+    python benchmarks/gpu_speed.py [FOLDER] --tiny         (tiny sizes, for any machine)
+    python benchmarks/gpu_speed.py --jobs "batch 2"
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "contenders")]
+from roofline import best_s, products  # noqa: E402
+from workload import Workload  # noqa: E402
+
+from meshwright import hardware  # noqa: E402
+from meshwright.models.layers.attention import CausalAttention  # noqa: E402
+from meshwright.planning.devices import DEVICES  # noqa: E402
+
+LLAMA_8B = Workload(4096, 6, 32, 8, 14336, 128256, 8192, batch=1, compile=True)
+TINY = Workload(64, 2, 4, 2, 128, 2048, 64, batch=1)
+WARM_UP = 3
+"""First steps, which make memory and compile."""
+TRACED = 2
+"""Last steps, which are traced and not timed."""
+LIMIT_S = 240
+"""Of a job."""
+BACKENDS = {
+    "torch's choice": list(SDPBackend.__members__.values()),
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cuDNN": [SDPBackend.CUDNN_ATTENTION],
+}
+OF_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events."""
+ATTENTION = ("attention", "flash", "fmha", "sdpa", "cudnn")
+"""Words in the names of attention's kernels and operators."""
+MOST = 12
+"""Rows of a list."""
+
+
+class StepMemory:
+    """A sink that notes the most memory of each step by itself; a job imports it from this file."""
+
+    def __init__(self, config: object, dump_folder: Path) -> None:
+        self.path = dump_folder / "step_memory.jsonl"
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Note the peak since the last record, and look for a new one."""
+        gib = hardware.peak_memory_gib(self.device)
+        peaks = {"reserved_gib": gib, "allocated_gib": gib}  # a CPU counts one kind, since start
+        if self.device.type == "cuda":
+            peaks["allocated_gib"] = torch.cuda.max_memory_allocated() / hardware.GIB
+            torch.cuda.reset_peak_memory_stats()
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": record["step"], **peaks}) + "\n")
+
+    def close(self) -> None:
+        """Nothing to flush."""
+
+
+SINKS = {"step_memory": StepMemory}
+"""For `experimental.custom_import`."""
+
+
+def stream_use(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how the device was used in a Chrome trace; empty: nothing ran on one.
+
+    The compute stream is the one with the most time in kernels other than NCCL's. Communication is
+    exposed while a kernel of NCCL runs and the compute stream idles.
+    """
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in OF_DEVICE]
+    kernels = [e for e in work if e["cat"] == "kernel" and not is_nccl(e)]
+    of_streams: Counter[int] = Counter()
+    for event in kernels:
+        of_streams[event["args"]["stream"]] += event["dur"]
+    if not of_streams:
+        return {}
+    stream = of_streams.most_common(1)[0][0]
+    computes = sorted((e for e in work if e["args"]["stream"] == stream), key=lambda e: e["ts"])
+    gaps = []
+    last = computes[0]
+    for event in computes[1:]:
+        start, end = last["ts"] + last["dur"], event["ts"]
+        if end > start:
+            gaps.append((start, end, last["name"], event["name"]))
+        if event["ts"] + event["dur"] > start:
+            last = event
+    window = last["ts"] + last["dur"] - computes[0]["ts"]
+    idle = sum(end - start for start, end, _, _ in gaps)
+    exposed = covered(gaps, [(e["ts"], e["ts"] + e["dur"]) for e in work if is_nccl(e)])
+    times: Counter[str] = Counter()
+    for event in kernels:
+        times[event["name"]] += event["dur"]
+    longest = sorted(gaps, key=lambda gap: gap[0] - gap[1])[:MOST]
+    return {
+        "window_ms": window / 1e3,
+        "idle_pct": 100 * idle / window,
+        "exposed_communication_pct": 100 * exposed / window,
+        "longest_gaps": [
+            {"us": end - start, "after": before[:100], "before": after[:100]}
+            for start, end, before, after in longest
+        ],
+        "kernels": [
+            {"ms": us / 1e3, "pct": 100 * us / times.total(), "name": name[:160]}
+            for name, us in times.most_common(MOST)
+        ],
+        "attention_kernels": [n[:160] for n in times if any(w in n.lower() for w in ATTENTION)],
+    }
+
+
+def is_nccl(event: Mapping[str, Any]) -> bool:
+    """Return whether an event is a kernel of NCCL."""
+    return "nccl" in event["name"].lower()
+
+
+def covered(gaps: Sequence[tuple[float, float, str, str]], spans: list[Any]) -> float:
+    """Return the length of the gaps during which one of the spans (start, end) lasts."""
+    total = 0.0
+    for first, last, _, _ in gaps:
+        reached = first
+        for start, end in sorted(spans):
+            start, end = max(start, reached), min(end, last)
+            if end > start:
+                total, reached = total + end - start, end
+    return total
+
+
+def measure_rates(work: Workload, device: torch.device) -> dict[str, float | str]:
+    """Return TFLOP/s of matmuls and of attention, GB/s of copies, and microseconds of a launch."""
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, work.dtype)}
+    found: dict[str, float | str] = {}
+    tokens = work.batch * work.seq_len
+    for name, (inputs, outputs, _) in products(work).items():
+        x, grad = torch.randn(tokens, inputs, **options), torch.randn(tokens, outputs, **options)
+        weight = torch.randn(outputs, inputs, **options)
+        ways: dict[str, Callable[[], object]] = {
+            "forward": lambda x=x, w=weight: x @ w.T,
+            "to input": lambda g=grad, w=weight: g @ w,
+            "to weight": lambda x=x, g=grad: g.T @ x,
+        }
+        for way, matmul in ways.items():
+            flops = 2 * tokens * inputs * outputs
+            found[f"matmul {name}, {way}, TFLOP/s"] = flops / best_s(matmul, device) / 1e12
+    for name in BACKENDS:
+        for way, rate in attention_rates(work, name, options).items():
+            found[f"attention by {name}, {way}"] = rate
+    size = 1 << 28 if device.type == "cuda" else 1 << 20
+    source, into = torch.empty(size, device=device), torch.empty(size, device=device)
+    copy_s = best_s(lambda: into.copy_(source), device)
+    found["memory, GB/s"] = 2 * source.nbytes / copy_s / 1e9
+    host = torch.empty(size, pin_memory=device.type == "cuda")
+    found["host to device, GB/s"] = (
+        host.nbytes / best_s(lambda: into.copy_(host, non_blocking=True), device) / 1e9
+    )
+    found["launch by the host, us"] = launch_us(device)
+    return found
+
+
+def attention_rates(work: Workload, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return TFLOP/s of causal attention, half of all pairs counted, and the operator that ran."""
+    head = work.dim // work.n_heads
+    shapes = [(work.batch, n, work.seq_len, head) for n in (work.n_heads, *2 * [work.n_kv_heads])]
+    q, k, v = (torch.randn(shape, **options, requires_grad=True) for shape in shapes)
+    flops = 4 * work.batch * work.dim * work.seq_len**2 / 2
+    core = CausalAttention()
+
+    def forward() -> torch.Tensor:
+        return core(q, k, v, scale=head**-0.5)
+
+    try:
+        with sdpa_kernel(BACKENDS[backend]):
+            output = forward()
+            grad = torch.randn_like(output)
+            forward_s = best_s(forward, output.device)
+            backward_s = best_s(
+                lambda: torch.autograd.grad(output, (q, k, v), grad, retain_graph=True),
+                output.device,
+            )
+            with torch.profiler.profile() as profile:
+                forward()
+    except RuntimeError as error:  # no such kernel for these shapes, or on this device
+        return {"not available": str(error).splitlines()[0]}
+    names = {event.key for event in profile.key_averages()}
+    kinds = sorted(name for name in names if any(word in name.lower() for word in ATTENTION))
+    return {
+        "forward, TFLOP/s": flops / forward_s / 1e12,
+        "backward, TFLOP/s": 2.5 * flops / backward_s / 1e12,  # five matmuls for the forward's two
+        "kernels": ", ".join(kinds)[:400],
+    }
+
+
+def launch_us(device: torch.device) -> float:
+    """Return the host's time for one operator while the device keeps up."""
+    x = torch.zeros(1, device=device)
+    count, best = 500, float("inf")
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            x.add_(1)
+        best = min(best, time.perf_counter() - start)
+    return best / count * 1e6
+
+
+def measure_collectives(device: torch.device) -> dict[str, float]:
+    """Return GB/s that a rank sends in collectives of 16 and 256 MiB. Collective."""
+    ranks, found = dist.get_world_size(), {}
+    # torch 2.13 deprecates the only names that 2.11 has
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for mib in (16, 256) if device.type == "cuda" else (1,):
+        whole = torch.zeros(mib * 2**18 // ranks * ranks, device=device)
+        part = torch.zeros(whole.numel() // ranks, device=device)
+        for name, run in {
+            "all_gather": lambda w=whole, p=part: gather(w, p),
+            "reduce_scatter": lambda w=whole, p=part: scatter(p, w),
+        }.items():
+            seconds = []
+            for _ in range(10):
+                dist.barrier()
+                start = time.perf_counter()
+                run()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+            sent = part.nbytes * (ranks - 1)
+            found[f"{name} of {mib} MiB, {ranks} ranks, GB/s"] = sent / min(seconds) / 1e9
+    return found
+
+
+def job_words(work: Workload, folder: Path, steps: int, ranks: int) -> dict[str, object]:
+    """Return the keys of a job whose every step is reported, and whose last ones are traced."""
+    args = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+    return {f"model.args.{name}": getattr(work, name) for name in args} | {
+        "model.args.vocab_size": work.vocab,
+        "training.seq_len": work.seq_len,
+        "training.local_batch_size": work.batch,
+        "training.global_batch_size": work.batch * ranks,
+        "training.steps": steps,
+        "training.mixed_precision_param": work.dtype,
+        "lr_scheduler.warmup_steps": 2,
+        "compile.enable": str(work.compile).lower(),
+        "activation_checkpoint.mode": "selective",
+        "checkpoint.enable": "false",
+        "validation.enable": "false",
+        "metrics.log_freq": 1,
+        "profiling.enable_profiling": "true",
+        "profiling.profile_freq": steps,
+        "profiling.profiler_warmup": 1,
+        "profiling.profiler_active": TRACED,
+        "experimental.custom_import": Path(__file__).resolve(),
+        "job.dump_folder": folder,
+    }
+
+
+def run_job(
+    work: Workload, folder: Path, extra: Mapping[str, object], *, ranks: int = 1, steps: int = 14
+) -> dict[str, Any]:
+    """Run a job by `meshwright train`; return its figures, or its error."""
+    words = job_words(work, folder.resolve(), steps, ranks) | extra
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", "debug_model"]
+    command += [f"--{key}={value}" for key, value in words.items()]
+    env = os.environ | {"NGPU": str(ranks), "PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.txt").open("w+") as file:
+        # at the limit it is killed, and its ranks die with it
+        limited = ["timeout", "--signal=KILL", str(LIMIT_S), *command]
+        code = subprocess.run(limited, env=env, cwd=ROOT, stdout=file, stderr=file).returncode
+        file.seek(0)
+        end = file.read().strip()[-1500:]
+    if code != 0:
+        return {"error": end or f"nothing was printed in {LIMIT_S} s", "exit_code": code}
+    return read_job(folder, steps) | {"whole_job_s": time.monotonic() - start}
+
+
+def read_job(folder: Path, steps: int) -> dict[str, Any]:
+    """Return the figures of a job: medians of the steps that are neither first nor traced."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+    steady = range(WARM_UP + 1, steps - TRACED)  # the profiler warms up in the step before
+    records = [record for record in lines("metrics.jsonl") if record["step"] in steady]
+    found: dict[str, Any] = {
+        key: median(record[key] for record in records)
+        for key in ("time/step_s", "time/wps", "time/tflops", "time/mfu_pct")
+        if all(record.get(key) is not None for record in records)
+    }
+    memory = {line["step"]: line for line in lines("step_memory.jsonl")}
+    for kind in ("allocated_gib", "reserved_gib"):
+        found[f"step_1_{kind}"] = memory[1][kind]
+        found[f"steady_{kind}"] = max(memory[step][kind] for step in steady)
+    (trace,) = folder.glob("profile_traces/*/rank_0.json")
+    found["trace"] = str(trace)
+    found["operators"] = trace.with_suffix(".txt").read_text()
+    return found | stream_use(json.loads(trace.read_text())["traceEvents"])
+
+
+def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, object], int]]:
+    """Return workload, further keys and ranks of each job, by name."""
+    jobs: dict[str, tuple[Workload, dict[str, object], int]] = {
+        f"batch {batch}": (replace(work, batch=batch), {}, 1) for batch in (1, 2, 4)
+    }
+    float8 = {"float8.enable": "true", "float8.emulate": str(work == TINY).lower()}
+    jobs["batch 2, float8"] = (replace(work, batch=2), float8, 1)
+    if torch.cuda.device_count() > 1:
+        jobs["batch 2, FSDP on 2 GPUs"] = (replace(work, batch=2), {}, 2)
+    return jobs
+
+
+def run_collectives() -> dict[str, Any]:
+    """Measure on two ranks, by torchrun; return the figures, or the error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(Path(__file__).resolve()), "--collectives"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end after {LIMIT_S} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the tables: rates beside the data sheet's, and jobs."""
+    name = result["machine"]["device"]
+    sheet = next((d for d in DEVICES.values() if d.flops_per_s and d.may_be(name)), None)
+    print(f"\n{name}, torch {result['machine']['torch']}")
+    if sheet:
+        rates = f"{sheet.flops_per_s / 1e12:g} TFLOP/s, memory {sheet.bytes_per_s / 1e9:g} GB/s"
+        print(f"the data sheet that plans assume: {rates}, link {sheet.link_bytes_per_s / 1e9:g}")
+    for part in ("rates", "collectives"):
+        for key, value in result.get(part, {}).items():
+            print(f"  {value if isinstance(value, str) else f'{value:10.2f}'}  {key}")
+    columns = {
+        "time/wps": "tokens/s",
+        "time/step_s": "step s",
+        "time/mfu_pct": "MFU %",
+        "idle_pct": "idle %",
+        "exposed_communication_pct": "exposed %",
+        "step_1_allocated_gib": "step 1 GiB",
+        "steady_allocated_gib": "later GiB",
+        "steady_reserved_gib": "reserved",
+    }
+    print("".join(f"{title:>12}" for title in columns.values()))
+    for job, figures in result.get("jobs", {}).items():
+        if "error" in figures:
+            print(f"  {job}: FAILED, {figures['error'].splitlines()[-1]}")
+            continue
+        cells = [f"{figures[key]:12.2f}" if key in figures else f"{'-':>12}" for key in columns]
+        print("".join(cells) + f"  {job}")
+        for kernel in figures.get("attention_kernels", []):
+            print(f"{'':14}attention by {kernel}")
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/gpu_speed"))
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, eager")
+    every = list(jobs_of(LLAMA_8B))
+    parser.add_argument("--jobs", nargs="*", choices=every, default=every, help="default: all")
+    parser.add_argument("--collectives", action="store_true", help="as a rank of torchrun")
+    given = parser.parse_args()
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if given.collectives:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        found = measure_collectives(device)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+        dist.destroy_process_group()
+        return
+    work = TINY if given.tiny else LLAMA_8B
+    jobs = jobs_of(work)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    machine = {"device": hardware.device_name(device), "torch": torch.__version__}
+    machine |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    result: dict[str, Any] = {"machine": machine, "workload": work.__dict__, "jobs": {}}
+
+    def save() -> None:
+        (given.folder / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    result["rates"] = measure_rates(work, device)
+    save()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the jobs
+    if torch.cuda.device_count() > 1:
+        result["collectives"] = run_collectives()
+    for name in given.jobs:
+        sizes, keys, ranks = jobs[name]
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        folder = given.folder / name.replace(", ", "_").replace(" ", "_")
+        result["jobs"][name] = run_job(sizes, folder, keys, ranks=ranks)
+        save()
+    show(result)
+    sys.exit(any("error" in figures for figures in result["jobs"].values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""How many GPUs and cores this machine has for a job, also where its driver is ill."""
+
+import os
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.errors import ConfigError
+from meshwright.launch import machine
+from meshwright.launch.machine import count_cores, count_gpus, count_ranks
+
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+ILL = f"echo '{MISMATCH}'; exit 18"
+LISTS_TWO = "echo 'GPU 0: H100 (UUID: GPU-a)'; echo '  MIG 1g'; echo 'GPU 1: H100 (UUID: GPU-b)'"
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Write an `nvidia-smi` that runs a line of shell; none is found before."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "_is_torch_for_amd", lambda: False)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}")
+
+    def write(line: str) -> None:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{line}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *(("0,1", 2), ("", 0), ("0,-1,2", 1), ("-1", 0), (" 0, 1 ", 2), ("GPU-a,MIG-b", 2)),
+        *(("NoDevFiles", 0), ("none", 0), ("void", 0), ("0,,1", 1)),
+    ],
+)
+def test_visible_gpus_are_counted(monkeypatch, visible, count) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+def test_gpus_of_a_healthy_driver_are_counted(smi) -> None:
+    assert count_gpus() == 0  # there is no nvidia-smi
+    smi(LISTS_TWO)
+    assert count_gpus() == 2
+
+
+def test_a_driver_that_fails_is_an_error_before_anything_starts(smi, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("ranks start"))
+    smi(ILL)
+    with pytest.raises(ConfigError) as error:
+        run(["train", "debug_model", f"--job.dump_folder={tmp_path / 'out'}"])
+    first, fix = str(error.value).splitlines()
+    assert first == f"nvidia-smi -L: failed with exit code 18: {MISMATCH}"
+    assert fix.startswith("  fix: repair the driver")
+    assert fix.endswith("CUDA_VISIBLE_DEVICES=")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_driver_that_hangs_is_an_error(smi, monkeypatch) -> None:
+    """Its child keeps the pipe open, so there is no end to wait for."""
+    monkeypatch.setattr(machine, "NVIDIA_SMI_S", 0.2)
+    smi("/bin/sleep 5 & wait")
+    with pytest.raises(ConfigError, match="does not answer within 0.2 s"):
+        count_gpus()
+
+
+def test_a_check_of_named_ranks_asks_no_driver(smi, monkeypatch) -> None:
+    smi(ILL)
+    given = Namespace(ngpu="8", nnodes="4")
+    assert count_ranks(given, start_here=False) == machine.Ranks(8, 4, None)
+    monkeypatch.setenv("NGPU", "3")
+    given.ngpu = None
+    assert count_ranks(given, start_here=False).per_machine == 3
+    for start_here, ngpu in ((False, ""), (True, "8")):
+        given.ngpu = ngpu
+        with pytest.raises(ConfigError, match="version mismatch"):
+            count_ranks(given, start_here=start_here)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check debug_model --ngpu 2",
+        "config debug_model",
+        "plan debug_model --world-size 2 --device nothing",
+        "report {folder}",
+    ],
+)
+def test_a_command_that_starts_no_ranks_asks_no_driver(smi, tmp_path, words) -> None:
+    smi(f"touch {tmp_path / 'asked'}; {ILL}")
+    with suppress(ConfigError):  # of a device and a folder that are not
+        run([word.format(folder=tmp_path) for word in words.split()])
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.fixture
+def amd(tmp_path, monkeypatch) -> Path:
+    """Folder of a machine with a CPU, three GPUs that this container is given, one that it cannot
+    read of, and one without a device file."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for node, (gpu, minor) in enumerate([(0, 0), (7, 128), (8, 129), (9, 130), (10, 131)]):
+        folder = tmp_path / "nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(f"{gpu}\n")
+        (folder / "properties").write_text(f"cpu_cores_count 0\ndrm_render_minor {minor}\n")
+    (tmp_path / "nodes" / "5").mkdir()
+    for minor in (128, 129, 130):
+        (tmp_path / f"renderD{minor}").touch()
+    monkeypatch.setattr(machine, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(machine, "RENDER_DEVICES", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *(({}, 3), ({"HIP": "1"}, 1), ({"ROCR": "0,1"}, 2), ({"ROCR": "0,1", "HIP": "0"}, 1)),
+        *(({"HIP": "0,1,2,3,4,5,6,7"}, 3), ({"HIP": "-1"}, 0), ({"CUDA": "0,1"}, 2)),
+    ],
+)
+def test_amd_gpus_are_counted_without_a_tool(amd, monkeypatch, visible, count) -> None:
+    monkeypatch.setattr(machine, "_is_torch_for_amd", lambda: True)
+    for name, devices in visible.items():
+        monkeypatch.setenv(f"{name}_VISIBLE_DEVICES", devices)
+    assert count_gpus() == count
+
+
+@pytest.mark.parametrize(("hip", "count"), [("'6.4.43482'", 3), ("None", 0)])
+def test_the_gpu_of_an_amd_laptop_is_none_for_a_torch_without_rocm(
+    amd, monkeypatch, hip, count
+) -> None:
+    (amd / "version.py").write_text(f"cuda: Optional[str] = None\nhip: Optional[str] = {hip}\n")
+    spec = ModuleSpec("torch", None, origin=str(amd / "__init__.py"))
+    monkeypatch.setattr(machine, "find_spec", lambda _: spec)
+    monkeypatch.setattr(machine, "_count_nvidia_gpus", lambda: 0)
+    assert count_gpus() == count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's control groups")
+@pytest.mark.parametrize(
+    ("outer", "inner", "count"),
+    [
+        *(("max 100000", "max 100000", 96), ("800000 100000", "max 100000", 8)),
+        *(("800000 100000", "250000 100000", 2), (None, "50000 100000", 1), (None, None, 96)),
+    ],
+)
+def test_cores_are_those_that_the_quota_grants(monkeypatch, tmp_path, outer, inner, count) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
+    (tmp_path / "pod" / "job").mkdir(parents=True)
+    for quota, folder in ((outer, "pod"), (inner, "pod/job")):
+        if quota:
+            (tmp_path / folder / "cpu.max").write_text(f"{quota}\n")
+    (tmp_path / "own").write_text("3:cpuset:/elsewhere\n0::/pod/job\n")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    assert count_cores() == count
