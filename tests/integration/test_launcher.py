@@ -253,6 +253,9 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
     assert step == max(losses(folder))
     code, errors, seconds = press_ctrl_c(tmp_path / "again", 2)
     assert code == 130
+    assert errors.splitlines()[1:] == [
+        "meshwright: SIGINT: killed; the steps since the last checkpoint are lost"
+    ]
     assert seconds < 5
     assert "Traceback" not in errors
     assert not ranks_of(tmp_path / "again")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from meshwright.cli.main import build_parser
-from meshwright.cli.train import _rendezvous
+from meshwright.cli.train import _log_ranks, _rendezvous
 from meshwright.config.command_line import parse
 from meshwright.config.presets import find_config
 from meshwright.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
@@ -66,6 +66,24 @@ def test_the_launcher_gets_the_machines(cluster: str, tmp_path: Path, monkeypatc
     rendezvous = _rendezvous(options, ranks)
     assert rendezvous[rendezvous.index("--rdzv-endpoint") + 1] == endpoint
     assert rendezvous[rendezvous.index("--rdzv-id") + 1] == "llama3-8b"
+
+
+@pytest.mark.parametrize("endpoint", ["node1", "node1:", ":29500", "node1:port", "node1:99999"])
+def test_machines_meet_at_a_host_and_a_port(endpoint: str) -> None:
+    """Without a port they would wait at another one than was opened for them."""
+    words = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
+    options = parse(build_parser("train", words), words)
+    with pytest.raises(ConfigError, match="must be host:port\n  fix: write .*:29500") as caught:
+        _rendezvous(options, count_ranks(options))
+    assert f"RDZV_ENDPOINT = {endpoint!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "want"), [("0 1", "0,1"), ("0,,1,", "0,1"), ("1", "1")])
+def test_the_ranks_whose_log_is_shown(given: str, want: str) -> None:
+    options = parse(build_parser("train", []), ["--log-rank", given])
+    assert _log_ranks(options, Ranks(2, 1, 0)) == want
+    with pytest.raises(ConfigError, match="must be ranks from 0 to 0"):
+        _log_ranks(parse(build_parser("train", []), ["--log-rank", ","]), Ranks(1, 1, 0))
 
 
 def test_a_job_starts_again_on_the_codes_that_slurm_s_does() -> None:

@@ -281,6 +281,14 @@ def test_a_beat_is_cheap(tmp_path: Path) -> None:
     assert state_of(beat.pid) == "R"
 
 
+def test_a_phase_is_told_whole(tmp_path: Path) -> None:
+    heart, phase = Heartbeat(tmp_path, {"rank": 0}), "meeting the other ranks, opening the data"
+    heart.beat(phase)
+    assert [beat.phase for beat in read_beats(tmp_path)] == [phase]
+    with pytest.raises(AssertionError):  # it would be cut off in every message
+        heart.beat("x" * 65)
+
+
 def test_a_rank_alone_or_without_our_launcher_has_nobody_to_tell(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("MESHWRIGHT_HEARTBEATS", raising=False)
     for variables in ({}, {"MESHWRIGHT_HEARTBEATS": str(tmp_path), "WORLD_SIZE": "1"}):

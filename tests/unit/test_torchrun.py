@@ -13,11 +13,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from meshwright import history
 from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.launch import torchrun
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.process import TRAINED
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
 from meshwright.log import TERMINAL, console_stream, log_to_console, logger, print_error
+from tests.helpers.jobs import wait_for
 
 
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path, capfd) -> None:
@@ -53,6 +55,19 @@ def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
     finally:
         os.dup2(before, 2)
     assert (tmp_path / "stop").read_text() == "SIGINT"
+
+
+def test_a_launcher_that_waits_for_others_says_where(tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", "meshwright")
+    monkeypatch.setattr(torchrun, "SPEAK_EVERY_S", 0.1)
+    given = Namespace(standalone=False, nnodes="2", nproc_per_node="8", rdzv_endpoint="node1:2")
+    assert torchrun._say_start(given, tmp_path) == 2
+    wait_for(lambda: "s so far" in caplog.text, "a line", seconds=5)
+    (tmp_path / "logs_of_ranks").mkdir()
+    assert caplog.messages[0].endswith(
+        "8 ranks on this machine, of 2 machines that meet at node1:2"
+    )
+    assert "waiting at node1:2 for the other machines, 2 in all: 0 s so far" in caplog.text
 
 
 def failure(folder: Path, rank: int, code: int, callstack: str, when: float) -> ProcessFailure:
