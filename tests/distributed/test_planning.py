@@ -22,6 +22,7 @@ EXACT = (
     "FSDP 2 x TP 2",
     "selective by op",
     "accumulation, reduced once",
+    "reshard never",
     "1F1B, a long step",
 )
 """The rest: benchmarks/planning.py."""
@@ -129,6 +130,10 @@ def test_flops_and_traffic_equal_hand_counts(figures) -> None:
     # layer and the output, whose weights are kept
     assert sent["fsdp", "all_gather"] == (bf16 + again - last) / 2
     assert sent["fsdp", "reduce_scatter"] == fp32 / 2
+    calls = {
+        (row["axis"], row["kind"]): row["calls"] for row in figures["reshard never"]["traffic"]
+    }
+    assert calls["fsdp", "all_gather"] == args.n_layers + 2  # in a step of three microbatches
 
 
 def test_purposes_are_all_used_by_some_job(figures) -> None:

@@ -769,15 +769,23 @@ def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[to
     dims = ParallelDims(dp_replicate=1, dp_shard=2)
     model, meshes = parallel_model(dims, **options)
     step_options = StepOptions(0.5, every, reshard_every_microbatch=not is_frugal)
+    root, said = model.stages[0], list[bool]()
+    set_is_last = root.set_is_last_backward
+
+    def note(is_last: bool) -> None:
+        said.append(is_last)
+        set_is_last(is_last or not is_frugal)
+
+    root.set_is_last_backward = note
     if not is_frugal:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_unshard_in_backward(True)
-                module.set_is_last_backward = lambda _: None
     results = take_steps(
         model, meshes, 1, adamw(model), step_options, BadStepDetector(torch.device("cpu"))
     )
     figures = [part for result in results for part in (result.loss, result.grad_norm)]
+    assert said == [False, False, False, True] * STEPS
     for stage in model.stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):

@@ -112,7 +112,9 @@ CASES = {
     "documents": Case("dp_shard 2", "--training.mask_documents=true"),
     "accumulation, reduced once": Case("dp_shard 2", f"{REDUCE}last_microbatch", microbatches=5),
     "accumulation, reduced each": Case("dp_shard 2", f"{REDUCE}every_microbatch", microbatches=5),
-    "reshard never": Case("dp_shard 2", "--parallelism.fsdp_reshard_after_forward=never"),
+    "reshard never": Case(
+        "dp_shard 2", "--parallelism.fsdp_reshard_after_forward=never", microbatches=3
+    ),
     "3D": Case("pp 2, dp_shard 2, tp 2", microbatches=4),
     "1F1B, first stage": Case("pp 2, dp_shard 2", microbatches=4),
     "1F1B, last stage": Case("pp 2, dp_shard 2", rank=2, microbatches=4),
