@@ -20,10 +20,16 @@ class Parser(argparse.ArgumentParser):
     """argparse, with options in full and errors like any other of a user's mistakes."""
 
     def __init__(self, prog: str, description: str = "") -> None:
+        self.options: list[str] = []
+        """Those of the command, without the keys of a config."""
         # "resolve": `config` has a --help of its own
         super().__init__(
             prog, description=description, allow_abbrev=False, conflict_handler="resolve"
         )
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        self.options += [name for name in names if name.startswith("--") and "." not in name]
+        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting.
@@ -95,19 +101,17 @@ class _Override(argparse.Action):
         namespace.overrides = namespace.overrides | {self._key: values}
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parse `words`; with a config, its file is `.config` ("": none) and the rest `.overrides`.
 
     Raises:
         ConfigError: if a word is not understood.
     """
     # "intermixed": CONFIG may stand before, between and after options
-    # argparse keeps no public list of them
-    options = [name for name in parser._option_string_actions if "." not in name]
-    words = list(_in_our_spelling(words, options))
+    words = list(_in_our_spelling(words, parser.options))
     given, rest = parser.parse_known_intermixed_args(words)
     if rest:
-        _check_option(rest[0], options, takes_config=hasattr(given, "overrides"))
+        _check_option(rest[0], parser.options, takes_config=hasattr(given, "overrides"))
         _refuse(rest[0], words, getattr(given, "config", None))
     if not hasattr(given, "overrides"):
         return given

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatc
     monkeypatch.setattr(dist, "all_gather_object", gather)
     agreement.check_same({"config": "x" * 4000})
     assert len(sent) == 1
-    assert len(sent[0]) < 100
+    assert len(pickle.dumps(sent[0])) < 100
 
 
 def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch, tmp_path) -> None:

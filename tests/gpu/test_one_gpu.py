@@ -34,7 +34,7 @@ SMALL = (
     f"--job.config_file={ROOT / 'train_configs/debug_model.toml'}",
     "--checkpoint.enable=false",
 )
-SHORT = ("--training.seq_len=128", "--training.local_batch_size=2")
+SHORT = ("--training.seq_len=128", "--training.global_batch_size=2")
 
 
 @pytest.fixture(scope="module", autouse=True)

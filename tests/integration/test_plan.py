@@ -23,7 +23,7 @@ from meshwright.planning.rates import Measured, assumed, write_rates
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
 SMALL = [
-    *("--model.args.n_layers=2", "--training.seq_len=128"),
+    *("--model.args.n_layers=2", "--training.seq_len=128", "--training.local_batch_size=8"),
     *("--model.tokenizer_path=no/such/tokenizer.json", "--training.dataset=c4"),
 ]
 

@@ -50,6 +50,7 @@ def _plans() -> dict[Choice, Plan]:
 @cache
 def _config() -> JobConfig:
     batch = ["--training.seq_len=256", "--training.global_batch_size=64"]
+    batch.append("--training.local_batch_size=8")
     return load_config([DEBUG, *batch, "--training.mixed_precision_param=bfloat16"])[0]
 
 

@@ -79,15 +79,17 @@ def test_each_key_alone_is_kept_noted_or_refused(key: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "ranks", "overrides"),
     [
-        ("debug_model", 8, ["--training.dataset_path", __file__]),
+        ("debug_model", 8, ["--training.dataset_path", "a.jsonl"]),
         ("llama3_8b", 8, []),
         ("llama3_70b", 256, []),
         ("llama3_405b", 512, ["--parallelism.enable_async_tensor_parallel", "false"]),
     ],
 )
 def test_files_with_every_key_of_theirs_pass_the_check(
-    name: str, ranks: int, overrides: list[str], tmp_path: Path
+    name: str, ranks: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "a"}\n')
     path = FOLDER / f"{name}.toml"
     words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
     config, provenance = load_config(["--job.config_file", str(path), *words])
