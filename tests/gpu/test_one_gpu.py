@@ -159,17 +159,16 @@ def test_memory_is_what_the_simulation_says(device, tmp_path: Path, case: str) -
     plan = preflight(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, "cuda"), device)
     rank.initialize()
-    batches = rank.batches()
-    torch.cuda.reset_peak_memory_stats()
-    rank.step(1, batches)
-    first = torch.cuda.max_memory_allocated()  # which makes the optimizer's state
-    batches = rank.batches()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()  # with cuBLAS's workspace, 32 MiB on Hopper
-    rank.step(2, batches)
-    assert first <= 1.1 * torch.cuda.max_memory_allocated()
-    growth = torch.cuda.max_memory_allocated() - before
-    assert growth == pytest.approx(found["peak_bytes"] - found["start_bytes"], rel=0.1)
+    growths = []
+    for step in (1, 2):
+        batches = rank.batches()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        rank.step(step, batches)
+        growths.append(torch.cuda.max_memory_allocated() - before)
+    # step 1 makes the optimizer's state, and cuBLAS its workspace, 32 MiB on Hopper
+    assert growths[0] <= 1.1 * found["first_growth_bytes"] + 64 * 2**20
+    assert growths[1] == pytest.approx(found["peak_bytes"] - found["start_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -14,16 +14,28 @@ AXES = {
     "HSDP": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
     "TP": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
     "PP": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "FSDP, compiled": {"data_parallel_shard_degree": 2},
+    "PP, Interleaved1F1B": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "PP, ZBVZeroBubble": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
     "CP, gather": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
     "CP, ring": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
 }
+OPTIONS = {
+    "CP": "parallelism.context_parallel_attention",
+    "FSDP": "compile.enable",
+    "PP": "parallelism.pipeline_parallel_schedule",
+}
+"""Key of the second word of an axis."""
+FOUR_LAYERS = "--model.args.n_layers=4"  # a schedule of two stages a rank needs so many
 BF16 = "--training.mixed_precision_param=bfloat16"
 
 
 def _words(axis: str) -> list[str]:
-    words = [f"--parallelism.{key}={degree}" for key, degree in AXES[axis].items()]
-    if axis.startswith("CP"):
-        words.append(f"--parallelism.context_parallel_attention={axis.split(', ')[1]}")
+    words = [FOUR_LAYERS]
+    words += [f"--parallelism.{key}={degree}" for key, degree in AXES[axis].items()]
+    kind, _, option = axis.partition(", ")
+    if option:
+        words.append(f"--{OPTIONS[kind]}={option.replace('compiled', 'true')}")
     return words
 
 
@@ -31,7 +43,7 @@ def _words(axis: str) -> list[str]:
 def on_one(tmp_path_factory) -> dict[str, dict[int, tuple[float, float]]]:
     """The job on one GPU, in fp32 and in bf16."""
     return {
-        precision: run(tmp_path_factory.mktemp("one"), 1, *words)
+        precision: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, *words)
         for precision, words in (("fp32", ()), ("bf16", (BF16,)))
     }
 
@@ -53,6 +65,16 @@ def test_a_ring_gives_the_losses_of_gathering(tmp_path: Path) -> None:
     )
     for step, (loss, _) in gather.items():
         assert ring[step][0] == pytest.approx(loss, rel=1e-2), f"step {step}"
+
+
+def test_a_job_that_saves_in_the_background_resumes(tmp_path: Path) -> None:
+    """From a copy in host memory of both GPUs' shards, made while the next step computes."""
+    words = ["--checkpoint.async_mode=thread", "--checkpoint.interval=5"]
+    whole = run(tmp_path, 2, *words)
+    resumed = run(tmp_path, 2, *words, "--checkpoint.load_step=15")
+    assert resumed.keys() == whole.keys()
+    for step, (loss, _) in whole.items():
+        assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"
 
 
 def _ranks(folder: Path) -> list[int]:

@@ -60,6 +60,8 @@ class Figures:
     """Live on the device before the step."""
     peak_bytes: int
     """Of a step."""
+    first_growth_bytes: int
+    """From the start of the first step to its peak: it makes the optimizer's state."""
 
 
 def simulate(case: Case) -> Figures:
@@ -87,6 +89,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
     init_waits = fake_cuda.host_waits | watch.blocking_copies
     staging = Staging()
     optimizer.register_step_pre_hook(lambda *_: staging.hold_update())
+    growths = []
     for step in (1, 2):  # the optimizer has its state, and DTensor its plans, from the second on
         watch.begin()
         batches = rank.batches()
@@ -98,6 +101,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
         if case.is_faulty:
             _commit_faults()
         rank.step(step, batches)
+        growths.append(watch.peak - start_bytes)
     tensors = dict(model.named_parameters())
     names = {parameter: name for name, parameter in tensors.items()}
     tensors |= {f"{name}.grad": p.grad for name, p in tensors.items() if p.grad is not None}
@@ -116,6 +120,7 @@ def _run(case: Case, plan: Plan, meshes: Meshes, watch: Watch) -> Figures:
         not_on_device=sorted(name for name, tensor in tensors.items() if not tensor.is_cuda),
         start_bytes=start_bytes,
         peak_bytes=watch.peak,
+        first_growth_bytes=growths[0],
     )
 
 
