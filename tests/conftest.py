@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright_tests_")
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +40,14 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Outputs go where anyone may write, as the checkout need not be."""
-    os.chdir(tmp_path_factory.mktemp("working_folder"))
+    """Outputs go to a folder of the tests, since the checkout may be read-only; configs are found
+    as from the checkout."""
+    checkout, folder = Path(__file__).parents[1], tmp_path_factory.mktemp("working_folder")
+    for name in ("assets", "tests", "train_configs"):
+        (folder / name).symlink_to(checkout / name)
+    os.chdir(folder)
+    places = [str(checkout), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))  # for processes started there
 
 
 @pytest.fixture(autouse=True)
