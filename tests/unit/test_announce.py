@@ -8,6 +8,7 @@ import pytest
 from meshwright import announce, history
 from meshwright.announce import announce_end, compact_toml, note_failure
 from meshwright.config.loader import load_config
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.preflight import preflight
 
 
@@ -49,6 +50,11 @@ def test_the_commands_at_the_end_name_the_checkpoint_of_the_last_step(
         f"  meshwright export {last} MODEL_FOLDER",
     ]
     assert said[-2:] == commands if is_saved else not any("step-" in line for line in said)
+
+
+def test_the_tokens_around_a_document_are_named() -> None:
+    line = announce._describe_tokenizer(build_tokenizer("bytes"))
+    assert line == "tokenizer: 258 tokens, BOS 256, EOS 257"
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:
