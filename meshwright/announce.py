@@ -21,6 +21,7 @@ from meshwright import hardware, history
 from meshwright.config.changes import to_json
 from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
+from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.errors import numbered
 from meshwright.file_system import whole_file
 from meshwright.launch.process import CHECKED, HOST_SETTINGS, StopRequested
@@ -50,6 +51,7 @@ def announce(plan: Plan, device: torch.device) -> None:
         f"{args.table.num_params:,}",
         f", {num_trained:,} of them trained" if plan.frozen else "",
     )
+    logger.info("%s", _describe_tokenizer(plan.tokenizer))
     logger.info(
         "%s (%s) on %s; torch %s",
         numbered(dist.get_world_size(), "rank"),
@@ -91,6 +93,16 @@ def announce(plan: Plan, device: torch.device) -> None:
                 file.write(to_toml(config).encode())
         except OSError as error:  # a full disk: training can continue
             logger.warning("%s cannot be written: %s", path, error)
+
+
+def _describe_tokenizer(tokenizer: Tokenizer) -> str:
+    """Say which tokens stand around a document: a wrong one is seen in nothing else."""
+    ids = {"BOS": tokenizer.bos_id, "EOS": tokenizer.eos_id}
+    shown = ", ".join(
+        f"{name} {'none' if i is None else f'{i} {tokenizer.decode([i])}'.strip()}"
+        for name, i in ids.items()
+    )
+    return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}"
 
 
 def compact_toml(text: str) -> list[str]:

@@ -103,6 +103,11 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job must stop, or is over."""
 
 
+PASSED_ON = (KeyboardInterrupt, GeneratorExit)
+"""They end called code without a fault of it. All else is a fault: SystemExit in a user's function
+and a panic in Rust are no `Exception`, and would end a thread or a worker without a word."""
+
+
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigError: EXIT_CONFIG,
     TrainingError: EXIT_TRAINING,

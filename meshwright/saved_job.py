@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.job_config import Source
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample_stream import Cursor, bad_records
+from meshwright.datasets.tokenizers.kinds import special_ids
 from meshwright.errors import ConfigError, config_error
 from meshwright.log import logger
 from meshwright.preflight import Plan, resume_diff
@@ -53,10 +55,16 @@ def manifest_of(
         "model_name": plan.config.model.name,
         "model_args": dataclasses.asdict(plan.model_args),
         "tokenizer_path": plan.config.model.tokenizer_path,
+        "special_tokens": special_ids(plan.tokenizer),
         "frozen": sorted(plan.frozen),
         "own_code": plan.own_code,
         "mesh": dataclasses.asdict(plan.dims),
-        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+        "versions": {
+            "meshwright": meshwright.__version__,
+            "torch": torch.__version__,
+            # tokens depend on them, and the places in streamed data
+            **{name: version(name) for name in ("tokenizers", "datasets")},
+        },
         "config": to_json(plan.config),
     }
 

@@ -18,15 +18,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from meshwright.datasets.tokenizers.kinds import FILE_NAMES, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import BESIDE, FILE_NAMES, build_tokenizer
 from meshwright.errors import EXIT_CONFIG, ConfigError
 
-WANTED = (
-    *FILE_NAMES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+WANTED = (*FILE_NAMES, *BESIDE)
 
 
 def main() -> int:

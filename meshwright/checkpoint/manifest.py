@@ -78,6 +78,8 @@ class Manifest(TypedDict):
     """There was no data for another step."""
     validation_content: NotRequired[dict[str, str]]
     """As `data_content`, of the data that the job is validated on."""
+    special_tokens: NotRequired[dict[str, int | None]]
+    """Ids of BOS and EOS; None: documents have none."""
     own_code: NotRequired[str]
     """Hash of the module of `experimental.custom_import`; "": there was none."""
 

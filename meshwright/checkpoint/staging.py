@@ -131,15 +131,14 @@ class Staging:
 
     def _allocate(self, layout: Layout, num_bytes: int) -> None:
         self.tensors = {}
-        if num_bytes != self.num_bytes:
+        if self._memory is None or num_bytes != self.num_bytes:
             if self._memory is not None and torch.cuda.is_available():
                 torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
-            self._memory = mmap.mmap(-1, num_bytes)
+            self._memory = mmap.mmap(-1, max(num_bytes, 1))  # a rank may have empty shards alone
             if torch.cuda.is_available():
                 address = _address(self._memory)
-                if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)):
+                if int(torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)):
                     logger.warning("%d bytes could not be pinned: copies are slower", num_bytes)
-        assert self._memory is not None
         memory = self._memory
         self.tensors = {name: place.tensor(memory) for name, place in layout.items()}
         self.layout, self.num_bytes = layout, num_bytes

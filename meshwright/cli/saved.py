@@ -4,7 +4,7 @@ import shlex
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.place import Place
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, special_ids
 from meshwright.errors import ConfigError, check, config_error
 from meshwright.models.family import Family
 from meshwright.specs import MODELS
@@ -47,5 +47,15 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         f"is not what checkpoint {place.path} was trained with: {tokenizer.fingerprint} instead of "
         f"{trained_with}",
         fix,
+    )
+    found = special_ids(tokenizer)
+    used = manifest.get("special_tokens", found)  # older ones do not say
+    check(
+        found == used,
+        "--tokenizer",
+        path,
+        f"has other special tokens than checkpoint {place.path} was trained with: {found} instead "
+        f"of {used}",
+        "put the tokenizer_config.json of training beside it",
     )
     return tokenizer, path

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.entry import Document, Messages
-from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.datasets.tokenizers.kinds import PATH_KEY, Tokenizer
+from meshwright.errors import PASSED_ON, RecordError
 
 NO_LOSS = 1 << 31
 """Bit of a token that the loss leaves out, where it is the one to predict."""
@@ -39,10 +40,19 @@ class Encoder:
     def encode(self, document: Document) -> Tokens:
         """uint32 ids, some with `NO_LOSS`; none of an empty text, which is no document."""
         if isinstance(document, str):
-            ids = self._tokenizer.encode(document) if document else []
+            ids = self._encode_text(document) if document else []
             return np.array([*self._before, *ids, *self._after] if ids else [], np.uint32)
         if self._template is None:
             self._template = self._open_template()
         begins = repr(document[0]["content"][:40]) if document else "empty"
         ids, counts = self._template.encode(document, begins)
         return np.where(counts, ids, np.bitwise_or(ids, NO_LOSS)).astype(np.uint32)
+
+    def _encode_text(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text)
+        except (Exception, *PASSED_ON):
+            raise
+        except BaseException as panic:  # of Rust: a worker could not even hand it on
+            what = f"fails on the text that begins {text[:40]!r}: {type(panic).__name__}: {panic}"
+            raise RecordError(PATH_KEY, f"{PATH_KEY}: the tokenizer {what}") from None

@@ -13,7 +13,7 @@ from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.faulty_files import find_fault
 from meshwright.datasets.rows import ToDocument, row_reader
 from meshwright.datasets.zstd_frames import CutError, check_whole
-from meshwright.errors import ConfigError, RecordError
+from meshwright.errors import PASSED_ON, ConfigError, RecordError
 
 NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 
@@ -200,7 +200,9 @@ def openable(entry: Entry, files: Callable[[], Sequence[str]] = tuple) -> Iterat
             raise
         fault = find_fault(entry, files())
         raise entry.error("dataset_column", fault) if fault else error from error
-    except Exception as error:
+    except PASSED_ON:
+        raise
+    except BaseException as error:
         fault = find_fault(entry, files())
         raise entry.error(key, f"cannot be opened: {fault or _reason(error)}") from error
 

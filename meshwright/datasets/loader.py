@@ -17,7 +17,7 @@ from meshwright.datasets.encoding import NO_LOSS
 from meshwright.datasets.sample import Sample, blank_sample
 from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData
-from meshwright.errors import config_error
+from meshwright.errors import DataError, config_error
 from meshwright.models.layers.loss import IGNORE
 
 STEPS_AHEAD = 4
@@ -125,7 +125,7 @@ class Loader:
             while step is not None and not self._closed.is_set():
                 try:
                     following = self._next_step()
-                except Exception:
+                except BaseException:
                     self._ready.put(step)  # the error concerns the one after it
                     raise
                 self._ready.put(dataclasses.replace(step, is_last=following is None))
@@ -133,6 +133,9 @@ class Loader:
             self._ready.put(None)
         except Exception as error:
             self._ready.put(error)
+        except BaseException as error:  # a panic in Rust, an exit: the ranks would wait for ever
+            what = f"the thread that reads it ended: {type(error).__name__}: {error}"
+            self._ready.put(DataError(what))
 
     def _next_step(self) -> StepData | None:
         """None if the data ends before the global batch is full."""

@@ -8,6 +8,7 @@ from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.named_sources import entries, is_streamed
+from meshwright.datasets.source_files import fingerprint, revision, sampled
 from meshwright.datasets.token_cache import TokenCache
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenization_spec import TokenizationSpec
@@ -115,17 +116,18 @@ def _open(
                 "add data, or lower training.seq_len"
                 + (" or validation.num_samples" if needed > 1 else ""),
             )
-        return CachedSource(entry, cache, recipe.revision())
+        return CachedSource(entry, cache, revision(recipe.files()) if recipe.is_of_hub else "")
     documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
+    files = recipe.files()
     return StreamedSource(
         entry,
         documents,
         recipe.encoder(),
         num_shards=min(training.stream_shards, documents.max_shards),
         window=training.shuffle_window,
-        outline=recipe.outline(),
-        sampled=recipe.sampled(),
-        revision=recipe.revision(),
+        outline=fingerprint(entry, files, is_portable=True),
+        sampled=sampled(files),
+        revision=revision(files) if recipe.is_of_hub else "",
         method=recipe.method(),
     )

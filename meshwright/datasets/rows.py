@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.row_formats import FORMATS
-from meshwright.errors import where_it_ends
+from meshwright.errors import PASSED_ON, where_it_ends
 from meshwright.user_module import import_user_module
 
 FORMAT_NAMES = ", ".join(f'"{name}"' for name in FORMATS)
@@ -28,7 +28,9 @@ def row_reader(entry: Entry) -> ToDocument:
     def to_document(row: dict[str, Any], which: str) -> Document:
         try:
             document = function(row) if function else row[column]
-        except Exception as error:  # whatever the user's function raises
+        except PASSED_ON:
+            raise
+        except BaseException as error:  # whatever the user's function raises
             raise entry.record_error(key, f"{which}: {type(error).__name__}: {error}") from error
         if not is_document(document):
             raise entry.record_error(key, f"{which} holds {no_document(document)}")
@@ -89,7 +91,9 @@ def _load_function(entry: Entry) -> Callable[[dict[str, Any]], Any]:
     place, _, attribute = name.rpartition(":")
     try:
         function = getattr(import_user_module(place), attribute)
-    except Exception as error:  # importing runs the user's code
+    except PASSED_ON:
+        raise
+    except BaseException as error:  # importing runs the user's code
         fix = f'write "package.module:function" or "path/to/file.py:function", or {FORMAT_NAMES}'
         if place.endswith(".py") and not os.path.exists(place):
             fix = where_it_ends(place)

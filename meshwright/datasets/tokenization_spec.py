@@ -11,7 +11,7 @@ from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.documents import Documents
 from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.entry import Entry
-from meshwright.datasets.source_files import fingerprint, revision, sampled
+from meshwright.datasets.source_files import fingerprint
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
@@ -73,18 +73,14 @@ class TokenizationSpec:
 
         return Encoder(tokenizer, open_template)
 
-    def outline(self) -> str:
-        """Hash of the facts known about the documents without reading them, on any machine."""
-        return fingerprint(self.entry, self._spec.files(self.entry), is_portable=True)
+    def files(self) -> list[str]:
+        """Find the files: a walk over folders, or requests to the hub."""
+        return self._spec.files(self.entry)
 
-    def revision(self) -> str:
-        """Return the commit of a dataset of the hub; "" for others."""
-        is_hub = self._spec.path == "optional" and not self.entry.source.dataset_path
-        return revision(self._spec.files(self.entry)) if is_hub else ""
-
-    def sampled(self) -> str:
-        """Hash of a little of the documents' content, for files that differ in nothing else."""
-        return sampled(self._spec.files(self.entry))
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether its files are addresses of the hub."""
+        return self._spec.path == "optional" and not self.entry.source.dataset_path
 
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""

@@ -12,7 +12,7 @@ from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import BYTES
 from meshwright.datasets.tokenizer_json import samples, special_names, to_tokenizer_json
 from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file
+from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file, special_ids
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.errors import config_error
 from meshwright.exchange.export import Job
@@ -46,7 +46,7 @@ def export_job(
     Raises:
         ConfigError: if the checkpoint cannot be read.
     """
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    special = special_ids(tokenizer)
     return Job(
         weights=CheckpointWeights(place),
         form=spec.hf,

@@ -15,9 +15,11 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
+    processors,
     trainers,
 )
 
+from meshwright.datasets.tokenizers.huggingface_file import KNOWN_BOS
 from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, special_tokens
 
 CODE = (
@@ -76,8 +78,17 @@ def byte_level_json(file: Path, specials: list[str], size: int = 400) -> Path:
         ]
     )
     tokenizer.add_special_tokens(specials)
+    begin_with(tokenizer, specials[0])
     tokenizer.save(str(file))
     return file
+
+
+def begin_with(tokenizer: Tokenizer, bos: str) -> None:
+    """As Llama's files do."""
+    if bos in KNOWN_BOS:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
 
 
 def metaspace_json(file: Path, specials: list[str]) -> Path:
@@ -112,6 +123,7 @@ def metaspace_json(file: Path, specials: list[str]) -> Path:
         ]
     )
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    begin_with(tokenizer, specials[1])
     tokenizer.save(str(file))
     return file
 

@@ -10,6 +10,7 @@ import torch
 from meshwright import announce, history
 from meshwright.announce import announce_end, compact_toml, note_failure
 from meshwright.config.loader import load_config
+from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.log import log_to_console
 from meshwright.preflight import preflight
 
@@ -90,6 +91,11 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     announce.announce(plan, torch.device("cpu"))
     num_all = f"{plan.model_args.table.num_params:,}"
     assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
+
+
+def test_the_tokens_around_a_document_are_named() -> None:
+    line = announce._describe_tokenizer(build_tokenizer("bytes"))
+    assert line == "tokenizer: 258 tokens, BOS 256, EOS 257"
 
 
 def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:

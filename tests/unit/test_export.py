@@ -107,6 +107,11 @@ def test_the_tokenizer_comes_along(tmp_path) -> None:
     assert tree(tmp_path / "b") == tree(tmp_path / "out")
     said = message(checkpoint, tmp_path / "c", "--tokenizer", "bytes")
     assert "--tokenizer = 'bytes': is not what checkpoint" in said
+    used = {"bos_token_id": 1, "eos_token_id": 0}  # by files beside it that are not there now
+    set_manifest(checkpoint, special_tokens=used)
+    said = message(checkpoint, tmp_path / "c", "--tokenizer", str(moved))
+    assert "has other special tokens than checkpoint" in said
+    assert f"instead of {used}" in said.replace("\n", " ")
     assert not (tmp_path / "c").exists()
 
 

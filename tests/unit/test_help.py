@@ -136,7 +136,10 @@ def test_rules_between_keys_come_together(message) -> None:
 
 
 def test_the_tokenizer_of_a_preset_is_one_command_away() -> None:
-    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-8B tokenizer.json --local-dir"):
+    with pytest.raises(
+        ConfigError,
+        match="download Qwen/Qwen3-8B tokenizer.json tokenizer_config",
+    ):
         check_job(["qwen3_8b", "--ngpu", 8])
 
 

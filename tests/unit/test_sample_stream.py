@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -26,7 +28,8 @@ from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
-from meshwright.errors import ConfigError, RecordError
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer
+from meshwright.errors import ConfigError, DataError, RecordError
 from meshwright.models.layers.loss import IGNORE
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
@@ -542,6 +545,37 @@ def test_what_may_pass_is_tried_again_from_its_place(monkeypatch) -> None:
     assert len(failures) == 1
     assert [rows for rows, _ in read_steps([source], [1], (1, 1, 1), 30)] == want
     assert waits == [1, 2, 4, 8, 16, 32, 1]
+
+
+class Panic(BaseException):
+    """As Rust's, which is no `Exception`."""
+
+
+@pytest.mark.parametrize("end", [Panic("index out of range"), SystemExit(3)])
+def test_whatever_ends_the_thread_that_reads_is_said(end: BaseException) -> None:
+    def get(index: int) -> str:
+        if index == 2:
+            raise end
+        return "abcdef"
+
+    source = streamed(("",) * 6, num_shards=1, window=1, get=get)
+    order = SampleStream([source], [1], Cursor(), SampleRules(8, None), batch=1, slots=[0])
+    loader = Loader(order, BatchShape(1, 1, 0, 1), mask_documents=False, pin_memory=False)
+    waiting = threading.Thread(target=loader.fetch, args=(9,), daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert isinstance(loader.error, DataError)
+    assert f"ended: {type(end).__name__}: {end}" in str(loader.error)
+
+
+def test_a_panic_of_a_tokenizer_is_a_bad_record(monkeypatch) -> None:
+    def panic(*of_call: object) -> None:
+        raise Panic("byte index 3 is not a char boundary")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", panic)
+    with pytest.raises(RecordError, match="fails on the text that begins 'ab': Panic"):
+        Encoder(ByteTokenizer(), panic).encode("ab")
 
 
 def test_steps_are_fetched_ahead_of_an_error() -> None:

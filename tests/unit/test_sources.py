@@ -17,7 +17,7 @@ from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Document, Entry
 from meshwright.datasets.hf_rows import may_pass
-from meshwright.datasets.source_files import fingerprint
+from meshwright.datasets.source_files import fingerprint, revision
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenization_spec import TokenizationSpec
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -149,6 +149,9 @@ def turns(row):
 def fails(row):
     return row["nothing"]
 
+def leaves(row):
+    raise SystemExit(3)
+
 constant = 3
 """
 
@@ -185,12 +188,13 @@ def test_a_function_that_is_not_there(name, message, folder: Path, monkeypatch) 
         check_path(entry(**keys), find_dataset("json"))
 
 
-def test_a_function_that_fails_names_the_row(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "end"), [("fails", "KeyError: 'nothing'"), ("leaves", "SystemE")])
+def test_a_function_that_fails_names_the_row(name: str, end: str, folder: Path) -> None:
     write("json", folder)
     (folder / "formats.py").write_text(FORMAT)
     keys = {"dataset": "json", "dataset_path": str(folder / "*.jsonl")}
-    documents = open_documents(**keys, dataset_format=f"{folder}/formats.py:fails")
-    with pytest.raises(ConfigError, match="row 0: KeyError: 'nothing'"):
+    documents = open_documents(**keys, dataset_format=f"{folder}/formats.py:{name}")
+    with pytest.raises(ConfigError, match=f"row 0: {end}"):
         read_all(documents)
 
 
@@ -483,7 +487,7 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
         return TokenizationSpec(entry(dataset="owner/name", **keys), BYTES)
 
     pinned, newest = recipe(dataset_revision=COMMITS[0]), recipe()
-    assert (pinned.revision(), newest.revision()) == COMMITS
+    assert (revision(pinned.files()), revision(newest.files())) == COMMITS
     assert pinned.identity() != newest.identity()
     assert newest.identity() == recipe(dataset_revision=COMMITS[1]).identity()
     pinned.open(streamed=False)

@@ -1,12 +1,13 @@
 """Files of tokens that others have made: the same tokens and documents, read where they lie."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets import find_dataset
+from meshwright.datasets import find_dataset, token_files
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.sources import check_path
@@ -112,14 +113,44 @@ def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
     assert open_tokens(tmp_path, "tokens", changed).content != content
 
 
+def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkeypatch) -> None:
+    opened: list[Path] = []
+
+    def note(path: Path, *rest: object) -> token_files.TokenFile:
+        opened.append(path)
+        return open_array(path, *rest)
+
+    open_array = token_files.open_array
+    monkeypatch.setattr(token_files, "open_array", note)
+    for number in range(6):
+        write_kind("numpy", tmp_path / f"a{number}", DOCUMENTS)
+    open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
+    assert len(opened) == 2 * 6
+
+
+def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path) -> None:
+    path = write_kind("numpy", tmp_path / "a", DOCUMENTS)
+    cache, good, stat = open_tokens(tmp_path, "tokens", path), path.read_bytes(), path.stat()
+    path.write_bytes(good[:-3] + bytes([good[-3] ^ 1]) + good[-2:])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="a.npy: has changed since it was indexed"):
+            documents_of(open_tokens(tmp_path, "tokens", path))
+        with pytest.raises(ConfigError, match="a.npy: has changed since it was indexed"):
+            open_tokens(tmp_path, "tokens", path, check_all=True)
+    path.write_bytes(good)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = open_tokens(tmp_path, "tokens", path)
+    assert documents_of(again) == DOCUMENTS
+    assert again.content == cache.content
+
+
 def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path) -> None:
     path = write_kind("numpy", tmp_path / "a", DOCUMENTS)
     cache = open_tokens(tmp_path, "tokens", path)
     stat, content = path.stat(), bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    import os
-
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     cache = open_tokens(tmp_path, "tokens", path)
     with pytest.raises(

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -183,7 +191,7 @@ def test_special_tokens_are_those_that_the_files_beside_it_name(tmp_path: Path) 
     names = tmp_path / "special_tokens_map.json"
     names.write_text(json.dumps({"bos_token": "<|eot_id|>", "eos_token": "<|eot_id|>"}))
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"bos_token": {"content": LLAMA3[0]}}))
+    config.write_text(json.dumps({"bos_token": {"content": LLAMA3[0]}, "add_bos_token": True}))
     tokenizer = build_tokenizer(str(tmp_path))  # by its folder
     assert (tokenizer.bos_id, tokenizer.eos_id) == (by_name[LLAMA3[0]], by_name["<|eot_id|>"])
     config.write_text(json.dumps({"bos_token": None}))  # as Qwen's
@@ -194,6 +202,37 @@ def test_special_tokens_are_those_that_the_files_beside_it_name(tmp_path: Path) 
     config.write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config.json beside it cannot be read"):
         build_tokenizer(str(tmp_path))
+
+
+def test_a_document_begins_with_bos_only_if_the_tokenizer_says_so(tmp_path: Path) -> None:
+    """As Llama 3's post-processor does; not GPT-2, OLMo and Qwen, whose BOS is none or the EOS."""
+    file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    bos, eos = (build_tokenizer(str(file)).special_ids[token] for token in LLAMA3[:2])
+    config = tmp_path / "tokenizer_config.json"
+
+    def ids(**settings: object) -> tuple[int | None, int | None]:
+        config.write_text(json.dumps({"bos_token": LLAMA3[0], "eos_token": LLAMA3[1], **settings}))
+        tokenizer = build_tokenizer(str(tmp_path))
+        return tokenizer.bos_id, tokenizer.eos_id
+
+    assert ids() == ids(add_bos_token=True) == (bos, eos)  # the file's own post-processor adds it
+    assert ids(add_bos_token=False) == (None, eos)
+    assert ids(add_bos_token=True, eos_token=LLAMA3[0]) == (None, bos)
+    plain = Tokenizer.from_file(str(file))
+    plain.post_processor = processors.ByteLevel()
+    plain.save(str(file))
+    assert ids() == (None, eos)
+    assert ids(add_bos_token=True) == (bos, eos)
+    config.unlink()
+    assert build_tokenizer(str(tmp_path)).bos_id is None  # though it has a well-known one
+
+
+def test_a_tokenizer_is_built_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
+    byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    first = build_tokenizer(str(tmp_path))
+    assert build_tokenizer(str(tmp_path)) is first
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
+    assert build_tokenizer(str(tmp_path)).bos_id is None
 
 
 def test_truncation_and_padding_in_a_file_are_not_heeded(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def test_copies_in_host_memory_are_written_without_the_device(
     assert used == ([] if is_staged else ["that waits"])
 
 
+def test_a_rank_whose_shards_are_all_empty_has_a_copy_too() -> None:
+    staging = Staging()
+    for sizes in ((0, 0), (4, 0), (0, 0)):
+        staging.take({str(number): torch.ones(size) for number, size in enumerate(sizes)})
+        staging.wait()
+        assert [len(tensor) for tensor in staging.tensors.values()] == list(sizes)
+
+
 def test_copies_have_the_layout_of_what_is_saved_now() -> None:
     """A state of as many bytes as the one before may be of other tensors."""
     staging, numbers = Staging(), torch.arange(32)

@@ -9,7 +9,13 @@ from typing import Any
 
 import tokenizers
 
-from meshwright.datasets.tokenizers.special_tokens import any_of, special_names, split_at_specials
+from meshwright.datasets.tokenizers.special_tokens import (
+    NAME_FILES,
+    any_of,
+    read_json_object,
+    special_names,
+    split_at_specials,
+)
 from meshwright.datasets.tokenizers.well_formed import well_formed
 from meshwright.errors import ConfigError
 
@@ -29,19 +35,29 @@ KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC
 class HuggingFaceTokenizer:
     """A `tokenizer.json`.
 
-    BOS and EOS are named by the files beside it, otherwise well-known ones.
+    BOS and EOS are named by the files beside it, otherwise well-known ones. BOS stands before a
+    document only if `add_bos_token` in tokenizer_config.json says so, or without that key the
+    file's own post-processor; and never if it is the EOS, which would separate documents twice.
     Added tokens that are not special are found in any text, as their families mean them to be.
     """
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        self._tokenizer = _read(content.decode("utf-8"))
+        self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        begins = self._tokenizer.encode("").ids[:1]
+        _leave_text_alone(self._tokenizer)
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         names = special_names(path)
-        self.bos_id = self._find("bos_token", names, KNOWN_BOS)
+        named_bos = "bos_token" in names
+        bos_id = self._find("bos_token", names, KNOWN_BOS)
         self.eos_id = self._find("eos_token", names, KNOWN_EOS)
-        self._make_special([i for i in (self.bos_id, self.eos_id) if i is not None])
+        self._make_special([i for i in (bos_id, self.eos_id) if i is not None])
+        said = read_json_object(path.with_name(NAME_FILES[0])).get("add_bos_token")
+        is_added = said if isinstance(said, bool) else begins == [bos_id]
+        self.bos_id = bos_id if is_added and bos_id != self.eos_id else None
+        if self.bos_id is None and not named_bos:
+            names.pop("bos_token", None)
         self.special_names = {name: token for name, token in names.items() if token is not None}
         self.special_ids: dict[str, int] = {
             token.content: token_id
@@ -147,7 +163,9 @@ class HuggingFaceTokenizer:
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
         """The same tokenizer, but it parses special tokens."""
-        return _read(self._tokenizer.to_str())
+        parser = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        _leave_text_alone(parser)
+        return parser
 
     @cached_property
     def _has_no_sense_of_place(self) -> bool:
@@ -163,12 +181,10 @@ class HuggingFaceTokenizer:
         return plain and places
 
 
-def _read(content: str) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_str(content)
+def _leave_text_alone(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.no_truncation()  # a file may ask for it; documents are cut by the packing alone
     tokenizer.no_padding()
     tokenizer.post_processor = None  # it adds tokens, or trims white space from places
-    return tokenizer
 
 
 def _types(step: object) -> set[str]:

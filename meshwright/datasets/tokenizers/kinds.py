@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,8 @@ OF_PRESETS = {
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a tokenizer that say how it is used."""
 
 
 class Tokenizer(Protocol):
@@ -85,6 +87,24 @@ def build_tokenizer(path: str) -> Tokenizer:
     if path == BYTES:
         return ByteTokenizer()
     file = find_file(path)
+    beside = [file, *(file.with_name(name) for name in BESIDE)]
+    found = [stat for stat in map(_stat, beside) if stat]
+    return _build(file, tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found))
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except FileNotFoundError:
+        return None
+
+
+@lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
+def _build(file: Path, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
+    """
+    Args:
+        states: of the file and those beside it: if one changes, it is another tokenizer.
+    """
     content = file.read_bytes()
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     kind = kind_of(file, content)
@@ -93,6 +113,11 @@ def build_tokenizer(path: str) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
         raise config_error(PATH_KEY, str(file), f"not a {kind.__name__}: {reason}") from error
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the tokens around a document, as Hugging Face names them."""
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -130,7 +155,9 @@ def _download(file: Path) -> str:
     repository = OF_PRESETS.get(folder.name, "")
     if not repository or folder.parent.name != "tokenizers":
         return ""
-    return f"hf download {repository} {file.name} --local-dir {os.path.relpath(folder)}"
+    # those beside it name BOS, EOS and the chat template; of several, a missing one is no error
+    names = " ".join(dict.fromkeys((file.name, *BESIDE)))
+    return f"hf download {repository} {names} --local-dir {os.path.relpath(folder)}"
 
 
 def kind_of(file: Path, content: bytes) -> Callable[[Path], Tokenizer]:
