@@ -10,6 +10,7 @@ from meshwright.cli.train import host_settings
 from meshwright.config.loader import config_errors, load_given
 from meshwright.errors import check
 from meshwright.launch.machine import Ranks, count_gpus
+from meshwright.planning.devices import DEVICES, find_device
 
 
 def run(given: Namespace) -> None:
@@ -56,12 +57,19 @@ def _answer(given: Namespace) -> str:
     check(bool(device), "--device", device, "is needed", "--device h100, cpu, 80, ...")
     check(bool(given.config), "CONFIG", given.config, "is needed", "name a TOML")
     check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
-    check(given.rank >= 0, "--rank", given.rank, "must not be negative")
+    check(given.rank is None or given.rank >= 0, "--rank", given.rank, "must not be negative")
     for option in ("rank", "all_stages", "html", "no_remedies"):
         value = getattr(given, option)
         key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
-        check(not (given.search and value), key, value, "has no effect on a --search", fix)
+        is_given = value is not None and value is not False
+        check(not (given.search and is_given), key, value, "has no effect on a --search", fix)
+    has_rates = given.rates is not None or find_device(device, given.world_size).flops_per_s > 0
+    fix = f"name one of {', '.join(DEVICES)}, or a file with --rates"
+    check(has_rates or not given.search, "--device", device, "has no known rates to rank by", fix)
     workers = given.workers if given.workers > 0 else len(os.sched_getaffinity(0))
+    what = "searching a mesh" if given.search else "planning"
+    ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
+    print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
     config, provenance = load_given(given)
     # not at the top: it needs torch, which `--help` and the checks so far do not
     from meshwright.planning import command
