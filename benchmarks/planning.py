@@ -4,10 +4,12 @@
     python -m benchmarks.planning --presets [NAME ...]
     python -m benchmarks.planning --depths
     python -m benchmarks.planning --verdicts
+    python -m benchmarks.planning --published
 
 --presets plans every preset, or those named, and writes the plan into its header. --depths compares
 predictions from two shallow models with simulations of all layers. --verdicts compares "fits" with
-real tensors, for jobs whose peaks are around a limit.
+real tensors, for jobs whose peaks are around a limit. --published compares step times and memory
+with the figures that others published of jobs on H100s.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of step 2.
@@ -17,18 +19,38 @@ import datetime
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from resource import RUSAGE_SELF, getrusage
+from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshwright.config.loader import load_config
+from meshwright.config.update import changed
+from meshwright.models.layers.loss import SummedLoss
+from meshwright.parallelisms import activation_checkpoint
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.planning import torch_names
 from meshwright.planning.analysis import find_peak
-from meshwright.planning.devices import GIB, find_device, overheads, verdict
+from meshwright.planning.devices import (
+    FRAGMENTED,
+    GIB,
+    Device,
+    find_device,
+    overheads,
+    verdict,
+)
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import in_processes, measure, predict
+from meshwright.planning.rates import assumed
+from meshwright.planning.report import tokens_per_step
 from meshwright.planning.simulate import Rank, simulate
 from tests.helpers.planning import Case
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
@@ -41,13 +63,112 @@ DEPTHS = (
     ("llama3_8b", 32, f"{PIPELINE}64"),
     ("llama3.1_70b", 64, f"{PIPELINE}512 {INTERLEAVED}"),
     ("llama2_13b", 16, "--activation_checkpoint.mode=none"),
-    ("llama2_70b", 256, ""),
+    ("llama2_70b", 256, "--activation_checkpoint.mode=full"),
     ("llama3.1_70b", 256, "--parallelism.fsdp_reshard_after_forward=never"),
     ("qwen3_14b", 16, ""),
     ("olmo2_7b", 8, "--activation_checkpoint.selective_ac_option=2"),
     ("llama3_8b", 8, "--parallelism.context_parallel_degree=4"),
 )
-"""Presets, ranks, and options."""
+"""Presets, ranks, and options, beside one sequence per microbatch."""
+H100 = find_device("h100")
+TORCHTITAN = replace(H100, flops_per_s=886e12, bytes_per_s=2.4e12)
+"""Its H100s have 2.4 TB/s and a limit of 500 W, "between SXM and NVL": 886 is on the line from 835
+TFLOP/s at 400 W (NVL) to 989 at 700 W (SXM)."""
+IBM = replace(H100, network_bytes_per_s=12.5e9)
+"""800 Gb/s per node of eight."""
+FULL, NONE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=none"
+TP_8 = "--parallelism.tensor_parallel_degree=8"
+PP_16 = (
+    "--parallelism.pipeline_parallel_degree=16 --parallelism.pipeline_parallel_stages_per_rank=4 "
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+)
+
+
+def _mpt(dim: int, layers: int, heads: int, hidden: int) -> str:
+    """Return options that give a Llama the matmuls of MPT, whose FFN has two matrices of 4 D."""
+    values = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads}
+    values |= {"hidden_dim": hidden, "vocab_size": 50368}
+    words = [f"--model.args.{name}={value}" for name, value in values.items()]
+    reduced = "--training.mixed_precision_reduce=bfloat16"
+    return " ".join([*words, "--training.seq_len=2048", reduced])
+
+
+@dataclass(frozen=True)
+class Published:
+    """A job of others, its tokens/s per GPU, and GiB that their allocator reserved."""
+
+    name: str
+    preset: str
+    ranks: int
+    batches: tuple[int, int]
+    """Sequences of a microbatch, and of a step."""
+    options: str
+    tokens_per_s: float
+    gib: float = 0.0
+    """0: not published."""
+    device: Device = H100
+    is_compiled: bool = False
+    is_torchtitan: bool = False
+    """It recomputes every second matmul, and keeps whole logits."""
+
+
+def _torchtitan(ranks: int, speed: float, gib: float, *, is_compiled: bool) -> Published:
+    name = f"torchtitan, 8B, FSDP {ranks}{', compiled' * is_compiled}"
+    batches = (2, 2 * ranks)
+    return Published(
+        name, "llama3.1_8b", ranks, batches, "", speed, gib, TORCHTITAN, is_compiled, True
+    )
+
+
+PUBLISHED = [
+    _torchtitan(8, 5762, 82.4, is_compiled=False),
+    _torchtitan(8, 6667, 77.0, is_compiled=True),
+    _torchtitan(128, 5605, 67.0, is_compiled=False),
+    _torchtitan(128, 6514, 62.0, is_compiled=True),
+    Published(
+        "torchtitan, 8B, FSDP 8 x TP 8, compiled",
+        *("llama3.1_8b", 64, (12, 96), TP_8, 4378, 0, TORCHTITAN, True, True),
+    ),
+    Published(
+        "torchtitan, 70B, FSDP 32 x TP 8, full recomputation, compiled",
+        *("llama3.1_70b", 256, (16, 512), f"{TP_8} {FULL}", 597.3, 0, TORCHTITAN, True),
+    ),
+    Published(
+        "Llama 3 paper, 405B, TP 8 x PP 16 x FSDP 64, nothing recomputed",
+        *("llama3.1_405b", 8192, (1, 2048), f"{PP_16} {NONE}", 163, 0, H100, True),
+    ),
+    Published(
+        "NeMo AutoModel, 70B, FSDP 32 x CP 2, full recomputation",
+        *("llama3.1_70b", 64, (1, 128)),
+        *(f"{FULL} --parallelism.context_parallel_degree=2", 866.8),
+    ),
+    Published(
+        "IBM, Llama 2 7B, HSDP 12 x 8, nothing recomputed",
+        *("llama2_7b", 96, (2, 192), f"{NONE} --parallelism.data_parallel_replicate_degree=12"),
+        *(7500, 0, IBM),
+    ),
+    Published(
+        "IBM, Llama 34B, FSDP 96, full recomputation",
+        *("llama2_70b", 96, (2, 192)),
+        *(f"{FULL} --model.args.n_layers=48 --model.args.hidden_dim=22016", 1550, 0, IBM),
+    ),
+    Published(
+        "MosaicML, MPT 7B, FSDP 8, nothing recomputed",
+        *("llama2_7b", 8, (6, 48), f"{NONE} {_mpt(4096, 32, 32, 10923)}", 10643),
+    ),
+    Published(
+        "MosaicML, MPT 13B, FSDP 64, nothing recomputed",
+        *("llama2_7b", 64, (2, 128), f"{NONE} {_mpt(5120, 40, 40, 13653)}", 4800),
+    ),
+    Published(
+        "MosaicML, MPT 30B, FSDP 32, full recomputation",
+        *("llama2_7b", 32, (14, 1344), f"{FULL} {_mpt(7168, 48, 56, 19115)}", 2308),
+    ),
+    Published(
+        "MosaicML, MPT 70B, FSDP 64, full recomputation",
+        *("llama2_7b", 64, (8, 2048), f"{FULL} {_mpt(8192, 80, 64, 21845)}", 1039),
+    ),
+]
 LIMIT_GIB = 1.4
 LARGER = "--model.args.dim=512 --model.args.vocab_size=8192 --training.seq_len=512"
 AROUND = {
@@ -60,7 +181,11 @@ AROUND = {
 
 
 def main() -> None:
-    modes = {"--depths": compare_depths, "--verdicts": compare_verdicts}
+    modes = {
+        "--depths": compare_depths,
+        "--verdicts": compare_verdicts,
+        "--published": compare_published,
+    }
     if sys.argv[1:2] == ["--presets"]:
         write_presets(sys.argv[2:])
         return
@@ -109,11 +234,67 @@ def compare_depths() -> None:
 def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
     """Return the bytes of a preset's peak, predicted and simulated."""
     path, device = ROOT / f"train_configs/{name}.toml", find_device("h100")
-    config, _ = load_config([f"--job.config_file={path}", *options.split()])
+    words = ["--training.local_batch_size=1", *options.split()]
+    config, _ = load_config([f"--job.config_file={path}", *words])
     job = plan_job(config, ranks, is_gpu=True)
     predicted = predict(job, ranks, 0, device)
     assert predicted.line is not None
     return predicted.peak_bytes, measure(job, ranks, 0, device, None).peak_bytes
+
+
+def compare_published() -> None:
+    """Print planned speeds and memory beside published ones. Ratios are planned over published."""
+    print("| job | tokens/s per GPU, published | planned | time | GiB | planned | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for index, found in sorted(in_processes([(one,) for one in PUBLISHED], plan_published, 2)):
+        one, (speed, gib) = PUBLISHED[index], found
+        ratio = f"{one.tokens_per_s / speed:.2f}"
+        memory = f"{one.gib} | {gib:.1f} | {gib / one.gib:.2f}" if one.gib else "| |"
+        print(f"| {one.name} | {one.tokens_per_s:g} | {speed:.0f} | {ratio} | {memory} |")
+
+
+def plan_published(one: Published) -> tuple[float, float]:
+    """Return the tokens/s per GPU, and the GiB that the allocator reserves for tensors, with half
+    of the most that it loses between blocks."""
+    local, batch = one.batches
+    words = [f"--training.local_batch_size={local}", f"--training.global_batch_size={batch}"]
+    path = ROOT / f"train_configs/{one.preset}.toml"
+    config, _ = load_config([f"--job.config_file={path}", *words, *one.options.split()])
+    if one.is_torchtitan:
+        config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
+    job = plan_job(config, one.ranks, is_gpu=True)
+    rates = assumed(one.device, is_compiled=one.is_compiled)
+    assert rates is not None
+    with ExitStack() as stack:
+        if one.is_torchtitan:
+            stack.enter_context(
+                mock.patch.object(activation_checkpoint, "_contexts", _every_second)
+            )
+        if one.is_torchtitan and job.dims.tp == 1:
+            stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
+        found = predict(job, one.ranks, 0, one.device, rates[1])
+    tokens = tokens_per_step(job) / one.ranks
+    reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
+    return tokens / found.seconds, reserved / GIB
+
+
+def _every_second(names: tuple[str, ...]) -> object:
+    """Do as torchtitan's policy: keep the named operators' outputs, but of matmuls every other."""
+    saved, counts = activation_checkpoint._operators(names), Counter[bool]()
+
+    def policy(context: Any, operator: Any, *_: object, **__: object) -> CheckpointPolicy:
+        is_saved = operator in saved
+        if operator is torch.ops.aten.mm.default:
+            counts[context.is_recompute] += 1
+            is_saved = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(x, weight.to(x.dtype)).flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
 def compare_verdicts() -> None:

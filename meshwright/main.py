@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -131,7 +130,7 @@ def _run_command_line(requests: Requests) -> bool:
         try:
             return run(plan, heart=heartbeat_of_this_rank(), requests=requests)
         except torch.OutOfMemoryError as error:
-            lines = planned_ledger(Path(config.job.dump_folder), world_size)
+            lines = planned_ledger(config, world_size)
             lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
             error.add_note("\n".join(lines))
             raise

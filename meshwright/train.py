@@ -214,7 +214,7 @@ def _figures(job: Job, stop: StopCoordinator, taken: Taken, due: Due) -> dict[st
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)
         figures |= {f"optim/grad_norm/{group}": norm for group, norm in norms}
     if due.is_first:
-        figures |= planned_memory(Path(config.job.dump_folder), dist.get_world_size())
+        figures |= planned_memory(config, dist.get_world_size())
     if allowed := config.training.max_bad_records:
         figures["data/bad_records"] = passed_over = num_bad_records(data.cursor)
         if passed_over > allowed:

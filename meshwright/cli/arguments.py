@@ -124,7 +124,7 @@ def plan(parser: Parser) -> None:
         help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU",
     )
     parser.add_argument(
-        "--rank", type=int, metavar="R", default=0, help="the rank to simulate (default: 0)"
+        "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
     )
     parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -10,6 +10,7 @@ from meshwright.cli.train import host_settings
 from meshwright.config.loader import config_errors, load_given
 from meshwright.errors import ConfigError, check
 from meshwright.launch.machine import Ranks, count_cores, count_gpus
+from meshwright.planning.devices import DEVICES, find_device
 
 
 def run(given: Namespace) -> None:
@@ -62,12 +63,19 @@ def _answer(given: Namespace) -> str:
         if not value:
             raise ConfigError("", f"{key}: not given\n  fix: {fix}")
     check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
-    check(given.rank >= 0, "--rank", given.rank, "must not be negative")
+    check(given.rank is None or given.rank >= 0, "--rank", given.rank, "must not be negative")
     for option in ("rank", "all_stages", "html", "no_remedies"):
         value = getattr(given, option)
         key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
-        check(not (given.search and value), key, value, "has no effect on a --search", fix)
+        is_given = value is not None and value is not False
+        check(not (given.search and is_given), key, value, "has no effect on a --search", fix)
+    has_rates = given.rates is not None or find_device(device, given.world_size).flops_per_s > 0
+    fix = f"name one of {', '.join(DEVICES)}, or a file with --rates"
+    check(has_rates or not given.search, "--device", device, "has no known rates to rank by", fix)
     workers = given.workers if given.workers > 0 else count_cores()
+    what = "searching a mesh" if given.search else "planning"
+    ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
+    print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
     config, provenance = load_given(given)
     # not at the top: it needs torch, which `--help` and the checks so far do not
     from meshwright.planning import command

@@ -1,10 +1,13 @@
 """The figures of a plan that was written beside the job's output."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwright.config.job_config import JobConfig
 from meshwright.log import logger
 
 PLAN = "plan.json"
@@ -13,33 +16,53 @@ GIB = 2**30
 T = TypeVar("T")
 
 
-def planned_memory(dump_folder: Path, world_size: int) -> dict[str, float]:
-    """Return the planned peak of tensors as a figure; empty without a plan for `world_size` ranks.
+def job_identity(config: JobConfig) -> dict[str, object]:
+    """Return the keys in which a job must agree with the plan beside its output: those that decide
+    its memory, and are the same before and after every -1 is filled in."""
+    model, training = config.model, config.training
+    return {
+        "model.flavor": model.flavor,
+        "model.args": model.args,
+        "training.seq_len": training.seq_len,
+        "training.local_batch_size": training.local_batch_size,
+        "activation_checkpoint.mode": config.activation_checkpoint.mode,
+    }
 
-    A plan that cannot be read is a warning.
+
+def planned_memory(config: JobConfig, world_size: int) -> dict[str, float]:
+    """Return the planned peak of tensors as a figure; empty without a plan of this job on
+    `world_size` ranks.
+
+    A plan that cannot be read, or is of another job, is a warning.
     """
-    peak = _read(dump_folder, world_size, lambda plan: plan["peak_bytes"] / GIB)
+    peak = _read(config, world_size, lambda plan: plan["peak_bytes"] / GIB)
     return {} if peak is None else {"memory/planned_gib": peak}
 
 
-def planned_ledger(dump_folder: Path, world_size: int) -> list[str]:
+def planned_ledger(config: JobConfig, world_size: int) -> list[str]:
     """Return the planned peak by purpose, and the changes with which the job would fit, as lines.
 
-    Empty without a plan for `world_size` ranks that can be read.
+    Empty without a plan of this job on `world_size` ranks that can be read.
     """
-    return _read(dump_folder, world_size, _lines) or []
+    return _read(config, world_size, _lines) or []
 
 
-def _read(dump_folder: Path, world_size: int, find: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return the result of `find` for the plan; None if there is none, or it cannot be read."""
-    path = dump_folder / PLAN
+def _read(config: JobConfig, world_size: int, find: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return the result of `find` for the plan; None if there is none, it cannot be read, or it is
+    of another job."""
+    path = Path(config.job.dump_folder) / PLAN
     try:
         if not path.exists():
             return None
         plan = json.loads(path.read_text())
-        if plan["world_size"] == world_size:
+        if plan["world_size"] != world_size:
+            logger.warning("%s is for %s ranks, not %d", path, plan["world_size"], world_size)
+            return None
+        identity = job_identity(config)
+        others = [key for key, value in identity.items() if plan["job"][key] != value]
+        if not others:
             return find(plan)
-        logger.warning("%s is for %s ranks, not %d", path, plan["world_size"], world_size)
+        logger.warning("%s is of another job: %s differs", path, ", ".join(others))
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s cannot be read: %s", path, error)
     return None

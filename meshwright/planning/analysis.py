@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planning.ledger import AT_START, PURPOSES, Record
 from meshwright.planning.simulate import Simulation
-from meshwright.planning.work import Collective, Operator
+from meshwright.planning.work import Collective, Operator, is_in_node
 
 ROUNDING = 512
 """Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
@@ -171,7 +171,7 @@ def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) 
     calls, sent = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
     for times, entry in repeated(simulation, num_microbatches):
         if isinstance(entry, Collective):
-            key = (entry.axis, entry.kind, entry.span < ranks_per_node)
+            key = (entry.axis, entry.kind, is_in_node(entry.ranks, ranks_per_node))
             calls[key] += times
             sent[key] += round(times * entry.sent_bytes)
     rows = [
@@ -181,9 +181,9 @@ def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) 
     return sorted(rows, key=lambda row: -row.sent_bytes)
 
 
-def num_groups(rows: Iterable[Traffic]) -> int:
+def num_groups(simulation: Simulation) -> int:
     """Return how many process groups of this rank communicate: one for each axis."""
-    return len({row.axis for row in rows})
+    return len({one.axis for one in simulation.entries if isinstance(one, Collective)})
 
 
 def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.planning.choices import Choice, Mesh
 from meshwright.planning.devices import Device, overheads, verdict
 from meshwright.planning.floors import Floor
-from meshwright.planning.predict import Figures
+from meshwright.planning.predict import Figures, beside_tensors
 from meshwright.preflight import Plan
 
 
@@ -119,11 +119,12 @@ class Board:
 
 def fits_in(figures: Figures, plan: Plan, device: Device) -> bool:
     """Return whether they do even with the most that is modelled beside tensors."""
-    return may_fit(figures.peak_bytes, plan, device, figures.rounded_bytes)
+    modelled = beside_tensors(figures, plan, device)
+    return verdict(device, figures.peak_bytes, modelled) == "fits"
 
 
-def may_fit(num_bytes: float, plan: Plan, device: Device, rounded_bytes: float = 0) -> bool:
-    """Return whether a peak of so many bytes fits; `rounded_bytes`: as CUDA's allocator has it."""
-    peak, rounded = int(num_bytes), int(max(num_bytes, rounded_bytes))
+def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
+    """Return whether a peak of so many bytes might fit."""
+    peak = int(num_bytes)
     groups = sum(size > 1 for size in vars(plan.dims).values()) + 1  # data-parallel ones, too
-    return verdict(device, peak, overheads(device, peak, rounded, groups)) == "fits"
+    return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"

@@ -13,7 +13,7 @@ from meshwright.planning import page, remedies, report
 from meshwright.planning import search as searching
 from meshwright.planning.devices import DEVICES, Device, find_device
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import in_processes
+from meshwright.planning.predict import in_processes, telling_ranks
 from meshwright.planning.rates import Rates, assumed, read_rates
 from meshwright.planning.report import RankPlan
 from meshwright.planning.simulate import simulate
@@ -25,7 +25,7 @@ def plan(
     device_word: str,
     rates_file: Path | None,
     *,
-    rank: int,
+    rank: int | None,
     all_stages: bool,
     as_json: bool,
     html: Path | None,
@@ -35,6 +35,7 @@ def plan(
     """Return the plan of `rank`, or of the first rank of every rank of the pipeline.
 
     Args:
+        rank: None: the ranks that need most; their worst verdict is the job's.
         rates_file: a file of `--calibrate`; None: times are a range.
         html: where to write the picture, too.
         tries_remedies: if it does not fit, try switches that might help.
@@ -45,11 +46,14 @@ def plan(
     """
     device = find_device(device_word, world_size)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    check(rank < world_size, "--rank", rank, f"there are {world_size} ranks", "count from 0")
-    rates = _rates(device, rates_file, world_size)
-    ranks = range(0, world_size, world_size // job.dims.pp) if all_stages else [rank]
+    rule = f"there are {world_size} ranks"
+    check(rank is None or rank < world_size, "--rank", rank, rule, "count from 0")
+    rates = _rates(config, device, rates_file, world_size)
+    ranks = telling_ranks(job) if rank is None else [rank]
+    if all_stages:
+        ranks = [*range(0, world_size, world_size // job.dims.pp)]
     if len(ranks) == 1:
-        found = [of_rank(job.config, world_size, rank, device, rates)]
+        found = [of_rank(job.config, world_size, ranks[0], device, rates)]
     else:
         tasks = [(job.config, world_size, one, device, rates) for one in ranks]
         done = dict(in_processes(tasks, of_rank, workers))
@@ -58,7 +62,7 @@ def plan(
             if isinstance(result, ConfigError):
                 raise result
             found.append(result)
-    shown = max(found, key=lambda one: one.peak.num_bytes)
+    shown = report.most_needed(found)
     tried = []
     if shown.verdict != "fits" and tries_remedies:
         tried = remedies.find(job, world_size, shown, device, workers)
@@ -70,10 +74,12 @@ def plan(
     return "\n".join([report.to_text(job, found, device), *remedies.lines(tried)])
 
 
-def _rates(device: Device, file: Path | None, world_size: int) -> list[Rates]:
-    """Return the measured rates; without a file a bound and a poor case, or nothing."""
+def _rates(config: JobConfig, device: Device, file: Path | None, world_size: int) -> list[Rates]:
+    """Return the measured rates; without a file an estimate and a bound, or nothing."""
     if file is None:
-        return list(assumed(device) or [])
+        # "auto" compiles on GPUs, but for tiny jobs
+        both = assumed(device, is_compiled=config.compile.enable is not False)
+        return [] if both is None else [both[1], both[0]]
     rates = read_rates(file, device, world_size)
     has_network = world_size <= device.per_node or device.network_bytes_per_s > 0
     rule = f"{world_size} ranks are more than a node, and its network is not known"
@@ -108,15 +114,13 @@ def search(
     """Return the best mesh and modes for the job, as a table and as TOML.
 
     Args:
-        rates_file: a file of `--calibrate`; None: the poor case of the data sheet.
+        rates_file: a file of `--calibrate`; None: rates are estimated.
 
     Raises:
-        ConfigError: if nothing fits, or nothing is known of the device's rates.
+        ConfigError: if nothing fits.
     """
     device = find_device(device_word, world_size)
-    rates = _rates(device, rates_file, world_size)
-    fix = f"name one of {', '.join(DEVICES)}, or a file with --rates"
-    check(bool(rates), "--device", device_word, "has no known rates to rank by", fix)
-    found = searching.find(config, world_size, device, rates[-1], workers)
+    rates = _rates(config, device, rates_file, world_size)
+    found = searching.find(config, world_size, device, rates[0], workers)
     show = searching.to_json if as_json else searching.to_text
-    return show(config, found, rates[-1].source)
+    return show(config, found, rates[0].source)

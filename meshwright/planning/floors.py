@@ -10,11 +10,10 @@ from meshwright.config.job_config import JobConfig
 from meshwright.config.update import changed
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.memory import BYTES
-from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning.choices import Choice, Mesh
 from meshwright.planning.devices import Device
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import period
+from meshwright.planning.predict import modules_at, num_parameters, period
 from meshwright.planning.rates import Rates
 from meshwright.planning.scope import AGAIN, BACKWARD, FORWARD
 from meshwright.planning.simulate import Simulation, simulate
@@ -145,7 +144,7 @@ def floor_of(plan: Plan, parts: Parts | None, device: Device, rates: Rates) -> F
 
 def _of_rank(plan: Plan, parts: Parts, place: int) -> Work:
     """Return a microbatch's work on all stages of the rank at `place` of the pipeline."""
-    names = _modules(plan, place)
+    names = modules_at(plan, place)
     work = NONE.plus(parts.layer, _whole_periods(plan, place))
     if "tok_embeddings" in names:
         work = work.plus(parts.embedding)
@@ -170,10 +169,11 @@ def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> float:
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = BYTES[training.mixed_precision_reduce]
     sent = gathers * BYTES[training.mixed_precision_param] + reductions * width
-    link = rates.link if shards * dims.tp <= device.per_node else rates.network
+    inside = shards * dims.tp
+    link = rates.width(range(0, inside, dims.tp), device.per_node)
     seconds = _over(weights * sent * (shards - 1) / shards, link)
     copies = dims.dp_replicate
-    link = rates.link if copies * shards * dims.tp <= device.per_node else rates.network
+    link = rates.width(range(0, copies * inside, inside), device.per_node)
     return seconds + _over(weights / shards * width * 2 * (copies - 1) / copies, link)
 
 
@@ -182,15 +182,9 @@ def _over(num_bytes: float, width: float) -> float:
     return num_bytes / width if num_bytes else 0.0
 
 
-def _modules(plan: Plan, place: int) -> list[str]:
-    schedule = plan.config.parallelism.pipeline_parallel_schedule
-    mine = stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
-    return [name for index in mine for name in plan.stage_modules[index]]
-
-
 def _depth(plan: Plan, place: int) -> int:
     """Return the layers of the rank at `place` of the pipeline."""
-    return sum("layers." in name for name in _modules(plan, place))
+    return sum("layers." in name for name in modules_at(plan, place))
 
 
 def _whole_periods(plan: Plan, place: int) -> int:
@@ -231,7 +225,7 @@ def _least_bytes(plan: Plan, parts: Parts) -> float:
     gradients if these are there while as many microbatches are in flight as can be."""
     in_flight = _in_flight(plan)
     kept = in_flight * _whole_periods(plan, 0) * parts.layer.kept_bytes
-    sizes = [_num_parameters(plan, place) for place in range(plan.dims.pp)]
+    sizes = [num_parameters(plan, place) for place in range(plan.dims.pp)]
     least = {name: sizes[0] / max(sizes) * size for name, size in plan.least_bytes.items()}
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
     if plan.num_microbatches <= in_flight:
@@ -248,9 +242,3 @@ def _bytes_in_backward(plan: Plan) -> int:
     is_gathered = policy != "always" and plan.dims.dp_shard * plan.dims.cp > 1
     whole = BYTES[training.mixed_precision_reduce]
     return whole + is_gathered * BYTES[training.mixed_precision_param]
-
-
-def _num_parameters(plan: Plan, place: int) -> int:
-    inside = tuple(f"{name}." for name in _modules(plan, place))
-    shapes = plan.model_args.table.parameters.items()
-    return sum(p.numel for name, p in shapes if name.startswith(inside))

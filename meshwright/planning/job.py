@@ -46,7 +46,10 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
             "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
         },
     )
+    given = config.checkpoint
     left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
     config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
-    config = changed(config, {"compile": {"enable": False}})  # a plan is of eager blocks
+    saving = {name: getattr(given, name) for name in ("enable", "async_mode")}
+    # a plan is of eager blocks
+    config = changed(config, {"compile": {"enable": False}, "checkpoint": saving})
     return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)

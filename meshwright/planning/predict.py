@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.parallelisms.pipeline_split import stages_of_rank
-from meshwright.planning.analysis import find_peak, peaks_by_place, rounded_peak
-from meshwright.planning.devices import Device
+from meshwright.planning.analysis import find_peak, num_groups, peaks_by_place, rounded_peak
+from meshwright.planning.devices import Device, Overhead, overheads
 from meshwright.planning.job import plan_job
 from meshwright.planning.rates import Rates
 from meshwright.planning.simulate import Simulation, simulate
 from meshwright.planning.timing import step_time
+from meshwright.planning.work import Collective
 from meshwright.preflight import Plan
 
 Result = TypeVar("Result")
@@ -34,6 +35,10 @@ class Figures:
     seconds: float
     """Of a step at the given rates; 0 without them."""
     rank: int = 0
+    num_groups: int = 0
+    """Process groups that communicate."""
+    fsdp_bytes: int = 0
+    """Of the largest tensor that FSDP2 gathers or reduces."""
     line: tuple[Figures, Figures] | None = None
     """The figures of two shallow models, if these are predicted from them."""
 
@@ -55,7 +60,7 @@ class Figures:
             if place in deeper.peaks
         }
         seconds = self.seconds + factor * (deeper.seconds - self.seconds)
-        return Figures(peaks, deeper.rounding, seconds, self.rank, (self, deeper))
+        return replace(deeper, peaks=peaks, seconds=seconds, line=(self, deeper))
 
 
 def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
@@ -72,7 +77,31 @@ def figures_of(
     if rates is not None:
         seconds = step_time(simulation, num_microbatches, rates, device.per_node).seconds
     rounding = rounded_peak(record) / find_peak(record).num_bytes
-    return Figures({**peaks_by_place(record)}, rounding, seconds, simulation.rank)
+    of_fsdp = (one for one in simulation.entries if isinstance(one, Collective) and one.is_fsdp)
+    return Figures(
+        {**peaks_by_place(record)},
+        rounding,
+        seconds,
+        simulation.rank,
+        num_groups(simulation),
+        max((one.num_bytes for one in of_fsdp), default=0),
+    )
+
+
+def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
+    """Model the memory that a rank of `plan` needs besides its tensors."""
+    checkpoint, least = plan.config.checkpoint, plan.least_bytes
+    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
+    is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
+    return overheads(
+        device,
+        figures.peak_bytes,
+        figures.rounded_bytes,
+        figures.num_groups,
+        shared=0 if is_gloo else figures.fsdp_bytes,
+        staged=round(least["weights"] + least["optimizer"]) if is_staged else 0,
+        sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
+    )
 
 
 def predict(
@@ -119,6 +148,30 @@ def error_of_line(
     expected = first.extend(second, 2.0)
     seconds = expected.seconds / simulated.seconds - 1 if rates is not None else 0.0
     return max(abs(expected.peak_bytes / simulated.peak_bytes - 1), abs(seconds))
+
+
+def telling_ranks(plan: Plan) -> list[int]:
+    """Return the ranks that tell whether a job fits: the first, and of a pipeline also the first of
+    its last rank and of the rank with most parameters. The others have shards as large or smaller.
+    """
+    per_place = plan.dims.num_ranks // plan.dims.pp
+    sizes = [num_parameters(plan, place) for place in range(plan.dims.pp)]
+    return sorted({0, per_place * (plan.dims.pp - 1), per_place * sizes.index(max(sizes))})
+
+
+def num_parameters(plan: Plan, place: int) -> int:
+    """Return the parameters of the rank at `place` of the pipeline, over its tensor-parallel
+    ranks."""
+    inside = tuple(f"{name}." for name in modules_at(plan, place))
+    shapes = plan.model_args.table.parameters.items()
+    return sum(p.numel for name, p in shapes if name.startswith(inside))
+
+
+def modules_at(plan: Plan, place: int) -> list[str]:
+    """Return the modules of all stages of the rank at `place` of the pipeline."""
+    schedule = plan.config.parallelism.pipeline_parallel_schedule
+    mine = stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
+    return [name for index in mine for name in plan.stage_modules[index]]
 
 
 def _few(plan: Plan, rank: int) -> int:

@@ -1,4 +1,5 @@
-"""How fast a device is: by its data sheet, or measured on it by `meshwright plan --calibrate`."""
+"""How fast a device is: by its data sheet, by what others reach of it, or as
+`meshwright plan --calibrate` measured it."""
 
 from __future__ import annotations
 
@@ -16,10 +17,22 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.errors import check, config_error
 from meshwright.planning.devices import Device
-from meshwright.planning.work import Collective, Operator
+from meshwright.planning.work import Collective, Operator, is_in_node, ranks_in_node
 
 ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
+
+MATMUL, ATTENTION = 0.6, 0.45
+"""Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
+LINK, NETWORK = 0.75, 0.75
+"""Parts of the bytes/s of links in a node, and of network cards, that NCCL reaches."""
+STREAM = 0.8
+"""Part of the memory's bytes/s that operators without FLOPs reach."""
+FUSED = 0.5
+"""See `Assumed.fused`."""
+LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
+ERROR = 0.15
+"""Of an estimated step time: the published steps of docs/planning.md are within it."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -51,6 +64,21 @@ class Rates(ABC):
     def collective_seconds(self, collective: Collective, per_node: int) -> float:
         """Return the time of a collective."""
 
+    def width(self, ranks: range, per_node: int, *, is_message: bool = False) -> float:
+        """Return the bytes/s at which a rank of a group sends.
+
+        NCCL's rings leave a node through the network cards of all ranks that the group has there,
+        and each rank sends on all rings. A message leaves through the card of its sender.
+        """
+        if is_in_node(ranks, per_node):
+            return self.link
+        cards = 1 if is_message else ranks_in_node(ranks, per_node)
+        return min(self.link, cards * self.network)
+
+    def width_of(self, collective: Collective, per_node: int) -> float:
+        """Return the bytes/s at which a rank sends in a collective."""
+        return self.width(collective.ranks, per_node, is_message=collective.kind == "send")
+
 
 @dataclass(frozen=True)
 class Assumed(Rates):
@@ -58,9 +86,14 @@ class Assumed(Rates):
 
     stream: float
     """Bytes/s of memory."""
-    launch_s: float
+    attention: float = 1.0
+    """Part of `peak` that attention reaches."""
+    fused: float = 1.0
+    """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
+    neighbours."""
+    launch_s: float = 0.0
     """Least time of one operator."""
-    collective_s: float
+    collective_s: float = 0.0
     """Least time of a collective."""
 
     @property
@@ -70,41 +103,49 @@ class Assumed(Rates):
 
     def operator_seconds(self, operator: Operator) -> float:
         """Return the larger of the times for its FLOPs and for its bytes."""
-        flops = operator.flops * (ATTENTION_IS_CAUSAL if "attention" in operator.name else 1)
+        flops, num_bytes = float(operator.flops), float(operator.num_bytes)
+        if "attention" in operator.name:
+            flops *= ATTENTION_IS_CAUSAL / self.attention
+        elif not flops and operator.module.startswith("layers.") and not operator.is_fsdp:
+            num_bytes *= self.fused
         rate = self.peak.get(operator.dtype) or next(iter(self.peak.values()))
-        return max(flops / rate, operator.num_bytes / self.stream, self.launch_s)
+        return max(flops / rate, num_bytes / self.stream, self.launch_s)
 
     def collective_seconds(self, collective: Collective, per_node: int) -> float:
         """Return the time of a ring over its slowest link."""
-        width = self.link if collective.span < per_node else self.network
+        width = self.width_of(collective, per_node)
         return self.collective_s + (collective.sent_bytes / width if width else 0.0)
 
 
-def assumed(device: Device) -> tuple[Assumed, Assumed] | None:
-    """Return the rates of a bound and of a poor case; None: nothing is published of the device.
+def assumed(device: Device, *, is_compiled: bool = True) -> tuple[Assumed, Assumed] | None:
+    """Return the rates of a lower bound and of an estimate; None: nothing is published of the
+    device.
 
-    The bound is the data sheet's FLOP/s and links, with everything else fused away. The poor case
-    has 35 % of the FLOP/s, half of the bandwidths, 10 microseconds per operator, and fuses nothing:
-    below the 38 to 43 % MFU that Grattafiori et al. 2024 (arXiv:2407.21783, table 4) give for steps
-    of a model of 405B on H100s.
+    The bound has the data sheet's FLOP/s and links, and every operator without FLOPs fused away.
+    The estimate has what published runs reach of them.
     """
     if not device.flops_per_s:
         return None
-
-    def rates(flops: float, width: float, stream: float, launch_s: float, name: str) -> Assumed:
-        return Assumed(
-            name,
-            {dtype: device.peak(dtype) * flops for dtype in ("bfloat16", "float32")},
-            device.link_bytes_per_s * width,
-            device.network_bytes_per_s * width,
-            stream,
-            launch_s,
-            5 * launch_s,
-        )
-
-    best = rates(1.0, 1.0, inf, 0.0, f"the bound of the data sheet ({device.source})")
-    poor = "35 % of its FLOP/s, half of its bandwidths, nothing fused"
-    return best, rates(0.35, 0.5, 0.5 * device.bytes_per_s, 10e-6, poor)
+    dtypes = ("bfloat16", "float32")
+    bound = Assumed(
+        f"the bound of the data sheet ({device.source})",
+        {dtype: device.peak(dtype) for dtype in dtypes},
+        device.link_bytes_per_s,
+        device.network_bytes_per_s,
+        inf,
+    )
+    estimate = Assumed(
+        "estimated by published runs on H100s",
+        {dtype: MATMUL * device.peak(dtype) for dtype in dtypes},
+        LINK * device.link_bytes_per_s,
+        NETWORK * device.network_bytes_per_s,
+        STREAM * device.bytes_per_s,
+        attention=ATTENTION / MATMUL,
+        fused=FUSED if is_compiled else 1.0,
+        launch_s=LAUNCH_S,
+        collective_s=COLLECTIVE_S,
+    )
+    return bound, estimate
 
 
 Point = tuple[NotNegative, NotNegative, Positive]
@@ -186,9 +227,9 @@ class Measured(Rates):
         all-gather's. Other nodes are not measured."""
         kinds = [f"fsdp {collective.kind}"] * collective.is_fsdp + [collective.kind, "all_gather"]
         curve = next((self.collectives[kind] for kind in kinds if kind in self.collectives), [])
-        if collective.span >= per_node:
-            least = curve[0][1] if curve else 0.0
-            return least + (collective.sent_bytes / self.network if self.network else 0.0)
+        if not is_in_node(collective.ranks, per_node):
+            least, width = curve[0][1] if curve else 0.0, self.width_of(collective, per_node)
+            return least + (collective.sent_bytes / width if width else 0.0)
         return along(curve, collective.sent_bytes)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +11,16 @@ import tomli_w
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import Update, changed
-from meshwright.planning.analysis import num_groups
-from meshwright.planning.devices import GIB, Device, overheads, verdict
-from meshwright.planning.predict import Figures, in_processes, predict_config
+from meshwright.errors import ConfigError
+from meshwright.planning.devices import GIB, Device, verdict
+from meshwright.planning.job import plan_job
+from meshwright.planning.predict import (
+    Figures,
+    beside_tensors,
+    in_processes,
+    predict_config,
+    telling_ranks,
+)
 from meshwright.planning.report import RankPlan
 from meshwright.preflight import Plan
 
@@ -31,17 +40,23 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
     Args:
         shown: the rank that does not fit.
     """
-    tasks, changes = [], []
+    plans: dict[str, Plan] = {}
     for change, update in _switches(job.config, ranks):
-        tasks.append((changed(job.config, update), ranks, shown.rank, device))
-        changes.append(change)
-    found = []
-    for index, result in in_processes(tasks, predict_config, workers):
-        if isinstance(result, Figures) and result.peak_bytes < 0.99 * shown.peak.num_bytes:
-            peak, rounded = result.peak_bytes, result.rounded_bytes
-            modelled = overheads(device, peak, rounded, num_groups(shown.traffic))
-            found.append(Remedy(changes[index], peak, verdict(device, peak, modelled)))
-    return sorted(found, key=lambda one: one.peak_bytes)
+        with suppress(ConfigError):
+            plans[change] = plan_job(changed(job.config, update), ranks, is_gpu=device.is_gpu)
+    tries = [(change, rank) for change, plan in plans.items() for rank in telling_ranks(plan)]
+    print(f"trying {len(plans)} changes that might make it fit ...", file=sys.stderr, flush=True)
+    tasks = [(plans[change].config, ranks, rank, device) for change, rank in tries]
+    found: dict[str, Remedy] = {}
+    for index, figures in in_processes(tasks, predict_config, workers):
+        change, _ = tries[index]
+        if isinstance(figures, Figures):
+            modelled, peak = beside_tensors(figures, plans[change], device), figures.peak_bytes
+            tried = Remedy(change, peak, verdict(device, peak, modelled))
+            # a job's peak is that of the rank that needs most
+            found[change] = max(tried, found.get(change, tried), key=lambda one: one.peak_bytes)
+    saving = [one for one in found.values() if one.peak_bytes < 0.99 * shown.peak.num_bytes]
+    return sorted(saving, key=lambda one: one.peak_bytes)
 
 
 def lines(found: list[Remedy]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.metrics.planned import job_identity
 from meshwright.planning import analysis
 from meshwright.planning.analysis import Peak, Traffic
-from meshwright.planning.devices import GIB, Device, Overhead, overheads, verdict
+from meshwright.planning.devices import GIB, Device, Overhead, verdict
 from meshwright.planning.ledger import PURPOSES
-from meshwright.planning.rates import Assumed, Rates
+from meshwright.planning.predict import beside_tensors, figures_of
+from meshwright.planning.rates import ERROR, Assumed, Rates
 from meshwright.planning.simulate import Simulation
 from meshwright.planning.timing import StepTime, step_time
 from meshwright.preflight import Plan
@@ -38,7 +40,7 @@ class RankPlan:
     traffic: list[Traffic]
     flops: dict[str, int]
     timings: list[Timing]
-    """By measured rates; or of a bound and of a poor case; or none, if nothing is published."""
+    """By measured rates; or estimated, and bounded; or none, if nothing is published."""
     simulated: int
     """Microbatches that were simulated."""
     curve: list[dict[str, int]]
@@ -51,8 +53,7 @@ def summarize(
     record, count = simulation.record, plan.num_microbatches
     peak = analysis.find_peak(record)
     traffic = analysis.traffic(simulation, count, device.per_node)
-    groups = analysis.num_groups(traffic)
-    modelled = overheads(device, peak.num_bytes, analysis.rounded_peak(record), groups)
+    modelled = beside_tensors(figures_of(simulation, count, device, None), plan, device)
     timings = []
     for rate in rates:
         step = step_time(simulation, count, rate, device.per_node)
@@ -78,7 +79,8 @@ def tokens_per_step(plan: Plan) -> int:
 
 
 def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
-    """At most 1: the bound skips masked pairs of attention, which MFU counts."""
+    """Model FLOPs utilization; at most 1: the bound skips masked pairs of attention, which MFU
+    counts."""
     dtype = plan.config.training.mixed_precision_param
     is_by_sheet = isinstance(rates, Assumed) or (device.flops_per_s and dtype == "bfloat16")
     peak = device.peak(dtype) if is_by_sheet else rates.peak[dtype]
@@ -86,17 +88,13 @@ def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
     return min(1.0, tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak)
 
 
-def _range(values: list[float]) -> Any:
-    return values[0] if len(values) == 1 else sorted(values) or None
-
-
 def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
-    """Return the plan for programs; figures at the top are those of the rank with the highest peak.
+    """Return the plan for programs; figures at the top are those of the rank that needs most.
 
-    `step_seconds` and `mfu` are numbers if the rates are measured, [low, high] if they are assumed,
-    and null if nothing is published of the device.
+    `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
+    device. `bound` has their limits by the data sheet, and is null if the rates are measured.
     """
-    shown = max(ranks, key=lambda rank: rank.peak.num_bytes)
+    shown, timings = most_needed(ranks), slowest(ranks)
     at_peak = shown.peak.by_purpose
     return {
         "peak_bytes": shown.peak.num_bytes,
@@ -104,11 +102,15 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
         "optimizer_bytes": at_peak["optimizer"],
         "gradients_bytes": at_peak["gradients"],
         "activations_bytes": at_peak["activations"],
-        "step_seconds": _range([timing.step.seconds for timing in shown.timings]),
-        "mfu": _range([timing.mfu for timing in shown.timings]),
+        "step_seconds": timings[0].step.seconds if timings else None,
+        "mfu": timings[0].mfu if timings else None,
+        "bound": {"step_seconds": timings[1].step.seconds, "mfu": timings[1].mfu}
+        if len(timings) > 1
+        else None,
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
-        "step_seconds_source": " to ".join(timing.source for timing in shown.timings),
+        "step_seconds_source": timings[0].source if timings else "",
+        "job": job_identity(plan.config),
         "rank": shown.rank,
         "world_size": plan.dims.num_ranks,
         "device": asdict(device),
@@ -126,19 +128,39 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
 
 def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown = max(ranks, key=lambda rank: rank.peak.num_bytes)
+    shown, count = most_needed(ranks), plan.num_microbatches
+    of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
     lines = [
-        f"{shown.verdict}: {plan.model_args.table.num_params / 1e9:.2f} B parameters on "
+        f"{shown.verdict}{of}: {_parameters(plan.model_args.table.num_params)} parameters on "
         f"{plan.dims.num_ranks} x {device.name} ({str(plan.dims) or 'one rank'})",
         f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
-        f"step, in {plan.num_microbatches} microbatches per rank",
+        f"step, in {count} microbatch{'es' * (count > 1)} per rank",
     ]
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
-    if len(ranks) < plan.dims.pp:
-        lines += ["", "other stages differ: --all-stages plans one rank of each"]
-    lines += ["", *_timing_lines(shown)]
+    if len(ranks) == 1 and plan.dims.pp > 1:
+        lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
+    per_rank = tokens_per_step(plan) / plan.dims.num_ranks
+    lines += ["", *_timing_lines(slowest(ranks), per_rank)]
     return "\n".join(lines)
+
+
+def most_needed(ranks: list[RankPlan]) -> RankPlan:
+    """Return the plan of the rank that needs most memory, modelled memory included: its verdict is
+    the job's."""
+    return max(ranks, key=lambda rank: rank.peak.num_bytes + sum(x.high for x in rank.overheads))
+
+
+def slowest(ranks: list[RankPlan]) -> list[Timing]:
+    """Return the times of the rank with the longest step; empty without rates."""
+    timed = [rank.timings for rank in ranks if rank.timings]
+    return max(timed, key=lambda timings: timings[0].step.seconds, default=[])
+
+
+def _parameters(count: int) -> str:
+    """Return a number of parameters with three digits: 8.03 B, 5.77 M."""
+    unit, size = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
+    return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
 
 
 def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
@@ -157,9 +179,10 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
             at_peak, most = _gib(peak.by_purpose[purpose]), _gib(rank.most[purpose])
             lines.append(f"  {purpose:32} {at_peak:>11} {most:>18}")
     lines.append(f"  {'sum':32} {_gib(peak.num_bytes):>11}")
-    modules = [f"{name} {_gib(size)}" for name, size in list(peak.by_module.items())[:6]]
-    if modules:
-        lines.append(f"  activations at the peak: {', '.join(modules)}")
+    if peak.by_module:
+        lines.append("  activations at the peak:")
+    for name, size in list(peak.by_module.items())[:6]:
+        lines.append(f"    {name:30} {_gib(size):>11}")
     lines.append(f"  modelled besides: {_gib(low)} to {_gib(high)} GiB")
     lines += [
         f"    {part.what:30} {_gib(part.low):>11} to {_gib(part.high)}" for part in rank.overheads
@@ -178,17 +201,24 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     return lines
 
 
-def _timing_lines(rank: RankPlan) -> list[str]:
-    if not rank.timings:
+def _timing_lines(timings: list[Timing], tokens: float) -> list[str]:
+    """Return the step time in words.
+
+    Args:
+        tokens: per step and rank.
+    """
+    if not timings:
         return ["step time: not known; --calibrate measures a device of this machine"]
-    lines = []
-    for timing in rank.timings:
-        step = timing.step
-        lines.append(
-            f"step: {step.seconds:.4g} s, {100 * timing.mfu:.1f} % MFU: {timing.source} "
-            f"(exposed communication {step.exposed_s:.3g} s, "
-            f"pipeline bubble {100 * step.bubble:.1f} %)"
-        )
+    shown, step = timings[0], timings[0].step
+    error = f" (+-{100 * ERROR:.0f} %)" if len(timings) > 1 else ""
+    lines = [
+        f"step: {step.seconds:.4g} s{error}, {tokens / step.seconds:,.0f} tokens/s per rank, "
+        f"{100 * shown.mfu:.1f} % MFU: {shown.source}",
+        f"  exposed communication {step.exposed_s:.3g} s, "
+        f"pipeline bubble {100 * step.bubble:.1f} %",
+    ]
+    for bound in timings[1:]:
+        lines.append(f"  no step is shorter than {bound.step.seconds:.4g} s: {bound.source}")
     return lines
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
-from types import CodeType, FrameType
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import meshwright
 from meshwright.models.decoder import Decoder
 from meshwright.planning import torch_names
 
@@ -20,6 +23,9 @@ LOGITS = ("output", LOSS)
 OTHER, UPDATE, FORWARD, BACKWARD, AGAIN = "other", "update", "forward", "backward", "recomputation"
 LAST_FRAME = "train_step"
 """Frames outside of it say nothing."""
+
+TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
+"""Folders of the packages, since a folder above them may have any name."""
 
 _Seen = Callable[[Any, Any, Any, Any], None]
 
@@ -45,9 +51,9 @@ class Scope:
         self._numbers: list[int] = []  # of autograd's nodes, rising
         self._places: list[tuple[str, int]] = []  # module and microbatch from each number on
 
-    def name_modules(self, stages: Mapping[int, nn.Module] | list[nn.Module]) -> None:
+    def name_modules(self, stages: Iterable[nn.Module]) -> None:
         """Learn the names of the modules of this rank's stages."""
-        for stage in stages if isinstance(stages, list) else stages.values():
+        for stage in stages:
             for name, module in stage.named_modules():
                 self._names[id(module)] = name
 
@@ -76,7 +82,7 @@ class Scope:
         """Find out where the operator that runs is called from."""
         phase, purpose, is_loss, self.is_fsdp = OTHER, "", False, False
         while frame is not None:
-            kind, detail = _kind_of(frame.f_code)
+            kind, detail = _kind_of(frame.f_code.co_filename, frame.f_code.co_name)
             if kind == "":
                 pass
             elif kind == "fsdp":
@@ -120,20 +126,19 @@ class Scope:
 
 
 @cache
-def _kind_of(code: CodeType) -> tuple[str, str]:
-    """Return the kind of a frame of this code, and the purpose of tensors made in it."""
-    file, name = code.co_filename, code.co_name
-    if "/_fully_shard/" in file:
+def _kind_of(file: str, name: str) -> tuple[str, str]:
+    """Return the kind of a frame of this function, and the purpose of tensors made in it."""
+    if file.startswith(f"{TORCH}/distributed/fsdp/_fully_shard/"):
         return "fsdp", _purpose_in_fsdp(file, name)
-    if file.endswith("/utils/checkpoint.py") and name == "unpack_hook":
+    if file == f"{TORCH}/utils/checkpoint.py" and name == "unpack_hook":
         return AGAIN, ""
-    if file.endswith("/autograd/graph.py"):
+    if file == f"{TORCH}/autograd/graph.py":
         return BACKWARD, ""
-    if "/distributed/pipelining/" in file and "recv" in name:
+    if file.startswith(f"{TORCH}/distributed/pipelining/") and "recv" in name:
         return "receive", "communication buffers"
-    if "/optim/" in file:
+    if file.startswith((f"{TORCH}/optim/", f"{OURS}/optim/")):
         return UPDATE, ""
-    if file.endswith("models/layers/loss.py"):
+    if file == f"{OURS}/models/layers/loss.py":
         return LOSS, ""
     return (LAST_FRAME if name == LAST_FRAME else ""), ""
 

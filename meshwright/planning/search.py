@@ -18,7 +18,14 @@ from meshwright.planning.choices import Choice, difference, legal
 from meshwright.planning.devices import GIB, Device
 from meshwright.planning.floors import Floor, Shape, floor_of, shape_of, traces
 from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, error_of_line, measure, predict_config, processes
+from meshwright.planning.predict import (
+    Figures,
+    error_of_line,
+    measure,
+    predict_config,
+    processes,
+    telling_ranks,
+)
 from meshwright.planning.rates import Rates
 from meshwright.preflight import Plan
 
@@ -27,6 +34,7 @@ MOST_SIMULATED = 32
 CHECKED = 3
 """How many of the best a third depth checks."""
 FARTHEST_OFF = 0.005
+BAR = "{n_fmt} of {total_fmt} candidates decided, {elapsed}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     """
     start = time.perf_counter()
     plans = dict(legal(config, ranks, device))
-    with processes(workers) as pool, tqdm(desc="simulated", disable=None, file=sys.stderr) as bar:
+    bar = tqdm(total=len(plans), bar_format=BAR, disable=None, file=sys.stderr)
+    with processes(workers) as pool, bar:
         fitting = {
             choice: plan
             for choice, plan in plans.items()
@@ -84,11 +93,11 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
                 if first is not None:
                     figures = _most([first, figures])
                 elif plan.dims.pp > 1 and fits_in(figures, plan, device):  # the last stage, too
-                    task = (plan.config, ranks, _ends(plan)[-1], device, rates)
+                    task = (plan.config, ranks, telling_ranks(plan)[-1], device, rates)
                     running[pool.submit(predict_config, *task)] = choice, figures
                     continue
                 board.note(choice, figures)
-                bar.update()
+                bar.update(len(plans) - board.num_open - bar.n)
         ranked = board.ranked()
         num_simulated, num_open = len(board.found), board.num_open
         check(bool(ranked), "--device", device.name, f"none of {len(plans)} candidates fits")
@@ -125,15 +134,6 @@ def find_floors(
     }
 
 
-def _ends(plan: Plan) -> list[int]:
-    """Return the first rank, and of a pipeline the first of the last stage: they have embedding or
-    output.
-
-    Each is simulated in a process of its own, as torch keeps groups of gone meshes in caches.
-    """
-    return sorted({0, plan.dims.num_ranks // plan.dims.pp * (plan.dims.pp - 1)})
-
-
 def _most(found: list[Figures]) -> Figures:
     """Return the figures of the rank with the highest peak, with the time of the slowest rank."""
     most = max(found, key=lambda figures: figures.rounded_bytes)
@@ -148,8 +148,10 @@ def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Ra
 def _whole(
     plan: Plan, ranks: int, device: Device, rates: Rates, pool: Executor
 ) -> list[Future[Figures]]:
-    ends = _ends(plan)
-    return [pool.submit(_measure, plan.config, ranks, rank, device, rates) for rank in ends]
+    return [
+        pool.submit(_measure, plan.config, ranks, rank, device, rates)
+        for rank in telling_ranks(plan)
+    ]
 
 
 def _checked(

@@ -79,7 +79,7 @@ def run_step(
     trace.scope = scope
     with scope, ledger:
         rank = Rank(plan, meshes, fake)
-        scope.name_modules([*rank.model.stages])
+        scope.name_modules(rank.model.stages)
         # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
         is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
         ledger.note(rank.model.parameters(), HOST if is_offloaded else "parameters")

@@ -42,11 +42,9 @@ def step_time(
     """
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # ends of the gathers under way
-    marks: dict[int, float] = {}  # when each microbatch begins
     spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch
     last = simulation.entries[-1]
     for entry in simulation.entries:
-        marks.setdefault(entry.microbatch, now)
         before, seconds = now, entry_seconds(entry, rates, per_node)
         if isinstance(entry, Operator):
             if entry.is_copy_out and gathers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -54,9 +55,8 @@ class Collective:
 
     kind: str
     axis: str
-    group_size: int
-    span: int
-    """Distance of the group's first and last rank."""
+    ranks: range
+    """Of the group: along an axis of the mesh they are evenly spaced."""
     num_bytes: int
     """Of the larger of input and output, on one rank."""
     sent_bytes: float
@@ -66,6 +66,17 @@ class Collective:
     microbatch: int
     is_fsdp: bool
     """It is FSDP2's, and overlaps with computation."""
+
+
+def is_in_node(ranks: range, per_node: int) -> bool:
+    """Return whether all of `ranks` are in one node."""
+    return ranks[0] // per_node == ranks[-1] // per_node
+
+
+@cache
+def ranks_in_node(ranks: range, per_node: int) -> int:
+    """Return how many of `ranks` are in the node that has the fewest of them."""
+    return min(Counter(rank // per_node for rank in ranks).values())
 
 
 class Trace:
@@ -121,18 +132,17 @@ class Trace:
         num_bytes = max((x.numel() * x.element_size() for x in tensors), default=0)
         self._add(kind, group, num_bytes)
 
-    def _add(self, kind: str, group: tuple[str, int, int], num_bytes: float) -> None:
-        axis, size, span = group
-        if size == 1:
+    def _add(self, kind: str, group: tuple[str, range], num_bytes: float) -> None:
+        axis, ranks = group
+        if len(ranks) == 1:
             return
         scope = self.scope
-        sent = num_bytes * SENT[kind](size)
+        sent = num_bytes * SENT[kind](len(ranks))
         self.entries.append(
             Collective(
                 kind,
                 axis,
-                size,
-                span,
+                ranks,
                 int(num_bytes),
                 sent,
                 scope.phase,
@@ -148,20 +158,20 @@ class Trace:
         group = next(self._groups[x] for x in args if isinstance(x, str) and x in self._groups)
         keys = args[2 if is_backward else 1]
         one_turn = 2 * keys.numel() * (keys.element_size() + 4 * is_backward)
-        for _ in range(group[1] - 1):
+        for _ in range(len(group[1]) - 1):
             self._add("send", group, one_turn)
 
-    def _group(self, args: Any) -> tuple[str, int, int]:
+    def _group(self, args: Any) -> tuple[str, range]:
         for argument in args:
             name = argument if isinstance(argument, str) else torch_names.group_name(argument)
             if name in self._groups:
                 return self._groups[name]
-        return ("unknown", 2, 1)
+        return ("unknown", range(2))
 
 
-def _axes(meshes: Meshes) -> dict[str, tuple[str, int, int]]:
-    """Axis, size and span of every group, by its name; a group of several axes has the first."""
-    found: dict[str, tuple[str, int, int]] = {}
+def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
+    """Axis and ranks of every group, by its name; a group of several axes has the first."""
+    found: dict[str, tuple[str, range]] = {}
     parameters = meshes.parameters
     lines = {
         "tp": meshes.tp,
@@ -176,10 +186,8 @@ def _axes(meshes: Meshes) -> dict[str, tuple[str, int, int]]:
     for axis, mesh in lines.items():
         group = mesh.get_group()
         ranks = torch.distributed.get_process_group_ranks(group)
-        if len(ranks) > 1 and group.group_name not in found:
-            found[group.group_name] = (axis, len(ranks), max(ranks) - min(ranks))
-        elif group.group_name not in found:
-            found[group.group_name] = (axis, 1, 0)
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        found.setdefault(group.group_name, (axis, range(ranks[0], ranks[-1] + 1, step)))
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planning import PUBLISHED, plan_published
 from meshwright.cli.main import run
 from meshwright.config.loader import load_config
 from meshwright.config.update import changed
@@ -18,10 +19,11 @@ from meshwright.planning import predict, search
 from meshwright.planning.choices import Choice, Mesh, legal
 from meshwright.planning.devices import find_device
 from meshwright.planning.job import plan_job
-from meshwright.planning.rates import Measured, assumed, write_rates
+from meshwright.planning.rates import ERROR, Measured, assumed, write_rates
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
+IBM_7B = "IBM, Llama 2 7B, HSDP 12 x 8, nothing recomputed"
 SMALL = [
     *("--model.args.n_layers=2", "--training.seq_len=128", "--training.local_batch_size=8"),
     *("--model.tokenizer_path=no/such/tokenizer.json", "--training.dataset=c4"),
@@ -41,6 +43,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     command = [sys.executable, "-m", "meshwright.cli.main", "plan", str(DEBUG), *words, *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"planning for {DEBUG} on 2 ranks ...")
     found = json.loads(done.stdout)
     purposes = found["ranks"][0]["peak"]["by_purpose"]
     assert found["peak_bytes"] == sum(purposes.values()) == found["ranks"][0]["peak"]["num_bytes"]
@@ -58,11 +61,14 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     page = (tmp_path / "a.html").read_text()
     assert page.count("<polygon") == len(purposes)
     (tmp_path / "plan.json").write_text(done.stdout)
-    figures = planned_memory(tmp_path, 2)
+    config, _ = load_config([str(DEBUG), *SMALL, f"--job.dump_folder={tmp_path}"])
+    figures = planned_memory(config, 2)
     assert figures == {"memory/planned_gib": found["peak_bytes"] / 2**30}
-    assert planned_memory(tmp_path, 4) == {}
+    assert planned_memory(config, 4) == {}
+    other = changed(config, {"model": {"args": {"n_layers": 3}}})
+    assert planned_memory(other, 2) == {}
     (tmp_path / "plan.json").write_text("{")
-    assert planned_memory(tmp_path, 2) == {}
+    assert planned_memory(config, 2) == {}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +115,26 @@ def test_a_calibration_is_checked_before_it_measures(words, what, monkeypatch, t
         run(["plan", "--calibrate", *words, "--world-size=-1"])
 
 
+def test_the_worst_rank_of_a_pipeline_has_the_verdict(capsys) -> None:
+    """The first has one layer, the last five and the loss."""
+    parts = [
+        ["tok_embeddings", "layers.0"],
+        [*(f"layers.{i}" for i in range(1, 6)), "norm", "output"],
+    ]
+    words = [
+        *("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=192"),
+        *("--training.local_batch_size=48", "--training.seq_len=2048"),
+        f"--parallelism.module_fqns_per_model_part={json.dumps(parts)}",
+        *("--world-size=2", "--json", "--no-remedies", "--device=10"),
+    ]
+    run(["plan", str(DEBUG), *words])
+    found = json.loads(capsys.readouterr().out)
+    first, last = found["ranks"]
+    assert [first["verdict"], last["verdict"]] == ["fits", "does not fit"]
+    assert [found["fits"], found["verdict"], found["rank"]] == [False, "does not fit", 1]
+    assert found["peak_bytes"] == last["peak"]["num_bytes"]
+
+
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     monkeypatch.setattr(search, "MOST_SIMULATED", 2)
     monkeypatch.setattr(search, "legal", lambda *job: islice(legal(*job), 24))
@@ -121,6 +147,15 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert found["winner_bytes"] == found["ranked"][0]["peak_bytes"]  # 2 layers: nothing predicted
     assert set(tomllib.loads(found["toml"])) <= {"parallelism", "activation_checkpoint", "training"}
+
+
+def test_published_steps_take_the_estimated_time() -> None:
+    """Within the printed error, and memory within a tenth; the benchmark has all of them."""
+    rows = [one for one in PUBLISHED if one.name in ("torchtitan, 8B, FSDP 128, compiled", IBM_7B)]
+    assert len(rows) == 2
+    for index, (speed, gib) in predict.in_processes([(one,) for one in rows], plan_published, 2):
+        assert rows[index].tokens_per_s / speed == pytest.approx(1, abs=ERROR)
+        assert not rows[index].gib or gib / rows[index].gib == pytest.approx(1, abs=0.1)
 
 
 def test_floors_are_below_simulations_and_near() -> None:

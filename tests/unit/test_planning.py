@@ -1,6 +1,7 @@
 """Parts of planning that need no simulation."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -11,13 +12,15 @@ from meshwright import main
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
+from meshwright.metrics.planned import job_identity
 from meshwright.models.layers import loss
-from meshwright.planning import command
+from meshwright.planning import command, scope
 from meshwright.planning.as_gpu import as_gpu
-from meshwright.planning.devices import GIB, Device, find_device, overheads, verdict
+from meshwright.planning.devices import GIB, Device, find_device, machine_bytes, overheads, verdict
 from meshwright.planning.job import plan_job
+from meshwright.planning.predict import Figures, beside_tensors
 from meshwright.planning.rates import assumed
-from meshwright.planning.report import _mfu
+from meshwright.planning.report import _mfu, _parameters
 from meshwright.planning.timing import bubble
 from meshwright.planning.torch_names import Action, FakeTensorMode
 
@@ -81,6 +84,75 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
     assert seen == 2 * [("cpu", 4)]
 
 
+def test_memory_is_at_most_the_limit_of_every_control_group_above(tmp_path) -> None:
+    whole = machine_bytes(tmp_path)
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group = tmp_path / "proc/self/cgroup"
+    group.write_text("0::/batch/job_5\n")
+    job = tmp_path / "sys/fs/cgroup/batch/job_5"
+    job.mkdir(parents=True)
+    (job / "memory.max").write_text("max\n")
+    (job.parent / "memory.max").write_text("1073741824\n")
+    assert machine_bytes(tmp_path) == GIB
+    group.write_text("5:cpu,memory:/old\n")  # version 1, seen from inside of a container
+    (tmp_path / "sys/fs/cgroup/memory").mkdir()
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("2147483648\n")
+    assert machine_bytes(tmp_path) == 2 * GIB
+
+
+def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
+    """Llama of 140 M on two ranks, as it was measured: 1.58 GiB of tensors."""
+    device, peak = find_device("cpu", 2), int(1.58 * GIB)
+    parts = {
+        name: (overheads(device, peak, peak, 1, **options))
+        for name, options in {
+            "shared": {"shared": 256 << 20},
+            "gloo": {"sends_by_gloo": True},
+            "async": {"staged": GIB},
+        }.items()
+    }
+    high = {name: peak / GIB + sum(x.high for x in found) / GIB for name, found in parts.items()}
+    assert 3.43 < high["shared"] < 1.2 * 3.43
+    assert 4.50 < high["gloo"] < 1.2 * 4.50
+    assert parts["async"][-1].low == parts["async"][-1].high == GIB
+
+
+def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
+    words = ["--job.config_file=train_configs/debug_model.toml", "--checkpoint.async_mode=thread"]
+    figures = Figures({"": float(GIB)}, 1.0, 0.0)
+
+    def staged(*more: str) -> list[str]:
+        config, _ = load_config([*words, *more])
+        plan = plan_job(config, 2, is_gpu=False)
+        return [
+            x.what for x in beside_tensors(figures, plan, find_device("cpu")) if x.low == x.high
+        ]
+
+    assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
+    assert staged("--checkpoint.enable=false") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("/home/x/optim/mw/meshwright/step.py", ""),
+        ("/x/_fully_shard/venv/lib/python3.11/site-packages/torch/nn/functional.py", ""),
+        (f"{scope.TORCH}/optim/adamw.py", scope.UPDATE),
+        (f"{scope.OURS}/optim/optimizers.py", scope.UPDATE),
+        (f"{scope.OURS}/models/layers/loss.py", scope.LOSS),
+        (f"{scope.TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py", "fsdp"),
+    ],
+)
+def test_frames_are_told_apart_by_the_packages_own_folders(file, kind) -> None:
+    assert scope._kind_of(file, "f")[0] == kind
+
+
+def test_parameters_have_a_unit_of_their_size() -> None:
+    counts = (5_770_000, 8_030_261_248, 70_553_706_496, 405_853_388_800)
+    assert [_parameters(one) for one in counts] == ["5.77 M", "8.03 B", "70.6 B", "406 B"]
+
+
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
     modelled = overheads(device, 0, 0, num_groups=1)
@@ -128,6 +200,8 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
             {"change": "c.d = 2", "peak_bytes": 10 * GIB, "verdict": "tight"},
         ],
     }
+    config, _ = load_config([*words, f"--job.dump_folder={tmp_path}/a b"])
+    plan["job"] = job_identity(config)
     if has_plan:
         (tmp_path / "a b").mkdir()
         (tmp_path / "a b" / "plan.json").write_text(json.dumps(plan))
@@ -184,6 +258,6 @@ def test_mfu_is_at_most_one_and_against_the_same_peak_for_all_rates(dtype) -> No
     words = [f"--training.mixed_precision_param={dtype}"]
     config, _ = load_config(["--job.config_file=train_configs/debug_model.toml", *words])
     plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
-    best, poor = assumed(device)
-    assert _mfu(plan, device, best, 1e-9) == 1
-    assert _mfu(plan, device, best, 2.0) == _mfu(plan, device, poor, 1.0) / 2 < 1
+    bound, estimate = assumed(device)
+    assert _mfu(plan, device, bound, 1e-9) == 1
+    assert _mfu(plan, device, bound, 2.0) == _mfu(plan, device, estimate, 1.0) / 2 < 1

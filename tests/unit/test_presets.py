@@ -1,11 +1,15 @@
 """The plan in every preset's header."""
 
+import re
+
 import pytest
 
 from meshwright.planning.devices import find_device
 from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
 
 PRESETS = dict(presets())
+LEAST_PART = 0.55
+"""Of a device's memory that tensors take at the peak: smaller batches cost speed for nothing."""
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -17,6 +21,15 @@ def test_a_header_has_the_plan_of_its_config(path) -> None:
     assert found[3] == fingerprint(text), "the config was changed after it was planned"
     assert f"\n#   {command(path, PRESETS[path])}\n" in text
     assert float(found[1]) < find_device(DEVICE).memory_gib
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_fills_its_device_or_says_why_not(path) -> None:
+    text = path.read_text()
+    found = PEAK.search(text)
+    assert found is not None
+    is_full = float(found[1]) > LEAST_PART * find_device(DEVICE).memory_gib
+    assert is_full != bool(re.search(r"^# Less than 55 % of the device: \w.+\.$", text, re.M))
 
 
 def test_a_plan_in_a_header_is_still_the_plan() -> None:

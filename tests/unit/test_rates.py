@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.config.job_config import JobConfig
 from meshwright.errors import ConfigError
 from meshwright.planning.command import _rates
 from meshwright.planning.devices import DEVICES, find_device
 from meshwright.planning.ledger import Record
 from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
-from meshwright.planning.report import _range
 from meshwright.planning.simulate import Simulation
 from meshwright.planning.timing import step_time
 from meshwright.planning.work import Collective, Operator
@@ -74,7 +74,7 @@ def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> N
     curve = [(10.0, 1.0), (20.0, 3.0)]
     assert [along(curve, x) for x in (5, 10, 15, 20, 40)] == [1, 1, 2, 3, 6]
     assert along([], 5) == 0
-    near = Collective("all_reduce", "dp", 2, 1, 0, 2e6, "", "", 1, is_fsdp=True)
+    near = Collective("all_reduce", "dp", range(2), 0, 2e6, "", "", 1, is_fsdp=True)
     assert RATES.collective_seconds(near, per_node=8) == pytest.approx(2e-2)
     own = replace(RATES, collectives=RATES.collectives | {"fsdp all_reduce": [(1e6, 1e-3)]})
     assert own.collective_seconds(near, per_node=8) == pytest.approx(2e-3)
@@ -84,7 +84,7 @@ def test_collectives_are_straight_between_points_and_in_proportion_beyond() -> N
 @pytest.mark.parametrize(("is_gpu", "seconds"), [(False, 2e-2 + 2 * (1e-3 + 1e-6)), (True, 2e-2)])
 def test_only_gpus_gather_parameters_beside_computation(is_gpu, seconds) -> None:
     products = [_operator("mm", "bfloat16", 3_000_000, 10**9) for _ in range(2)]
-    gather = Collective("all_gather", "fsdp", 2, 1, 0, 2e6, "forward", "", 1, is_fsdp=True)
+    gather = Collective("all_gather", "fsdp", range(2), 0, 2e6, "forward", "", 1, is_fsdp=True)
     step = Simulation(0, Record(), [gather, *products], 1, {})
     rates = replace(RATES, is_gpu=is_gpu)
     assert step_time(step, 1, rates, per_node=8).seconds == pytest.approx(seconds, rel=1e-3)
@@ -169,12 +169,57 @@ def test_rates_of_one_gpu_know_no_collectives(tmp_path) -> None:
 def test_more_ranks_than_a_node_need_a_known_network(tmp_path) -> None:
     path = tmp_path / "rates.json"
     write_rates(replace(RATES, device=H100, is_gpu=True), path)
-    assert _rates(find_device("80"), path, 8)[0].network == 0
-    assert _rates(find_device("h100"), path, 16)[0].network == 25e9
+    config = JobConfig()
+    assert _rates(config, find_device("80"), path, 8)[0].network == 0
+    assert _rates(config, find_device("h100"), path, 16)[0].network == 25e9
     with pytest.raises(ConfigError, match="--device = .* its network is not known"):
-        _rates(find_device("80"), path, 16)
+        _rates(config, find_device("80"), path, 16)
 
 
-def test_one_figure_is_a_number_and_two_are_a_range() -> None:
-    assert [_range([]), _range([2.0]), _range([2.0, 1.0])] == [None, 2.0, [1.0, 2.0]]
+def _gather(ranks: range, kind: str = "all_gather") -> Collective:
+    return Collective(kind, "fsdp", ranks, 0, 1e9, "", "", 1, is_fsdp=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "width"),
+    [
+        (range(8), "all_gather", 450e9),
+        (range(16), "all_gather", 400e9),  # eight cards of a node
+        (range(0, 64, 8), "all_gather", 50e9),  # beside tensor parallelism of 8: one
+        (range(0, 64, 2), "all_gather", 200e9),
+        (range(6, 12), "all_gather", 100e9),  # two ranks in one node, four in the next
+        (range(16), "send", 50e9),  # a message has one sender
+        (range(8), "send", 450e9),
+    ],
+)
+def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, kind, width) -> None:
+    bound, _ = assumed(find_device("h100"))
+    found = bound.collective_seconds(_gather(ranks, kind), per_node=8)
+    assert found == pytest.approx(1e9 / width)
+
+
+def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
+    eager, compiled = (assumed(find_device("h100"), is_compiled=one)[1] for one in (False, True))
+    pointwise = _operator("mul", "bfloat16", 10**9, 0)
+    in_block, matmul = replace(pointwise, module="layers.0"), _operator("mm", "bfloat16", 8, 10**12)
+    copy = replace(in_block, is_fsdp=True)
+    assert compiled.operator_seconds(in_block) == eager.operator_seconds(in_block) / 2
+    for other in (pointwise, copy, matmul):
+        assert compiled.operator_seconds(other) == eager.operator_seconds(other)
+
+
+def test_an_estimate_is_slower_than_the_bound_and_cpus_have_none() -> None:
+    for device in DEVICES.values():
+        bound, estimate = assumed(device)
+        for name in ("mm", "attention"):
+            work = _operator(name, "bfloat16", 10**6, 10**12)
+            assert estimate.operator_seconds(work) > bound.operator_seconds(work)
+        assert estimate.network < bound.network
     assert assumed(find_device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "peak"), [("h100", 67e12), ("a100", 19.5e12), ("mi300x", 163.4e12), ("b200", 75e12)]
+)
+def test_float32_has_a_peak_of_its_own(word, peak) -> None:
+    assert find_device(word).peak("float32") == peak < find_device(word).peak("bfloat16") / 7
