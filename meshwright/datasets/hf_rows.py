@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from gzip import BadGzipFile
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 from meshwright.datasets.documents import Documents, IndexedDocuments, Reader
@@ -212,7 +213,13 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     from datasets.arrow_writer import SchemaInferenceError  # here, as above
+    from datasets.config import HF_DATASETS_CACHE
 
+    if isinstance(error, OSError) and Path(HF_DATASETS_CACHE).is_relative_to(str(error.filename)):
+        return (
+            f"{error.filename}, the cache of Hugging Face: {error.strerror}\n"
+            "  fix: set the variable HF_HOME to a folder that you can write to"
+        )
     if isinstance(error, StopIteration | SchemaInferenceError):
         return "there is nothing in it"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

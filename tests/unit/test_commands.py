@@ -65,7 +65,7 @@ def test_a_check_loads_neither_torch_nor_numpy_nor_libraries_of_other_tokenizers
         "needless = {'torch', 'numpy', 'datasets', 'jinja2', 'tokenizers', 'tiktoken'}\n"
         "assert not needless & sys.modules.keys(), needless & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_printed_survives_head() -> None:

@@ -16,7 +16,7 @@ from meshwright.datasets import faulty_files, find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.documents import Documents, IndexedDocuments
 from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.hf_rows import may_pass
+from meshwright.datasets.hf_rows import _reason, may_pass
 from meshwright.datasets.source_files import fingerprint, revision
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.tokenization_spec import TokenizationSpec
@@ -506,3 +506,13 @@ def test_a_revision_of_the_hub_is_pinned_and_known(hub, folder: Path) -> None:
 def test_local_files_have_no_revision(keys, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_path(entry(**keys, dataset_revision="main"), find_dataset(keys["dataset"]))
+
+
+def test_a_cache_that_cannot_be_made_names_its_variable() -> None:
+    """As below a home that is read-only; the error is of the first folder that is missing."""
+    folder = str(Path(datasets.config.HF_DATASETS_CACHE).parents[1])
+    assert _reason(PermissionError(13, "Permission denied", folder)) == (
+        f"{folder}, the cache of Hugging Face: Permission denied\n"
+        "  fix: set the variable HF_HOME to a folder that you can write to"
+    )
+    assert "HF_HOME" not in _reason(PermissionError(13, "Permission denied", "/data/a.json"))
