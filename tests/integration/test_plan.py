@@ -83,6 +83,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
         (["--device=h100", "--world-size=2", "--search", "--all-stages"], "--all-stages = True"),
+        (["--device=4", "--world-size=2", "--search"], "--device = .* no known rates to rank by"),
         (
             ["--device=h100", "--world-size=2", "--activation_checkpoint.mode=memory_budget"],
             "only the compiler knows",
@@ -122,7 +123,7 @@ def test_the_worst_rank_of_a_pipeline_has_the_verdict(capsys) -> None:
         [*(f"layers.{i}" for i in range(1, 6)), "norm", "output"],
     ]
     words = [
-        *("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=192"),
+        *("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=96"),
         *("--training.local_batch_size=48", "--training.seq_len=2048"),
         f"--parallelism.module_fqns_per_model_part={json.dumps(parts)}",
         *("--world-size=2", "--json", "--no-remedies", "--device=10"),

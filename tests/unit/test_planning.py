@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from meshwright.config.loader import load_config
 from meshwright.errors import ConfigError
 from meshwright.metrics.planned import job_identity
 from meshwright.models.layers import loss
-from meshwright.planning import command, scope
+from meshwright.planning import command, remedies, scope
 from meshwright.planning.as_gpu import as_gpu
 from meshwright.planning.devices import GIB, Device, find_device, machine_bytes, overheads, verdict
 from meshwright.planning.job import plan_job
@@ -131,6 +133,27 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
     assert staged("--checkpoint.enable=false") == []
+
+
+def test_a_remedy_has_the_verdict_of_its_worst_rank_and_its_own_groups(monkeypatch) -> None:
+    """A pipeline of two ranks: the last needs more, and has a communicator more than the job."""
+    peaks = {0: 5.0 * GIB, 1: 9.0 * GIB}
+
+    def simulated(tasks: list[tuple], *_: object) -> Iterator[tuple[int, Figures]]:
+        for index, (config, _, rank, _) in enumerate(tasks):
+            is_piped = config.parallelism.pipeline_parallel_degree > 1
+            size, groups = (peaks[rank], 2) if is_piped else (20.0 * GIB, 1)
+            yield index, Figures({"": size}, 1.0, 0.0, rank, groups)
+
+    monkeypatch.setattr(remedies, "in_processes", simulated)
+    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml"])
+    job = plan_job(config, 2, is_gpu=True)
+    shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB), rank=0)
+    high = sum(x.high for x in overheads(Device("", 1.0), 9 * GIB, 9 * GIB, 2)) / GIB
+    for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
+        (found,) = remedies.find(job, 2, shown, Device("", 9 + room + 1e-6), 1)
+        assert "pipeline_parallel_degree = 2" in found.change
+        assert (found.peak_bytes, found.verdict) == (9 * GIB, word)
 
 
 @pytest.mark.parametrize(
