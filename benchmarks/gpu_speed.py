@@ -30,7 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "contenders")]
+sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from roofline import best_s, products  # noqa: E402
 from workload import Workload  # noqa: E402
 

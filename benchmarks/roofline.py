@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent / "contenders"))
+sys.path.append(str(Path(__file__).parent / "contenders"))  # last: one is called transformers
 from workload import Workload
 
 from meshwright.native import onednn_products

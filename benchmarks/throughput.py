@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "contenders")]
+sys.path.insert(0, str(HERE.parent))
+sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from workload import Workload, to_command_line  # noqa: E402
 
 from meshwright.cli.train import environment  # noqa: E402

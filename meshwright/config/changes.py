@@ -58,7 +58,7 @@ EFFECTS: dict[str, Effect] = {
         bad_steps="budget",
         float8="emulate",
         training="max_epochs max_bad_records token_cache_folder local_batch_size "
-        "loss_chunk_tokens enable_cpu_offload gc_freq deterministic",
+        "loss_chunk_tokens enable_cpu_offload gc_freq deterministic attention_kernel",
         optimizer="early_step_in_backward",
         checkpoint="enable folder interval keep_latest_k keep_every_n_steps keep_best load_step "
         "async_mode on_save_failure initial_load_path initial_load_in_hf load_only "

@@ -267,7 +267,7 @@ class TokenCache:
         except OSError as error:
             fix = f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to another folder"
         else:
-            fix = "start again: it is then looked into, and made again if need be"
+            fix = "run the same command again: it checks the cache, and makes damaged parts again"
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
 
 

@@ -118,7 +118,10 @@ def _is_torch_for_amd() -> bool:
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return False
-    version = Path(torch.origin).with_name("version.py").read_text()
+    try:
+        version = Path(torch.origin).with_name("version.py").read_text()
+    except OSError:  # the ranks will say why
+        return False
     return re.search(r"^hip\b.*=\s*['\"]", version, re.MULTILINE) is not None
 
 

@@ -468,7 +468,7 @@ def test_damage_on_the_disk_is_noted_and_the_next_start_acts(name, tmp_path) -> 
     want, before, path = read_all(cache), tree(cache.folder), cache.folder / name
     good = path.read_bytes()
     path.write_bytes(b"XXXX" + good[4:])
-    with pytest.raises(ConfigError, match="damaged.*\n  fix: start again"):
+    with pytest.raises(ConfigError, match="damaged.*\n  fix: run the same command again"):
         read_all(TokenCache(cache.folder))
     assert tree(cache.folder) == before | {"damaged"}  # others still read all other parts
     path.write_bytes(good)  # it was not the disk after all: nothing is made again
