@@ -22,9 +22,9 @@ from meshwright.config.changes import to_json
 from meshwright.config.conditions import saves
 from meshwright.config.loader import to_toml
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.errors import numbered
+from meshwright.errors import StopRequested, numbered
 from meshwright.file_system import whole_file
-from meshwright.launch.process import CHECKED, HOST_SETTINGS, StopRequested
+from meshwright.launch.process import CHECKED, HOST_SETTINGS
 from meshwright.log import WIDTH, logger
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter

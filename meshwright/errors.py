@@ -103,7 +103,14 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written, and the job must stop, or is over."""
 
 
-PASSED_ON = (KeyboardInterrupt, GeneratorExit)
+class StopRequested(BaseException):
+    """This rank is asked to stop while it has nothing to save; its text is the signal's name.
+
+    No `Exception`: code that passes over errors does not take it.
+    """
+
+
+PASSED_ON = (KeyboardInterrupt, GeneratorExit, StopRequested)
 """They end called code without a fault of it. All else is a fault: SystemExit in a user's function
 and a panic in Rust are no `Exception`, and would end a thread or a worker without a word."""
 
@@ -170,7 +177,8 @@ def out_of_reach(path: str | Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except PermissionError:
-        closed = next(p for p in Path(path).absolute().parents if not os.access(p, os.X_OK))
+        parents = reversed(Path(path).absolute().parents)
+        closed = next((p for p in parents if not os.access(p, os.X_OK)), path)
         return f"permission denied\n  fix: name another path; this user may not enter {closed}"
     except (OSError, ValueError) as error:  # a name too long; links in a circle; a zero byte
         reason = getattr(error, "strerror", None) or str(error)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
-from meshwright.errors import StorageError
+from meshwright.errors import ConfigError, StorageError
 from meshwright.log import logger
 
 T = TypeVar("T")
@@ -98,8 +98,8 @@ def remove_left_over(folder: Path, now: float) -> None:
         try:
             if is_dead or now - path.stat().st_mtime > DEAD_AFTER_S:
                 path.unlink()
-        except FileNotFoundError:
-            continue  # it is finished, or another process was faster
+        except OSError:  # it is finished, another process was faster, or it is another user's
+            continue
 
 
 def _is_running(pid: int) -> bool:
@@ -137,6 +137,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
 
     Raises:
         StorageError: if the errors stay.
+        ConfigError: if this user may not read it.
         OSError: one of `ABSENT`, at once.
     """
     for wait_s in (*RETRY_AFTER_S, None):
@@ -146,8 +147,10 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
             raise
         except OSError as error:
             what = f"{path} cannot be read: {error.strerror or error}"
-            if wait_s is None or isinstance(error, PermissionError):
-                fix = "start again once the file system gives it"
+            if isinstance(error, PermissionError):
+                raise ConfigError("", f"{what}\n  fix: let this user read it") from error
+            if wait_s is None:
+                fix = "run the same command again when the file system answers"
                 raise StorageError(f"{what}\n  fix: {fix}") from error
             logger.warning("%s; trying again in %g s", what, wait_s)
             time.sleep(wait_s)

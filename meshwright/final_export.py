@@ -38,8 +38,6 @@ def export_last(plan: Plan) -> None:
     Raises:
         SaveError: if it cannot be written, or is not what was saved.
     """
-    if not is_exported(plan.config):
-        return
     try:
         _export_newest(plan)
     except ConfigError as error:

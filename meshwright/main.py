@@ -20,6 +20,7 @@ from meshwright.errors import (
     ConfigError,
     DataError,
     SaveError,
+    StopRequested,
     TrainingError,
 )
 from meshwright.launch.exit_codes import LOST_PEER
@@ -29,7 +30,6 @@ from meshwright.launch.process import (
     FROM_LAUNCHER,
     LAUNCHER,
     Requests,
-    StopRequested,
     before_training,
     die_with_parent,
 )
@@ -57,7 +57,11 @@ def main(requests: Requests | None = None) -> None:
     try:
         requests.when_asked = "raise"
         requests.check()
-        if not _run_command_line(requests):
+        try:
+            is_done = _run_command_line(requests)
+        finally:
+            requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
+        if not is_done:
             code = EXIT_STOPPED
     except StopRequested:
         code = _stopped_before_training(requests)
@@ -72,6 +76,7 @@ def main(requests: Requests | None = None) -> None:
     except Exception as error:
         # ranks that were asked a moment before this one are gone, and so are compilers
         if requests.look() and not requests.has_trained:
+            logger.error("failed after the request", exc_info=error, extra={"is_printed": True})
             code = _stopped_before_training(requests)
         else:
             _log_failure(error)

@@ -21,10 +21,11 @@ from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.due import Due, due_after
 from meshwright.early_end import check_has_data, check_resumes, raise_data_error
+from meshwright.errors import StopRequested
 from meshwright.final_export import export_last, is_exported, prepare_export
 from meshwright.hardware import ordered_attention
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.process import Requests, StopRequested
+from meshwright.launch.process import Requests
 from meshwright.launch.stop import StopCoordinator, remove_stop_file
 from meshwright.log import busy, logger
 from meshwright.metrics.planned import planned_memory
@@ -125,9 +126,10 @@ def run(
 
 def _export(plan: Plan, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
+    if not is_exported(plan.config):
+        return True
     try:
-        if is_exported(plan.config):
-            requests.check()  # it may have come during the last save
+        requests.check()  # it may have come during the last save
         export_last(plan)
     except StopRequested as asked:
         logger.info("%s: the export is left out; start it again to export what is saved", asked)

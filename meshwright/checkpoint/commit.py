@@ -169,7 +169,7 @@ def verify(checkpoint: Path, manifest: Manifest, names: Sequence[str]) -> list[s
         try:
             found = read_patiently(path, partial(_read_crc32, path))
         except ABSENT as error:  # a network file system may show a new file late
-            raise StorageError(f"{path} is not to be seen here: {error.strerror}") from None
+            raise StorageError(f"{path} is not visible on this machine: {error.strerror}") from None
         if found != manifest["files"][name]["crc32"]:
             wrong.append(f"the content of {name} has changed since it was written")
     return wrong

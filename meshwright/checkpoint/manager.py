@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -23,7 +24,7 @@ from meshwright.checkpoint.shared_folder import check_shared
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.conditions import saves
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError
+from meshwright.errors import ConfigError, SaveError, StorageError
 from meshwright.file_system import make_folder
 from meshwright.log import logger
 
@@ -310,7 +311,9 @@ class CheckpointManager:
             raise SaveError(f"{what}; it was the last of the job. Make room, and start it again")
         if self._config.on_save_failure == "stop":
             raise SaveError(f'{what} (checkpoint.on_save_failure = "stop")')
-        steps = commit.saved_steps(self._folder)
+        steps: list[int] = []
+        with suppress(StorageError):  # the folder cannot be read either
+            steps = commit.saved_steps(self._folder)
         newest = f"the newest is of step {steps[-1]}" if steps else "there is none so far"
         logger.warning("%s; training continues; %s", what, newest)
 

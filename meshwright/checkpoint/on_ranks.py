@@ -53,7 +53,8 @@ def verify_on_ranks(checkpoint: Path, manifest: Manifest, group: dist.ProcessGro
             with being_read(checkpoint):
                 return commit.verify(checkpoint, manifest, mine)
         except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
-            raise StorageError(f"{checkpoint}: {error.what}\n  fix: start again") from None
+            fix = "run the same command again"
+            raise StorageError(f"{checkpoint}: {error.what}\n  fix: {fix}") from None
 
     found = on_every_rank(verify, group)
     return "; ".join(what for of_rank in found for what in of_rank)
@@ -63,17 +64,19 @@ def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     """Call `find` on every rank; return all results, by rank. Collective, as `on_first_rank`.
 
     Raises:
-        StorageError: on every rank, if `find` does on one.
+        ConfigError, StorageError: on every rank, if `find` does on one.
     """
-    here: T | StorageError
+    here: T | ConfigError | StorageError
     try:
         here = find()
-    except StorageError as error:
+    except (ConfigError, StorageError) as error:
         here = error
     gathered = [here] * dist.get_world_size()
     dist.all_gather_object(gathered, here, group=group)
     found: list[T] = []
     for rank, of_rank in enumerate(gathered):
+        if isinstance(of_rank, ConfigError):
+            raise of_rank
         if isinstance(of_rank, StorageError):
             raise StorageError(f"rank {rank}: {of_rank}")
         found.append(of_rank)

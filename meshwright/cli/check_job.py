@@ -41,9 +41,10 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         ConfigError: for every fault.
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
-    plan, provenance = load_and_check(given, ranks.total, is_gpu=bool(ranks.gpus))
+    plan, provenance = load_and_check(given, ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
-    notes = [text for text in plan.notes if not provenance.is_inherited(text.partition(" = ")[0])]
+    idle = {text for text in plan.idle_options if provenance.is_inherited(text.partition(" = ")[0])}
+    notes = [text for text in plan.notes if text not in idle]
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or notes or plan.resume_step:
         log_to_console()

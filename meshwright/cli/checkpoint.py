@@ -16,7 +16,7 @@ from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.saved_tensors import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.survey import FoundCheckpoint, find_entries, look_at
 from meshwright.cli.plain_text import align, flatten, human_bytes
-from meshwright.errors import ConfigError, StorageError
+from meshwright.errors import ConfigError
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 ROLES = ("model", "optimizer", "rng")
@@ -32,8 +32,6 @@ def readable() -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
-    except StorageError as error:
-        raise ConfigError("", str(error)) from None
 
 
 @readable()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -146,9 +147,12 @@ def _numa_binding(ranks: Ranks) -> list[str]:
     """
     has_nodes = len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
     is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()
-    if ranks.gpus and has_nodes and is_whole and shutil.which("numactl"):
-        return ["--numa-binding", "node"]
-    return []
+    numactl = shutil.which("numactl")
+    if not (ranks.gpus and has_nodes and is_whole and numactl):
+        return []
+    # a container may not let it bind
+    tried = subprocess.run([numactl, "--physcpubind=0", "true"], capture_output=True, check=False)
+    return ["--numa-binding", "node"] if tried.returncode == 0 else []
 
 
 def _log_ranks(given: Namespace, ranks: Ranks) -> str:

@@ -19,6 +19,12 @@ ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
 MOST_COLUMNS = 96
 
 
+def _opened(line: str) -> int:
+    """Return how many brackets of `line` are still open at its end, negative for closed ones."""
+    bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
+    return bare.count("[") - bare.count("]")
+
+
 class Origin(NamedTuple):
     """One place where a key was written."""
 
@@ -46,8 +52,11 @@ class Provenance:
         """
         self._outermost = shown_path(path)
         table: Key = ()
-        counts = Counter[Key]()
+        counts, depth = Counter[Key](), 0
         for number, line in enumerate(text.splitlines(), 1):
+            is_inside, depth = depth > 0, depth + _opened(line)
+            if is_inside:  # a list of several lines
+                continue
             origin = Origin(f"{shown_path(path)}:{number}", line)
             if header := HEADER.match(line):
                 table = _split(header["key"])

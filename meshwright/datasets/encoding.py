@@ -54,5 +54,6 @@ class Encoder:
         except (Exception, *PASSED_ON):
             raise
         except BaseException as panic:  # of Rust: a worker could not even hand it on
-            what = f"fails on the text that begins {text[:40]!r}: {type(panic).__name__}: {panic}"
-            raise RecordError(PATH_KEY, f"{PATH_KEY}: the tokenizer {what}") from None
+            where = f"the tokenizer fails on a text that begins with {text[:40]!r}"
+            what = f"{PATH_KEY}: {where}: {type(panic).__name__}: {panic}"
+            raise RecordError(PATH_KEY, what) from None

@@ -66,14 +66,15 @@ def find_head_fault(entry: Entry, files: Sequence[str]) -> str:
     if look is None:
         return ""
     column = "" if entry.source.dataset_format else entry.source.dataset_column
+    path = files[0]
     try:
         if not any(map(os.path.getsize, files)):
             return f"{files[0]}: is empty"
         for path in files[:: -(-len(files) // MOST_HEADS)]:
             if os.path.getsize(path):  # an empty one adds nothing to others
                 look(path, column)
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    except (OSError, struct.error) as error:
+        return f"{path}: {getattr(error, 'strerror', None) or 'not a whole file'}"
     except _Fault as fault:
         return str(fault)
     return ""

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from meshwright.datasets.mapping import map_file
 from meshwright.errors import ConfigError
-from meshwright.file_system import whole_file
-from meshwright.log import logger
+from meshwright.file_system import warn_once, whole_file
 
 BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
@@ -244,7 +243,7 @@ class TokenCache:
         if zlib.crc32(content) != expected:
             return None
         where = f"bytes {begin} to {begin + size}"
-        logger.warning("%s: %s were wrong in memory, and are right on the disk", path, where)
+        warn_once(f"{path}: {where} were wrong in memory, and are right on the disk")
         return content
 
     def _map_tokens(
@@ -267,7 +266,7 @@ class TokenCache:
         except OSError as error:
             fix = f"delete {self.folder} ({error.strerror}), or set {CACHE_KEY} to another folder"
         else:
-            fix = "run the same command again: it checks the cache, and makes damaged parts again"
+            fix = "run the same command again: it checks this part, and repairs it"
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
 
 

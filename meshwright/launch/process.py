@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from meshwright.errors import EXIT_INTERRUPTED
+from meshwright.errors import EXIT_INTERRUPTED, StopRequested
 from meshwright.launch.exit_codes import code_of_request
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -74,13 +74,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def before_training(name: str) -> str:
     """Return the last words of a job that is asked to stop before its first step."""
     return f"{name}: stopped before the first step of this start; there is nothing new to save"
-
-
-class StopRequested(BaseException):
-    """This rank is asked to stop while it has nothing to save; its text is the signal's name.
-
-    No `Exception`: code that passes over errors does not take it.
-    """
 
 
 class Requests:
@@ -229,7 +222,8 @@ class Requests:
             self.check()
 
     def _exit_if_stuck(self) -> None:
-        if self.when_asked == "raise" and not self._is_raised:
+        # in the final export the main thread comes back, and names the step that is saved
+        if self.when_asked == "raise" and not (self._is_raised or self.has_trained):
             os._exit(self.exit_code)
 
     def _end_if_alone(self) -> None:

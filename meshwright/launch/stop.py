@@ -183,7 +183,7 @@ def remove_stop_file(folder: Path) -> None:
     with suppress(OSError):  # it is not there; or it has its effect
         path.unlink()
         logger.info(
-            "%s was there before this job, and is removed; to stop it, touch it again", path
+            "removed %s, which is older than this job; touch the file again to stop the job", path
         )
 
 

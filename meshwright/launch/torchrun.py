@@ -61,6 +61,7 @@ def launch() -> None:
         os.environ[HEARTBEATS] = str(hearts)
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
         interrupts: list[int] = []
+        _write_requests(request)
         for number in stop_signals():
             signal.signal(number, lambda number, _: _ask_to_stop(request, number, interrupts))
         if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
@@ -88,8 +89,7 @@ def launch() -> None:
         except RendezvousError as error:
             print_error(
                 f"the {machines} machines did not meet at {args.rdzv_endpoint}: {error}\n"
-                "  fix: start the same command on all of them; look at the other machines' "
-                "consoles, and whether the port is open"
+                "  fix: start the same command on all of them"
             )
             sys.exit(1)
 
@@ -144,6 +144,12 @@ def _has_trained(request: Path) -> bool:
     return request.with_name(TRAINED).exists()
 
 
+def _write_requests(request: Path) -> None:
+    """Write every request now; to ask is to rename one, since the disk may be full by then."""
+    for number in stop_signals():
+        request.with_suffix(f".{number.name}").write_text(number.name, "ascii")
+
+
 def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
     name = signal.Signals(number).name
     interrupts += [number] * (number == signal.SIGINT)
@@ -153,11 +159,12 @@ def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
         print_error(before_training(name))
         sys.exit(code_of_request(name))
     if request.exists():
+        if number == signal.SIGINT:
+            with suppress(OSError):
+                os.write(2, b"meshwright: SIGINT: the job is stopping; again: killed\n")
         # Slurm's warning and then its SIGTERM, a shell that hangs up after its terminal: no hurry
         return
-    unfinished = request.with_suffix(".new")
-    unfinished.write_text(name, "ascii")
-    unfinished.rename(request)  # never seen empty
+    request.with_suffix(f".{name}").rename(request)
     late = "stops, at the latest after its first step"
     will = "saves and stops" if _has_trained(request) else late
     again = "; again: killed" * (number == signal.SIGINT)
@@ -179,7 +186,8 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     failure = error.failures[end.rank]
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         if not _has_trained(request):
-            print_error(before_training(asked or f"a signal to rank {end.rank}"))
+            print_error(before_training(asked or "a request to stop"))
+            _note_end(args, watch, f"stopped: {asked or 'a request to stop'}")
         return code
     if code in OWN_CODES:
         message = _recorded(failure).get("message")
@@ -196,7 +204,7 @@ def _report(error: ChildFailedError, request: Path, args: argparse.Namespace, wa
     hint = "; most often there is too little memory: dmesg" * (end.code == -signal.SIGKILL)
     print_error(f"rank {end.rank} {how}{where}{hint}")
     if asked:
-        print_error("it was asked to stop, and failed before it had saved")
+        print_error("the job was asked to stop, but failed before it saved")
     return code
 
 

@@ -159,10 +159,7 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     result = train_on_ranks(folder, *options)
     assert result.returncode == 5, result.stdout + result.stderr
     # of two ranks that meet it, one may find it forgotten by the other
-    assert (
-        "run the same command again: it checks the cache, and makes damaged parts again"
-        in result.stdout
-    )
+    assert "run the same command again: it checks this part, and repairs it" in result.stdout
     assert commit.saved_steps(folder / "checkpoint") == [3]
     again = train_alone(folder, *options, "--training.steps", 6)
     assert again.returncode == 0, again.stdout + again.stderr

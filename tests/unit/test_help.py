@@ -276,7 +276,7 @@ def test_the_mark_of_windows_editors_is_no_text(tmp_path) -> None:
 
 
 def test_lines_after_a_list_of_lists_keep_their_numbers(message) -> None:
-    lists = 'module_fqns_per_model_part = [\n["tok_embeddings", "layers.0"],\n["norm"],\n]\n'
+    lists = 'module_fqns_per_model_part = [\n["tok_embeddings", "layers.0"],\n["norm"]\n]\n'
     said = message(f"[parallelism]\n{lists}tensor_parallel_degree = 0  # [none]\n")
     assert said.startswith("a.toml:7: parallelism.tensor_parallel_degree = 0")
 

@@ -29,7 +29,7 @@ from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
-from meshwright.errors import ConfigError, DataError, RecordError
+from meshwright.errors import ConfigError, DataError, RecordError, StopRequested
 from meshwright.models.layers.loss import IGNORE
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
@@ -574,8 +574,17 @@ def test_a_panic_of_a_tokenizer_is_a_bad_record(monkeypatch) -> None:
         raise Panic("byte index 3 is not a char boundary")
 
     monkeypatch.setattr(ByteTokenizer, "encode", panic)
-    with pytest.raises(RecordError, match="fails on the text that begins 'ab': Panic"):
+    with pytest.raises(RecordError, match="fails on a text that begins with 'ab': Panic"):
         Encoder(ByteTokenizer(), panic).encode("ab")
+
+
+def test_a_request_to_stop_is_no_fault_of_a_tokenizer(monkeypatch) -> None:
+    def interrupted(*of_call: object) -> None:
+        raise StopRequested("SIGTERM")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", interrupted)
+    with pytest.raises(StopRequested):
+        Encoder(ByteTokenizer(), interrupted).encode("ab")
 
 
 def test_steps_are_fetched_ahead_of_an_error() -> None:

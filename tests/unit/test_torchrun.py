@@ -25,6 +25,7 @@ from tests.helpers.jobs import wait_for
 def test_ranks_are_asked_to_stop_if_there_are_any(tmp_path: Path, capfd) -> None:
     """Otherwise the launcher waits for other machines, and no one would hear of it."""
     request, interrupts = tmp_path / "stop", []
+    torchrun._write_requests(request)
     with pytest.raises(SystemExit, match=str(EXIT_STOPPED)):
         _ask_to_stop(request, signal.SIGTERM, interrupts)
     with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
@@ -45,6 +46,7 @@ def test_nobody_need_read_that_a_job_is_asked_to_stop(tmp_path: Path) -> None:
     """`| tee` gets the same Ctrl-C, and ends at once."""
     (tmp_path / "logs_of_ranks").mkdir()
     (tmp_path / TRAINED).touch()
+    torchrun._write_requests(tmp_path / "stop")
     read_end, write_end = os.pipe()
     os.close(read_end)
     before = os.dup(2)
@@ -116,7 +118,7 @@ def test_a_failure_after_a_request_is_not_called_a_stop(tmp_path, capsys) -> Non
     assert capsys.readouterr().err.splitlines() == [
         "the save failed",
         "meshwright: rank 0 failed (exit 1)",
-        "meshwright: it was asked to stop, and failed before it had saved",
+        "meshwright: the job was asked to stop, but failed before it saved",
     ]
 
 
