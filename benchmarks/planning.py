@@ -12,7 +12,7 @@ real tensors, for jobs whose peaks are around a limit. --published compares step
 with the figures that others published of jobs on H100s.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
-tensors, and run with real tensors under the fake process group; the peak is that of step 2.
+tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
 """
 
 import datetime

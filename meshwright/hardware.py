@@ -122,7 +122,7 @@ def make_deterministic() -> None:
     """Allow only algorithms that give equal bits in equal runs; call it before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads nothing else
     torch.use_deterministic_algorithms(True)
-    # else torch fills all new memory with NaN first, to show reads of it
+    # otherwise torch fills all new memory with NaN first, to show reads of it
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
@@ -183,6 +183,8 @@ def choose_attention(
         seq_len=seq_len,
         is_deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    wrong = f"cuDNN {cudnn} is not right for seq_len = {seq_len}: use 9.15.1, or a multiple of 128"
+    check(kernel != "cudnn" or "cudnn" in order, key, kernel, wrong, fix)
     found = _first_kernel(order, device, seq_len, dtype, heads)
     wanted = {"auto": found, "fa3": "flash"}.get(kernel, kernel)
     rule = f"torch has no such kernel for {heads[0]} heads of {heads[2]} in {dtype} on this GPU"

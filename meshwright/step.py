@@ -140,7 +140,10 @@ def _accumulate(
     early: OptimizerInBackward | None,
     options: StepOptions,
 ) -> Tensor:
-    """Forward and backward of one microbatch after the other; their share of the mean loss."""
+    """Forward and backward of one microbatch after the other; their share of the mean loss.
+
+    An exception leaves FSDP2's flags as for that microbatch: the model is then not used again.
+    """
     loss = torch.zeros((), device=positions.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1

@@ -275,11 +275,11 @@ class Training(Source):
     """Fixes the initial weights and the order of the data."""
 
     attention_kernel: Literal["auto", "cudnn", "flash", "fa3"] = "auto"
-    """Causal attention on GPUs. auto: cuDNN's kernel on Hopper and Blackwell, unless the job is
-    deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2, or
-    memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its package
-    is installed. The log names the kernel. Documents and context parallelism have kernels of their
-    own."""
+    """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
+    is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
+    or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
+    package is installed. The log names the kernel. Documents and context parallelism have kernels
+    of their own."""
 
     deterministic: bool = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of

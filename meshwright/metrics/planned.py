@@ -19,8 +19,18 @@ T = TypeVar("T")
 def job_identity(config: JobConfig) -> dict[str, object]:
     """Return the keys in which a job must agree with the plan beside its output: those that decide
     its memory, and are the same before and after every -1 is filled in."""
-    model, training = config.model, config.training
+    model, training, parallelism = config.model, config.training, config.parallelism
+    degrees = (
+        "data_parallel_replicate",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+    )
     return {
+        **{f"parallelism.{of}_degree": getattr(parallelism, f"{of}_degree") for of in degrees},
+        "parallelism.fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward,
+        "training.enable_cpu_offload": training.enable_cpu_offload,
+        "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
         "model.flavor": model.flavor,
         "model.args": model.args,
         "training.seq_len": training.seq_len,
@@ -62,7 +72,7 @@ def _read(config: JobConfig, world_size: int, find: Callable[[dict[str, Any]], T
         others = [key for key, value in identity.items() if plan["job"][key] != value]
         if not others:
             return find(plan)
-        logger.warning("%s is of another job: %s differs", path, ", ".join(others))
+        logger.warning("%s is of another job; different keys: %s", path, ", ".join(others))
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s cannot be read: %s", path, error)
     return None

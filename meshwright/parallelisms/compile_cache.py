@@ -18,8 +18,8 @@ def tell_code_apart() -> None:
     Of our operators and policies of recomputation torch's key has the names alone, and not the
     gradients and layouts, which are part of the graph: another version of Meshwright would train
     with those of the one before. The key also leaves out the vector instructions that a graph's C++
-    is written for. On another CPU that shares the cache these do not compile, or write beyond the
-    ends of tensors. What the user has put into the key stays.
+    is written for. On another CPU that shares the cache such graphs do not compile, or write beyond
+    the ends of tensors. What the user has put into the key stays.
     """
     tag = f"{_hash_of_code()} {torch.backends.cpu.get_cpu_capability()}"
     if tag not in config.cache_key_tag:

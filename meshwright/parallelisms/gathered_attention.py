@@ -95,8 +95,8 @@ class _GatheredAttention(torch.autograd.Function):
         q, k, v, output, *sums = ctx.saved_tensors
         chunks, mesh, is_flash, scale = ctx.options
         if mesh is not None:
-            # A few numbers of the gradient go along: a gather that needs none the compiler moves to
-            # forward, and keeps the result.
+            # The compiler would move a gather without a gradient to forward, and keep its result.
+            # So a few numbers of the gradient are gathered too.
             ahead = grad[0, 0, 0]
             mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
             parts = all_gather(mine, mesh)[:, : -len(ahead)]

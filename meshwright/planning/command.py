@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
+from meshwright.config.update import changed
 from meshwright.errors import ConfigError, check
+from meshwright.parallelisms.compile_choice import resolve_compile
 from meshwright.parallelisms.pipeline_split import stages_of_rank
 from meshwright.planning import page, remedies, report
 from meshwright.planning import search as searching
@@ -17,6 +19,7 @@ from meshwright.planning.predict import in_processes, telling_ranks
 from meshwright.planning.rates import Rates, assumed, read_rates
 from meshwright.planning.report import RankPlan
 from meshwright.planning.simulate import simulate
+from meshwright.preflight import Plan
 
 
 def plan(
@@ -32,7 +35,8 @@ def plan(
     tries_remedies: bool,
     workers: int,
 ) -> str:
-    """Return the plan of `rank`, or of the first rank of every rank of the pipeline.
+    """Return the plan of `rank`, of the ranks that need most, or of the first rank of every place
+    of the pipeline.
 
     Args:
         rank: None: the ranks that need most; their worst verdict is the job's.
@@ -46,9 +50,9 @@ def plan(
     """
     device = find_device(device_word, world_size)
     job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    rule = f"there are {world_size} ranks"
-    check(rank is None or rank < world_size, "--rank", rank, rule, "count from 0")
-    rates = _rates(config, device, rates_file, world_size)
+    rule = f"must be below {world_size}, the number of ranks"
+    check(rank is None or rank < world_size, "--rank", rank, rule, "--rank 0")
+    rates = _rates(_is_compiled(config, job, device), device, rates_file, world_size)
     ranks = telling_ranks(job) if rank is None else [rank]
     if all_stages:
         ranks = [*range(0, world_size, world_size // job.dims.pp)]
@@ -74,11 +78,19 @@ def plan(
     return "\n".join([report.to_text(job, found, device), *remedies.lines(tried)])
 
 
-def _rates(config: JobConfig, device: Device, file: Path | None, world_size: int) -> list[Rates]:
+def _is_compiled(config: JobConfig, job: Plan, device: Device) -> bool:
+    """Return whether the job's blocks will be compiled; a plan is of eager ones."""
+    whole = changed(
+        config, {"training": {"global_batch_size": job.config.training.global_batch_size}}
+    )
+    resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
+    return resolved.compile.enable is True
+
+
+def _rates(is_compiled: bool, device: Device, file: Path | None, world_size: int) -> list[Rates]:
     """Return the measured rates; without a file an estimate and a bound, or nothing."""
     if file is None:
-        # "auto" compiles on GPUs, but for tiny jobs
-        both = assumed(device, is_compiled=config.compile.enable is not False)
+        both = assumed(device, is_compiled=is_compiled)
         return [] if both is None else [both[1], both[0]]
     rates = read_rates(file, device, world_size)
     has_network = world_size <= device.per_node or device.network_bytes_per_s > 0
@@ -120,7 +132,8 @@ def search(
         ConfigError: if nothing fits.
     """
     device = find_device(device_word, world_size)
-    rates = _rates(config, device, rates_file, world_size)
+    job = plan_job(config, world_size, is_gpu=device.is_gpu)
+    rates = _rates(_is_compiled(config, job, device), device, rates_file, world_size)
     found = searching.find(config, world_size, device, rates[0], workers)
     show = searching.to_json if as_json else searching.to_text
     return show(config, found, rates[0].source)

@@ -1,4 +1,4 @@
-"""How fast a device is: by its data sheet, by what others reach of it, or as
+"""How fast a device is: by its data sheet, by published runs, or as
 `meshwright plan --calibrate` measured it."""
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def assumed(device: Device, *, is_compiled: bool = True) -> tuple[Assumed, Assum
     device.
 
     The bound has the data sheet's FLOP/s and links, and every operator without FLOPs fused away.
-    The estimate has what published runs reach of them.
+    The estimate takes the parts of them that published runs reach.
     """
     if not device.flops_per_s:
         return None

@@ -11,7 +11,7 @@ import tomli_w
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.update import Update, changed
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, numbered
 from meshwright.planning.devices import GIB, Device, verdict
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import (
@@ -45,17 +45,23 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
         with suppress(ConfigError):
             plans[change] = plan_job(changed(job.config, update), ranks, is_gpu=device.is_gpu)
     tries = [(change, rank) for change, plan in plans.items() for rank in telling_ranks(plan)]
-    print(f"trying {len(plans)} changes that might make it fit ...", file=sys.stderr, flush=True)
+    if plans:
+        said = f"trying {numbered(len(plans), 'change')} that might make it fit ..."
+        print(said, file=sys.stderr, flush=True)
     tasks = [(plans[change].config, ranks, rank, device) for change, rank in tries]
     found: dict[str, Remedy] = {}
+    refused = set()
     for index, figures in in_processes(tasks, predict_config, workers):
         change, _ = tries[index]
-        if isinstance(figures, Figures):
+        if not isinstance(figures, Figures):
+            refused.add(change)
+        else:
             modelled, peak = beside_tensors(figures, plans[change], device), figures.peak_bytes
             tried = Remedy(change, peak, verdict(device, peak, modelled))
             # a job's peak is that of the rank that needs most
             found[change] = max(tried, found.get(change, tried), key=lambda one: one.peak_bytes)
-    saving = [one for one in found.values() if one.peak_bytes < 0.99 * shown.peak.num_bytes]
+    judged = [one for change, one in found.items() if change not in refused]
+    saving = [one for one in judged if one.peak_bytes < 0.99 * shown.peak.num_bytes]
     return sorted(saving, key=lambda one: one.peak_bytes)
 
 

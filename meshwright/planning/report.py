@@ -141,7 +141,7 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     if len(ranks) == 1 and plan.dims.pp > 1:
         lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
     per_rank = tokens_per_step(plan) / plan.dims.num_ranks
-    lines += ["", *_timing_lines(slowest(ranks), per_rank)]
+    lines += ["", *_timing_lines(slowest(ranks), per_rank, device)]
     return "\n".join(lines)
 
 
@@ -201,7 +201,7 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     return lines
 
 
-def _timing_lines(timings: list[Timing], tokens: float) -> list[str]:
+def _timing_lines(timings: list[Timing], tokens: float, device: Device) -> list[str]:
     """Return the step time in words.
 
     Args:
@@ -210,10 +210,13 @@ def _timing_lines(timings: list[Timing], tokens: float) -> list[str]:
     if not timings:
         return ["step time: not known; --calibrate measures a device of this machine"]
     shown, step = timings[0], timings[0].step
-    error = f" (+-{100 * ERROR:.0f} %)" if len(timings) > 1 else ""
+    is_like_published = device.name.startswith("H100")
+    is_estimate = len(timings) > 1
+    error = f" (+-{100 * ERROR:.0f} %)" * (is_estimate and is_like_published)
+    unlike = "; no run on this device was compared" * (is_estimate and not is_like_published)
     lines = [
         f"step: {step.seconds:.4g} s{error}, {tokens / step.seconds:,.0f} tokens/s per rank, "
-        f"{100 * shown.mfu:.1f} % MFU: {shown.source}",
+        f"{100 * shown.mfu:.1f} % MFU: {shown.source}{unlike}",
         f"  exposed communication {step.exposed_s:.3g} s, "
         f"pipeline bubble {100 * step.bubble:.1f} %",
     ]

@@ -795,9 +795,13 @@ def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[to
 
 def _frugal_and_not(cases: list[tuple[dict, bool]]) -> list[bool]:
     return [
-        all(map(torch.equal, *(_figures_and_weights(*case, every) for case in pairs)))
+        all(
+            map(
+                torch.equal,
+                *(_figures_and_weights(options, is_frugal, every) for is_frugal in (True, False)),
+            )
+        )
         for options, every in cases
-        for pairs in [[(options, True), (options, False)]]
     ]
 
 

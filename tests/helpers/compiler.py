@@ -1,10 +1,7 @@
 """Marks tests that need a C++ compiler, by which inductor compiles."""
 
-import os
-import shutil
-
 import pytest
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
-)
+from meshwright.parallelisms.compile_choice import why_no_compiler
+
+needs_compiler = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())

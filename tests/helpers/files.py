@@ -47,7 +47,7 @@ def flip_bit(path: Path, position: int) -> None:
 def failing_reads(name: str, number: int, times: int) -> Iterator[list[str]]:
     """The first `times` that a file called `name` is opened or looked at, the system says `number`.
 
-    No retry waits meanwhile. Yields the files that were asked for in vain.
+    No retry waits meanwhile. Yields the files whose reading failed.
     """
     failed: list[str] = []
 

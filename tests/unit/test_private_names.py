@@ -16,7 +16,7 @@ KNOWN = {
     "checkpoint/reader.py": "_StorageInfo",
     "cli/completion.py": "_actions",  # argparse's
     "models/initialize.py": "torch.distributed.tensor._utils",
-    "models/layers/document_mask.py": "_set_lru_cache torch._C._dynamo",
+    "models/layers/document_mask.py": "torch._C._dynamo",
     "native/library.py": "torch._inductor torch._inductor.codecache",
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
     "parallelisms/all_gather.py": "_functional_collectives",

@@ -96,7 +96,7 @@ def _compiled(function: Any) -> Any:
     # Of two graphs that fit, dynamo would take the one that it used last. A block that is
     # recomputed in backward might then take another than it took in forward, and fail (pytorch
     # issue 166926, open in 2.13). Private: if it goes, see whether the issue is closed.
-    eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+    getattr(eval_frame, "_set_lru_cache", lambda _: None)(False)
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
     # can keep its output. A torch without the option computes it again.
     try:
