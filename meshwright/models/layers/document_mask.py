@@ -1,12 +1,12 @@
 """Attention that stays inside documents, where a sequence is made of several."""
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Tensor | BlockMask
@@ -96,7 +96,10 @@ def _compiled(function: Any) -> Any:
     # Of two graphs that fit, dynamo would take the one that it used last. A block that is
     # recomputed in backward might then take another than it took in forward, and fail (pytorch
     # issue 166926, open in 2.13). Private: if it goes, see whether the issue is closed.
-    getattr(eval_frame, "_set_lru_cache", lambda _: None)(False)
+    with suppress(ImportError):
+        from torch._C._dynamo import eval_frame
+
+        getattr(eval_frame, "_set_lru_cache", lambda _: None)(False)
     # Visible as one operator, "higher_order.inductor_compiled_code", so that recomputation by op
     # can keep its output. A torch without the option computes it again.
     try:
