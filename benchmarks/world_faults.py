@@ -128,37 +128,34 @@ def kill(begin: Starter, folder: Path, chance: random.Random) -> str:
     return f"a {whom} killed"
 
 
-def passing_read_errors(begin: Starter, folder: Path, chance: random.Random) -> str:
-    """The newest checkpoint cannot be read for a while, when a job resumes."""
+def _kill_with_checkpoint(begin: Starter, folder: Path) -> Path:
+    """Start the job, kill it after its first save, and return the newest checkpoint."""
     start = begin(folder)
     while not (start.is_over or commit.saved_steps(folder / "checkpoint")):
         time.sleep(0.01)
     start.kill()
     start.end()
-    newest = commit.saved_steps(folder / "checkpoint")[-1]
+    return commit.step_folder(folder / "checkpoint", commit.saved_steps(folder / "checkpoint")[-1])
+
+
+def passing_read_errors(begin: Starter, folder: Path, chance: random.Random) -> str:
+    """The newest checkpoint cannot be read for a while, when a job resumes."""
+    newest = _kill_with_checkpoint(begin, folder)
     number, times = chance.choice(PASSING), chance.choice((1, 2))
-    fault = f"passing:{number}:{times}:{folder / 'checkpoint' / f'step-{newest}'}"
-    resumed = begin(folder, only_first={"FILE_FAULT_EVERYWHERE": fault})
+    fault = {"FILE_FAULT_EVERYWHERE": f"passing:{number}:{times}:{newest}"}
+    resumed = begin(folder, only_first=fault)
     expect(resumed, (0,))
-    if f"/step-{newest} " not in resumed.console.read_text():
-        raise WrongError(f"step-{newest} was not resumed\n{resumed.console.read_text()}")
+    if f"/{newest.name} " not in resumed.console.read_text():
+        raise WrongError(f"{newest.name} was not resumed\n{resumed.console.read_text()}")
     return f"{errno.errorcode[number]} {times} times"
 
 
 def lasting_read_errors(begin: Starter, folder: Path, chance: random.Random) -> str:
     """The newest checkpoint cannot be read at all, when a job resumes; later it can."""
-    start = begin(folder)
-    while not (start.is_over or commit.saved_steps(folder / "checkpoint")):
-        time.sleep(0.01)
-    start.kill()
-    start.end()
-    newest = commit.step_folder(
-        folder / "checkpoint", commit.saved_steps(folder / "checkpoint")[-1]
-    )
+    newest = _kill_with_checkpoint(begin, folder)
     number = chance.choice(PASSING)
-    resumed: Any = begin(
-        folder, only_first={"FILE_FAULT_EVERYWHERE": f"passing:{number}:{10**6}:{newest}"}
-    )
+    fault = {"FILE_FAULT_EVERYWHERE": f"passing:{number}:{10**6}:{newest}"}
+    resumed: Any = begin(folder, only_first=fault)
     _let_no_machine_wait(resumed)
     resumed.end()
     if resumed.codes[0] != EXIT_DATA or os.strerror(number) not in resumed.console.read_text():
