@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.on_ranks import on_first_rank
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.errors import ConfigError, SaveError, StorageError
@@ -490,3 +491,15 @@ def _cannot_set_aside(folder: str) -> None:
 
 def test_a_later_checkpoint_that_stays_is_an_error_on_every_rank(on_ranks, tmp_path) -> None:
     on_ranks(2, _cannot_set_aside, str(tmp_path / "checkpoint"))
+
+
+def _first_rank_cannot_read() -> None:
+    def find() -> None:
+        raise StorageError("gone")
+
+    with pytest.raises(StorageError, match="gone"):
+        on_first_rank(find, dist.group.WORLD)
+
+
+def test_an_error_of_the_first_rank_is_one_on_every_rank(on_ranks) -> None:
+    on_ranks(2, _first_rank_cannot_read)

@@ -79,7 +79,10 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
         (["--device", "h1000", "--world-size", "2"], "no such device"),
         (["--calibrate", "rates.json"], "CONFIG = .* no effect on --calibrate"),
         (["--device=cpu", "--world-size=2", "--rates=no/such.json"], "no file of rates"),
-        (["--device", "h100", "--world-size", "2", "--rank", "2"], "there are 2 ranks"),
+        (
+            ["--device", "h100", "--world-size", "2", "--rank", "2"],
+            "must be below 2, the number of ranks",
+        ),
         (["--device", "h100", "--world-size", "3"], "global_batch_size"),
         (["--device=h100", "--world-size=2", "--search", "--html=a"], "--html = .* a --search"),
         (["--device=h100", "--world-size=2", "--search", "--all-stages"], "--all-stages = True"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 import shutil
 import zlib
@@ -470,3 +471,24 @@ def test_a_disk_that_fails_is_not_taken_for_one_that_cannot(tmp_path: Path, monk
     with pytest.raises(OSError, match="Input/output"):
         save(tmp_path, 5)
     assert commit.saved_steps(tmp_path) == []
+
+
+def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path):
+    elsewhere = save(tmp_path / "archive", 5)
+    save(tmp_path / "run", 10)
+    (tmp_path / "run" / "step-5").symlink_to(elsewhere)
+    assert commit.saved_steps(tmp_path / "run") == [5, 10]
+
+
+def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    monkeypatch.setattr("meshwright.file_system.RETRY_AFTER_S", (0.0,))
+    scandir, errors = os.scandir, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def failing(folder):
+        if errors:
+            raise errors.pop()
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    assert commit.saved_steps(tmp_path) == [5]

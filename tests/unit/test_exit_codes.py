@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from meshwright.launch.exit_codes import RankEnd, cause, exit_code
+from meshwright.launch.exit_codes import LOST_PEER, RankEnd, cause, exit_code
 
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 
@@ -25,6 +25,7 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
         ([-signal.SIGUSR1, 143], "SIGUSR1", False, 75),
         ([1, 1], "SIGUSR1", False, 75),  # compilers that got it, too; a rank that lost another
         ([75, 1, KILLED], "", False, 75),  # a signal to the first of them
+        ([130, 1, KILLED], "", False, 130),
         # asked, and failed before it had saved
         ([1, 143], "SIGTERM", True, 1),
         ([KILLED, 1], "SIGTERM", True, 137),
@@ -53,3 +54,15 @@ def test_a_rank_that_lost_another_is_not_the_cause() -> None:
     victim, culprit = RankEnd(0, 1, 1.0, has_lost_peer=True), RankEnd(1, 1, 2.0)
     assert cause([victim, culprit]) == culprit
     assert cause([victim, RankEnd(2, 1, 3.0, has_lost_peer=True)]) == victim
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1",
+        "[/gloo/transport/tcp/pair.cc:535] Read error [::1]:1: Connection reset by peer",
+        "[/gloo/transport/tcp/pair.cc:477] Write error [::1]:1: Broken pipe",
+    ],
+)
+def test_words_of_a_lost_connection(words) -> None:
+    assert LOST_PEER.search(f"Traceback\nRuntimeError: {words}")

@@ -3,12 +3,15 @@
 import gzip
 import io
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from meshwright.datasets import faulty_files
 from meshwright.errors import ConfigError
 from tests.helpers.cli import check_job
 
@@ -93,3 +96,15 @@ def test_bad_records_that_may_be_passed_over_are_no_fault_of_the_head(tmp_path) 
     words = ["--training.dataset=json", f"--training.dataset_path={tmp_path}"]
     words += ["--training.dataset_mode=streamed", "--training.max_bad_records=1"]
     check_job(["debug_model", "--validation.enable=false", *words])
+
+
+def test_files_that_are_looked_at_are_spread_over_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(faulty_files, "MOST_HEADS", 2)
+    seen = []
+    monkeypatch.setitem(faulty_files.HEADS, "json", lambda path, column: seen.append(path))
+    files = [str(tmp_path / f"{n}.jsonl") for n in range(5)]
+    for file in files:
+        Path(file).write_text("{}\n")
+    source = SimpleNamespace(dataset="json", dataset_format="", dataset_column="text")
+    assert faulty_files.find_head_fault(SimpleNamespace(source=source), files) == ""
+    assert seen == [files[0], files[3]]

@@ -1,10 +1,11 @@
 """Files that appear whole."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from meshwright.file_system import whole_file
+from meshwright.file_system import _machine_digits, remove_left_over, whole_file
 
 
 def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -18,3 +19,13 @@ def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_another_user_is_writing_is_kept(tmp_path, monkeypatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    (file := tmp_path / f"a.{_machine_digits()}-01234567.1.unfinished").touch()
+    remove_left_over(tmp_path, file.stat().st_mtime)
+    assert file.exists()

@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,16 @@ def test_the_order_holds_in_recomputation_and_in_compiled_graphs() -> None:
     with torch.profiler.profile() as profile:
         recomputed(torch.ones(1, 2, 16, 8, requires_grad=True)).sum().backward()
     assert any("flash" in event.name for event in profile.events())
+
+
+def test_a_kernel_is_asked_for_the_kind_of_length(hopper, monkeypatch) -> None:
+    seen = []
+
+    def takes(params: Any) -> bool:
+        seen.append(params.query.shape[2])
+        return True
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", takes)
+    for length in (8192, 8200):
+        hardware.choose_attention("flash", torch.device("cuda"), length, torch.bfloat16, (8, 2, 64))
+    assert seen == [128, 136]

@@ -62,6 +62,7 @@ SMALL = {"model__flavor": "llama3_1b"}
         (ONCE, 8, 16, SMALL),
         (ONCE, 8, 16, SMALL | {"job__device_memory_gib": 24}),
         (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 16}),  # 4.0 GiB; a quarter is 3.4
+        (EVERY, 8, 16, SMALL | {"job__device_memory_gib": 18}),  # 3.9
         (ONCE, 8, 16, {"model__flavor": "llama3_3b"}),  # 10.5 GiB; it is 18
         (EVERY, 8, 16, SMALL | BF16_SUMS),
         ("auto", 8, 8, SMALL | BF16_SUMS),

@@ -22,7 +22,7 @@ from meshwright.planning.devices import GIB, Device, find_device, machine_bytes,
 from meshwright.planning.job import plan_job
 from meshwright.planning.predict import Figures, beside_tensors
 from meshwright.planning.rates import assumed
-from meshwright.planning.report import _mfu, _parameters
+from meshwright.planning.report import _mfu, _parameters, slowest
 from meshwright.planning.timing import bubble
 from meshwright.planning.torch_names import Action, FakeTensorMode
 
@@ -284,3 +284,12 @@ def test_mfu_is_at_most_one_and_against_the_same_peak_for_all_rates(dtype) -> No
     bound, estimate = assumed(device)
     assert _mfu(plan, device, bound, 1e-9) == 1
     assert _mfu(plan, device, bound, 2.0) == _mfu(plan, device, estimate, 1.0) / 2 < 1
+
+
+def test_times_are_those_of_the_slowest_rank() -> None:
+    def of(*seconds: float) -> SimpleNamespace:
+        steps = [SimpleNamespace(step=SimpleNamespace(seconds=s)) for s in seconds]
+        return SimpleNamespace(timings=steps)
+
+    assert slowest([of(1.0, 0.9), slow := of(2.0, 0.5), of()]) == slow.timings
+    assert slowest([of()]) == []

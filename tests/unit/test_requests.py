@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,16 @@ def test_the_launcher_is_told_of_the_first_step(tmp_path: Path, monkeypatch) -> 
     assert requests.look() == ""
     (tmp_path / "stop").write_text("SIGINT")
     assert requests.look() == "SIGINT"  # though nothing listens
+
+
+def test_a_second_ctrl_c_ends_what_is_being_saved(tmp_path: Path) -> None:
+    work = HELD.replace("time.sleep(1)", "time.sleep(8)")
+    (script := tmp_path / "rank.py").write_text(RANK.format(mode="raise", work=work))
+    process = Forked([script], os.environ)
+    process.wait_for_line("ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    done = process.wait(timeout_s=20)
+    assert done.returncode == 130
+    assert "saved" not in done.stdout

@@ -509,3 +509,17 @@ def test_a_file_system_without_flock_or_fsync_holds_a_cache(
     said = [record.getMessage() for record in caplog.records]
     for what in ("has no flock", "cannot flush a file to the disk"):
         assert sum(what in line for line in said) == 1
+
+
+def test_a_wrong_bit_in_memory_is_made_good_in_any_block(tmp_path, monkeypatch, small_blocks):
+    cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
+    want = cache.tokens(96, 116)  # of the fourth block of 64 bytes
+
+    def map_wrong(path, dtype):
+        content = bytearray(path.read_bytes())
+        if path.name == "00000.tokens":
+            content[200] ^= 1
+        return np.frombuffer(bytes(content), dtype)
+
+    monkeypatch.setattr("meshwright.datasets.token_cache.map_file", map_wrong)
+    assert np.array_equal(TokenCache(cache.folder).tokens(96, 116), want)

@@ -1,13 +1,15 @@
 """Files of tokens that others have made: the same tokens and documents, read where they lie."""
 
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets import find_dataset, token_files
+from meshwright.datasets import find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.entry import Entry
 from meshwright.datasets.sources import check_path
@@ -116,10 +118,11 @@ def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
 def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkeypatch) -> None:
     opened: list[Path] = []
 
-    def note(path: Path, *rest: object) -> token_files.TokenFile:
+    def note(path: Path, *rest: object) -> Any:
         opened.append(path)
         return open_array(path, *rest)
 
+    token_files = import_module("meshwright.datasets.token_files")  # a function has its name
     open_array = token_files.open_array
     monkeypatch.setattr(token_files, "open_array", note)
     for number in range(6):
@@ -244,3 +247,9 @@ def test_what_preflight_says(tmp_path: Path) -> None:
         check(dataset="megatron")
     with pytest.raises(ConfigError, match="read where they lie"):
         check(dataset="tokens", dataset_mode="streamed")
+
+
+def test_a_whole_file_with_a_header_passes_the_check_of_its_content(tmp_path) -> None:
+    path = write_kind("numpy", tmp_path / "a", DOCUMENTS)
+    open_tokens(tmp_path, "tokens", path)
+    assert documents_of(open_tokens(tmp_path, "tokens", path, check_all=True)) == DOCUMENTS

@@ -170,3 +170,16 @@ def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -
         assert (console_stream() is sys.stdout) == (rank == "0")
     logger.info("from rank 1")
     assert os.read(seen, 100).endswith(b" from rank 1\r\n")
+
+
+def test_a_stop_before_the_first_step_is_in_the_history(tmp_path, capsys) -> None:
+    Heartbeat(tmp_path, {"rank": 0}).beat("data", 0)
+    watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
+    history.note(tmp_path, 0, "start", {})
+    (tmp_path / "stop").write_text("SIGTERM")
+    words = ["--job.dump_folder", str(tmp_path)]
+    given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
+    ended = {0: failure(tmp_path, 0, 75, "", 1.0)}
+    assert _report(ChildFailedError("job", ended), tmp_path / "stop", given, watch) == 75
+    _, end = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    assert (end["event"], end["reason"]) == ("end", "stopped: SIGTERM")
