@@ -75,7 +75,8 @@ def test_all_ranks_stop_at_the_step_that_one_is_asked_at(on_ranks, tmp_path, way
     assert reason.endswith(want) or way == "clock"
     assert step == other_step
     if way != "clock":
-        assert 5 <= step <= (7 if way != "launcher" else STEPS - 1)  # its file is looked for
+        # a thread hears signals and the launcher, some steps of this loop later on a busy machine
+        assert 5 <= step <= (7 if way == "file" else STEPS - 1)
     assert not (tmp_path / STOP_FILE).exists()
 
 
