@@ -113,6 +113,6 @@ def test_an_older_torch_compiles_flex_attention_without_the_option(monkeypatch) 
 def test_recomputation_takes_the_graph_of_forward(monkeypatch) -> None:
     """Dynamo would otherwise take the one that it used last, of two that fit."""
     said = []
-    monkeypatch.setattr(document_mask.eval_frame, "_set_lru_cache", said.append)
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", said.append)
     document_mask._compiled.__wrapped__(lambda x: x)
     assert said == [False]
