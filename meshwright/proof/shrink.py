@@ -83,6 +83,17 @@ def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
+def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
+    """Return the keys of the small job's optimizer; `names` are its parameters."""
+    groups = fitted_groups(config.optimizer.groups, names)
+    highest_lr = HIGHEST_LR / max([1.0, *(group.lr_scale for group in groups)])
+    return {
+        "lr": min(config.optimizer.lr, highest_lr),
+        "early_step_in_backward": False,
+        "groups": groups,
+    }
+
+
 def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     """Return the job on one process that every mesh is compared with.
 
@@ -113,13 +124,6 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
     names = [*small_args.parameter_names()]
-    groups = fitted_groups(config.optimizer.groups, names)
-    highest_lr = HIGHEST_LR / max([1.0, *(group.lr_scale for group in groups)])
-    optimizer = {
-        "lr": min(config.optimizer.lr, highest_lr),
-        "early_step_in_backward": False,
-        "groups": groups,
-    }
     frozen = _found(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
@@ -150,7 +154,7 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         {
             "model": model,
             "training": training,
-            "optimizer": optimizer,
+            "optimizer": _optimizer(config, names),
             "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
             "float8": {"filter_fqns": left_out, "emulate": True},
         },
