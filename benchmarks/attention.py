@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.layers import cpu_attention
+from meshwright.models.kernels import cpu_attention
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

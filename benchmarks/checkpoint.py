@@ -34,7 +34,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.families.llama import LlamaArgs
 
 ARGS = LlamaArgs(
     dim=768, n_layers=12, n_heads=8, n_kv_heads=8, hidden_dim=2048, vocab_size=8192

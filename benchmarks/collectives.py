@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.batch import Batch
+from meshwright.commands.prove.ranks import RankPool
 from meshwright.config.loader import load_config
-from meshwright.health import BadStepDetector
-from meshwright.models.initialize import initialize
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.preflight import Plan, preflight
-from meshwright.proof.ranks import RankPool
-from meshwright.trainer import Trainer
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.preflight import Plan, preflight
+from meshwright.train.trainer import Trainer
 
 PRESETS = Path(__file__).parents[1] / "train_configs"
 RANKS = 4

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from meshwright.config.fields import all_keys
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import ConfigError
-from meshwright.log import COLUMNS
+from meshwright.system.errors import ConfigError
+from meshwright.system.log import COLUMNS
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "assets" / "tokenizers" / "python_2k.model"
@@ -447,7 +447,7 @@ def judge(mutation: Mutation, message: str, path: Path) -> Verdict:
 
 def message_of(path: Path) -> str:
     """What a user is told, without a process; "" if nothing."""
-    from meshwright.cli.main import run  # not in the timed processes
+    from meshwright.commands.main import run
 
     try:
         run(["check", str(path), "--ngpu", str(RANKS)])
@@ -458,7 +458,7 @@ def message_of(path: Path) -> str:
 
 def message_of_process(path: Path) -> str:
     """What `meshwright check` prints, in lines that are not wrapped."""
-    command = [sys.executable, "-P", "-m", "meshwright.cli.main", "check", str(path)]
+    command = [sys.executable, "-P", "-m", "meshwright.commands.main", "check", str(path)]
     result = subprocess.run(
         [*command, "--ngpu", str(RANKS)],
         capture_output=True,

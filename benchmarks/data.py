@@ -28,20 +28,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from meshwright.config.job_config import Source
+from meshwright.config.training import Source
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.documents import Documents, IndexedDocuments
-from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.entry import Entry
+from meshwright.datasets.documents import Documents, Entry, IndexedDocuments
 from meshwright.datasets.loader import BatchShape, Loader
-from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource
-from meshwright.datasets.sample import SampleRules
+from meshwright.datasets.order import Mixture
+from meshwright.datasets.sample import Encoder, SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
-from meshwright.datasets.token_cache import TokenCache
-from meshwright.datasets.tokenization_spec import TokenizationSpec
+from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.datasets.tokenizing import open_cache
 
 TOKENIZER = str(Path(__file__).parents[1] / "assets/tokenizers/python_2k.model")
 LENGTH = 513  # tokens of a sample

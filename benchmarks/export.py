@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.conversion.export import Job, export
 from meshwright.checkpoint.manager import CheckpointManager
-from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.state import MODEL
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
-from meshwright.exchange.export import Job, export
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
-from meshwright.specs import MODELS
+from meshwright.models.families import MODELS
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.system.files import Place
 
 ARGS = LlamaArgs(dim=1024, n_layers=18, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=32000)
 SEQ_LEN = 512

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.checkpoint import commit
-from meshwright.errors import EXIT_CONFIG, EXIT_SAVE
+from meshwright.system.errors import EXIT_CONFIG, EXIT_SAVE
 
 SHIM = Path(__file__).parent / "faulty_files"
 NUMBERS = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)

@@ -35,9 +35,9 @@ sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from roofline import best_s, products  # noqa: E402
 from workload import Workload  # noqa: E402
 
-from meshwright import hardware  # noqa: E402
-from meshwright.models.layers.attention import CausalAttention  # noqa: E402
-from meshwright.planning.devices import DEVICES  # noqa: E402
+from meshwright.commands.plan.devices import DEVICES
+from meshwright.models.attention import CausalAttention
+from meshwright.system import device as hardware
 
 LLAMA_8B = Workload(4096, 6, 32, 8, 14336, 128256, 8192, batch=1, compile=True)
 TINY = Workload(64, 2, 4, 2, 128, 2048, 64, batch=1)
@@ -282,7 +282,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job by `meshwright train`; return its figures, or its error."""
     words = job_words(work, folder.resolve(), steps, ranks) | extra
-    command = [sys.executable, "-m", "meshwright.cli.main", "train", "debug_model"]
+    command = [sys.executable, "-m", "meshwright.commands.main", "train", "debug_model"]
     command += [f"--{key}={value}" for key, value in words.items()]
     env = os.environ | {"NGPU": str(ranks), "PYTHONPATH": str(ROOT)}
     start = time.monotonic()

@@ -64,7 +64,7 @@ def stalled(
         (folder / "job.toml").write_text(tiny.replace("../../assets", assets) + VALIDATION)
         torchrun = ["--standalone", "--nproc-per-node", str(ranks), "--local-ranks-filter", "0"]
         words = [
-            *(sys.executable, "-u", "-m", "meshwright.launch.door", *torchrun, "--tee", "3"),
+            *(sys.executable, "-u", "-m", "meshwright.launch.__main__", *torchrun, "--tee", "3"),
             *(str(ROOT / "tests/helpers/stalling_train.py"), "--job.config_file"),
             *(str(folder / "job.toml"), "--job.dump_folder", str(folder / "out")),
             *("--training.local_batch_size", "1", "--checkpoint.interval", str(STEP)),

@@ -45,7 +45,7 @@ import world_faults
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.errors import EXIT_STOPPED
+from meshwright.system.errors import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
 VALIDATION_FREQ = 10

@@ -27,15 +27,15 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from meshwright.batch import Batch
-    from meshwright.build import build_model
     from meshwright.config.loader import load_config
-    from meshwright.health import BadStepDetector
-    from meshwright.models.initialize import local_box
-    from meshwright.optim.optimizers import build_optimizer
+    from meshwright.models.batch import Batch
     from meshwright.parallelisms.meshes import build_meshes
-    from meshwright.preflight import preflight
-    from meshwright.step import StepOptions, train_step
+    from meshwright.parallelisms.shards import local_box
+    from meshwright.train.bad_steps import BadStepDetector
+    from meshwright.train.build import build_model
+    from meshwright.train.optim.optimizers import build_optimizer
+    from meshwright.train.preflight import preflight
+    from meshwright.train.trainer import StepOptions, train_step
 
     torch.set_num_threads(2)
     plan, cpu = preflight(load_config(words)[0], 1), torch.device("cpu")

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.config.job_config import Optimizer
-from meshwright.optim.optimizers import build_optimizer, update
+from meshwright.config.training import Optimizer
+from meshwright.train.optim.optimizers import build_optimizer, update
 
 
 def main() -> None:

@@ -19,16 +19,16 @@ from statistics import median, quantiles
 
 import torch
 
-from meshwright import hardware
 from meshwright.config.loader import load_config
 from meshwright.datasets.cached_samples import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
-from meshwright.log import log_to_console, logger
-from meshwright.metrics.record import Record
+from meshwright.metrics.records import Record
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import initialize
-from meshwright.preflight import Plan, preflight
-from meshwright.train import run
+from meshwright.parallelisms.initialize import initialize
+from meshwright.system import device as hardware
+from meshwright.system.log import log_to_console, logger
+from meshwright.train.job import run
+from meshwright.train.preflight import Plan, preflight
 
 SEQ_LEN = 512  # tokens
 WARM_UP = 4  # pairs that are not counted

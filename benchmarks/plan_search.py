@@ -9,13 +9,12 @@ best candidate by search and by simulating all.
 from concurrent.futures import Future
 from dataclasses import replace
 
+from meshwright.commands.plan.candidates import Choice, legal
+from meshwright.commands.plan.devices import GIB, find_device
+from meshwright.commands.plan.predict import Figures, predict_config, processes
+from meshwright.commands.plan.rates import assumed
+from meshwright.commands.plan.search import Board, find_floors, fits_in
 from meshwright.config.loader import load_config
-from meshwright.planning.board import Board, fits_in
-from meshwright.planning.choices import Choice, legal
-from meshwright.planning.devices import GIB, find_device
-from meshwright.planning.predict import Figures, predict_config, processes
-from meshwright.planning.rates import assumed
-from meshwright.planning.search import find_floors
 
 RANKS = 4
 CONFIG = [

@@ -32,14 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshwright.config.loader import load_config
-from meshwright.config.update import changed
-from meshwright.models.layers.loss import SummedLoss
-from meshwright.parallelisms import activation_checkpoint
-from meshwright.parallelisms.meshes import build_meshes
-from meshwright.planning import torch_names
-from meshwright.planning.analysis import find_peak
-from meshwright.planning.devices import (
+from meshwright.commands.plan import torch_names
+from meshwright.commands.plan.devices import (
     FRAGMENTED,
     GIB,
     Device,
@@ -47,11 +41,16 @@ from meshwright.planning.devices import (
     overheads,
     verdict,
 )
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import in_processes, measure, predict
-from meshwright.planning.rates import assumed
-from meshwright.planning.report import tokens_per_step
-from meshwright.planning.simulate import Rank, simulate
+from meshwright.commands.plan.figures import find_peak
+from meshwright.commands.plan.predict import in_processes, measure, predict
+from meshwright.commands.plan.rates import assumed
+from meshwright.commands.plan.report import tokens_per_step
+from meshwright.commands.plan.simulate import Rank, plan_job, simulate
+from meshwright.config.job_config import changed
+from meshwright.config.loader import load_config
+from meshwright.models.loss import SummedLoss
+from meshwright.parallelisms import activation_checkpoint
+from meshwright.parallelisms.meshes import build_meshes
 from tests.helpers.planning import Case
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 

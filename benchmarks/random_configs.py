@@ -19,21 +19,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.checks import check_device
-from meshwright.config.conditions import is_compiled
-from meshwright.config.job_config import JobConfig
+from meshwright.commands.prove.cases import HSDP, KEYS, Case, Kind, build_case, own_options
+from meshwright.commands.prove.compare import BF16, BOUNDS, Bounds, Reference, compare
+from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
+from meshwright.commands.prove.prove import record_references
+from meshwright.commands.prove.ranks import RankError, RankPool
+from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
+from meshwright.config.job_config import JobConfig, changed, is_compiled
 from meshwright.config.loader import load_config
-from meshwright.config.update import changed
-from meshwright.errors import ConfigError
-from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight
-from meshwright.proof.cases import HSDP, KEYS, Case, Kind, build_case, own_options
-from meshwright.proof.compare import BF16, BOUNDS, Bounds, Reference, compare
-from meshwright.proof.measure import LAST_RESUMED_STEP, measure
-from meshwright.proof.prove import record_references
-from meshwright.proof.ranks import RankError, RankPool
-from meshwright.proof.shrink import GLOBAL_BATCH, shrink
-from meshwright.resolve_model import resolve_model
+from meshwright.parallelisms.rules.degrees import check_device
+from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import resolve_model
 
 Maybe = Callable[..., list[str]]
 PATIENCE_S = 300

@@ -18,9 +18,9 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 
 from meshwright.config.loader import load_config
-from meshwright.metrics.record import Record
-from meshwright.preflight import preflight
-from meshwright.train import run
+from meshwright.metrics.records import Record
+from meshwright.train.job import run
+from meshwright.train.preflight import preflight
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizers/python_2k.model"
 JOB = {

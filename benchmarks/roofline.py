@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parent / "contenders"))  # last: one is called transformers
 from workload import Workload
 
-from meshwright.native import onednn_products
+from meshwright.models.kernels import onednn_products
 
 
 def best_s(function: Callable[[], object], device: torch.device) -> float:

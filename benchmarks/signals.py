@@ -90,8 +90,9 @@ def _slow_sink(config: object, folder: Path) -> Any:
 
 def _slow_down(phase: str, seconds: float) -> None:
     """Wrap the function of the job in which the phase happens."""
-    from meshwright import set_up, train
     from meshwright.checkpoint import manager
+    from meshwright.train import job as train
+    from meshwright.train import set_up
 
     def before(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: object, **given: object) -> Any:
@@ -161,7 +162,7 @@ class Job:
         self.cell, self.folder = cell, folder / "out"
         self.in_phase, self._console = folder / "in_phase", folder / "console.log"
         keys = JOB | PHASE_KEYS[cell.phase] | {"job.dump_folder": self.folder}
-        words = [sys.executable, "-P", "-m", "meshwright.cli.main", "train"]
+        words = [sys.executable, "-P", "-m", "meshwright.commands.main", "train"]
         words += [f"--{key}={value}" for key, value in keys.items()]
         env = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
         env |= {"CUDA_VISIBLE_DEVICES": "", "MESHWRIGHT_COLUMNS": "10000"}

@@ -23,9 +23,9 @@ ENVIRONMENT = os.environ | {"NGPU": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH
 IMPORTS = {
     "interpreter": "pass",
     "import torch": "import torch",
-    "with collections": "import meshwright.main",
-    "import meshwright": "from meshwright.imports import uncollected\n"
-    "with uncollected(): import meshwright.main",  # as doors do
+    "with collections": "import meshwright.train.main",
+    "import meshwright": "from meshwright.system.modules import uncollected\n"
+    "with uncollected(): import meshwright.train.main",  # as doors do
 }
 
 

@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.config.loader import load_config
-from meshwright.metrics.record import Record
-from meshwright.preflight import preflight
-from meshwright.train import run
+from meshwright.metrics.records import Record
+from meshwright.train.job import run
+from meshwright.train.preflight import preflight
 
 FIRST, LAST = 4, 6
 KINDS = (  # the first that matches an operator's name

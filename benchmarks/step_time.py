@@ -55,7 +55,7 @@ def words(job: str, ranks: int) -> list[str]:
 
 def meshwright(*arguments: str, **variables: str) -> str:
     """Run a command, and return what it prints."""
-    command = [sys.executable, "-m", "meshwright.cli.main", *arguments]
+    command = [sys.executable, "-m", "meshwright.commands.main", *arguments]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != 0:

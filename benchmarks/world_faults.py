@@ -18,7 +18,7 @@ from typing import Any
 from file_faults import Fault, Start, Starter, WrongError, expect, wait_for_steps
 
 from meshwright.checkpoint import commit
-from meshwright.errors import (
+from meshwright.system.errors import (
     EXIT_CONFIG,
     EXIT_DATA,
     EXIT_HANG,

@@ -5,8 +5,8 @@ python -m scripts.config_reference > docs/config_reference.md
 
 from collections.abc import Iterator
 
+from meshwright.config.fields import entries, summary
 from meshwright.config.job_config import JobConfig
-from meshwright.config.reference import entries, summary
 
 HEAD = """# Every key of the config
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from meshwright.datasets.tokenizers.kinds import BESIDE, FILE_NAMES, build_tokenizer
-from meshwright.errors import EXIT_CONFIG, ConfigError
+from meshwright.system.errors import EXIT_CONFIG, ConfigError
 
 WANTED = (*FILE_NAMES, *BESIDE)
 

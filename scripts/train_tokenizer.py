@@ -10,8 +10,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from meshwright.config.job_config import Source
-from meshwright.datasets.entry import Entry
+from meshwright.config.training import Source
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.sources import open_stdlib
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.log import logger
-from meshwright.proof.ranks import RankPool
+from meshwright.commands.prove.ranks import RankPool
+from meshwright.system.log import logger
 
 RunOnRanks = Callable[..., list[Any]]
 

@@ -9,15 +9,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from meshwright.imports import uncollected  # noqa: E402
+from meshwright.system.modules import uncollected
 
 with uncollected():  # torch, too, as train.py
     from workload import Stopwatch, from_command_line
 
     from meshwright.config.loader import load_config
-    from meshwright.log import log_to_console
-    from meshwright.preflight import preflight
-    from meshwright.train import run
+    from meshwright.system.log import log_to_console
+    from meshwright.train.job import run
+    from meshwright.train.preflight import preflight
 
 OVERRIDES = "MESHWRIGHT_BENCHMARK_KEYS"
 """Environment variable: more keys for our job, as JSON."""

@@ -17,18 +17,28 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.errors import ConfigError
-from meshwright.file_system import UNSUPPORTED, this_machine
-from meshwright.log import logger
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import UNSUPPORTED, this_machine
+from meshwright.system.log import logger
 
 FILE = "job.lock"
+
+
 BEAT_S = 10.0
 """Between two changes of the file's time."""
+
+
 SILENCE_S = 40.0
 """A job on another machine whose file has not changed for so long is gone."""
+
+
 LOCAL_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
+
+
 POLL_S = 0.25
+
+
 JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that may say how the user knows the job."""
 

@@ -4,9 +4,11 @@ once, or not at all.
 Free of torch, so that a resume is checked before any rank starts.
 """
 
+import fcntl
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,17 +26,27 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from meshwright.errors import ConfigError, StorageError, check
-from meshwright.file_system import ABSENT, read_patiently, sync_file, sync_folder
-from meshwright.log import logger
+from meshwright.system.errors import ConfigError, StorageError, check
+from meshwright.system.files import ABSENT, lock, read_patiently, sync_file, sync_folder
+from meshwright.system.log import logger
 
 STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
 PARTIAL_FOLDER = re.compile(rf"({STEP_FOLDER.pattern})\.([0-9a-f]{{16}})\.(unfinished|deleted)")
 """A checkpoint that is being written or deleted. The nonce in its name says that a job of ours made
 it: a folder of a user's that ends the same way is left alone."""
+
+
 UNFINISHED = ".unfinished"
+
+
 DELETED = ".deleted"
+
+
 NO_NONCE = "0" * 16
+
+
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -217,3 +229,34 @@ def set_aside(path: Path) -> Path:
     names = (path.with_name(f"{path.name}.aside{number}") for number in count())
     free = next(name for name in names if not os.path.lexists(name))
     return path.rename(free)
+
+
+RISK = "a checkpoint may be deleted while it is read"
+"""Where there is no flock."""
+
+
+@contextmanager
+def being_read(checkpoint: Path) -> Iterator[None]:
+    """Keep every job's retention from deleting `checkpoint` meanwhile.
+
+    A shared flock on its manifest. On a file system without flock there is no protection, and the
+    log says so.
+
+    Raises:
+        DamagedError: if it is not there, or no longer.
+        StorageError: if it cannot be read now.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        file = read_patiently(path, lambda: open(path, "rb"))  # noqa: SIM115
+    except ABSENT as error:
+        raise DamagedError(checkpoint, f"{MANIFEST} cannot be read: {error.strerror}") from None
+    with file:
+        is_ours = lock(file, fcntl.LOCK_SH, path, RISK)
+        try:
+            is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not (is_ours and is_there):
+            raise DamagedError(checkpoint, "another job has just deleted it")
+        yield

@@ -16,22 +16,20 @@ from torch import Tensor
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
-from meshwright.checkpoint.exclude import left_out
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.on_ranks import on_first_rank, verify_on_ranks
+from meshwright.checkpoint.manifest import Manifest, left_out
+from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, verify_on_ranks
 from meshwright.checkpoint.retention import Retention, set_aside_later
-from meshwright.checkpoint.shared_folder import check_shared
 from meshwright.checkpoint.staging import Staging
-from meshwright.config.conditions import saves
-from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError, StorageError
-from meshwright.file_system import make_folder
-from meshwright.log import logger
+from meshwright.config.job_config import Checkpoint, saves
+from meshwright.system.errors import ConfigError, SaveError, StorageError
+from meshwright.system.files import make_folder
+from meshwright.system.log import logger
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
+
 
 T = TypeVar("T")
 
@@ -167,7 +165,7 @@ class CheckpointManager:
             ConfigError: if its index names anything but data, or a tensor is missing or has another
                 shape, and `state` is as it was; or if a later one cannot be set aside.
         """
-        from meshwright.checkpoint.restore import restore
+        from meshwright.checkpoint.reader import restore
 
         folder = commit.step_folder(self._folder, manifest["step"])
         start = time.perf_counter()

@@ -3,30 +3,33 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import (
-    Any,
-    NotRequired,  # pydantic takes typing's from Python 3.12 on
-)
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 from zlib_ng.zlib_ng import crc32
 
-from meshwright.errors import ConfigError
-from meshwright.families import FIRST
-from meshwright.file_system import ABSENT, read_patiently
+from meshwright.config.job_config import Checkpoint
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import ABSENT, read_patiently
 
 MANIFEST = "checkpoint.json"
+
+
 VERSION = 1
 """Of the format. A manifest without one is of version 0."""
+
+
 ADDED = {
     "version": 0,
-    "model_name": FIRST,
+    "model_name": "llama",
     "tokenizer_path": "",
     "bad_steps": None,
     "best_validation": None,
 }
 """Keys that older manifests may lack, with the values that stand for them."""
+
+
 DEEPEST = 32
 """Tables in tables. A manifest of ours has six."""
 
@@ -185,3 +188,23 @@ def _is_deeper(value: object, limit: int) -> bool:
         if not level:
             return False
     return True
+
+
+OPTIMIZER, DATALOADER = "optimizer", "dataloader"
+
+
+def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
+    """Return the parts that `exclude_from_loading` leaves out of the checkpoint with `manifest`.
+
+    It is left out once: a checkpoint saved by a job with the same exclusion has begun anew already,
+    and a job that is started again and again would otherwise begin anew each time. Where
+    `load_step` names the checkpoint, it is left out all the same.
+    """
+    wanted = frozenset(config.exclude_from_loading)
+    if config.load_step != -1:
+        return wanted
+    if manifest.get("model_only"):  # there is none to load, whatever was saved with
+        return wanted
+    section = manifest["config"].get("checkpoint")
+    before = section.get("exclude_from_loading") if isinstance(section, dict) else None
+    return wanted.difference(before if isinstance(before, list) else ())

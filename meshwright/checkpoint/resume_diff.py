@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.checkpoint.exclude import DATALOADER, OPTIMIZER, left_out
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import DATALOADER, OPTIMIZER, Manifest, left_out
 from meshwright.config.changes import (
     ABSENT,
     Difference,
@@ -21,9 +20,9 @@ from meshwright.config.changes import (
     to_json,
 )
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import ConfigError, config_error
-from meshwright.log import logger
 from meshwright.models.args import DecoderArgs
+from meshwright.system.errors import ConfigError, config_error
+from meshwright.system.log import logger
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import DELETED, PARTIAL_FOLDER, inspect, saved_steps, step_folder
-from meshwright.checkpoint.locks import RISK
+from meshwright.checkpoint.commit import (
+    DELETED,
+    PARTIAL_FOLDER,
+    RISK,
+    inspect,
+    saved_steps,
+    step_folder,
+)
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
-from meshwright.errors import ConfigError, StorageError
-from meshwright.file_system import lock, whole_file
-from meshwright.log import logger
+from meshwright.system.errors import ConfigError, StorageError
+from meshwright.system.files import lock, whole_file
+from meshwright.system.log import logger
 
 BEST_FILE = "best.json"
 

@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from meshwright.log import logger
-from meshwright.sharded import is_dtensor
+from meshwright.parallelisms.shards import is_dtensor
+from meshwright.system.log import logger
 
 ALIGNMENT = 64  # bytes, of a cache line
 

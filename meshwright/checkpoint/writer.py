@@ -25,9 +25,11 @@ from zlib_ng.zlib_ng import crc32
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import FileRecord
-from meshwright.file_system import make_folder, sync_file
+from meshwright.system.files import make_folder, sync_file
 
 FLUSH_BYTES = 16 * 2**20
+
+
 COPY_AHEAD_BYTES = 10_000_000
 """Copied from a GPU while others are written; torch's default."""
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 from meshwright.config.job_config import JobConfig
 
 LONGEST_SHOWN = 100
+
+
 PARTS = "training.datasets"
 
 

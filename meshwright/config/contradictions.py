@@ -7,9 +7,9 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from meshwright.config.conditions import num_decay_steps, schedule_steps, value_of
-from meshwright.config.job_config import JobConfig
-from meshwright.errors import Mistakes, check
+from meshwright.config.idle import value_of
+from meshwright.config.job_config import JobConfig, num_decay_steps, schedule_steps
+from meshwright.system.errors import Mistakes, check
 
 
 class Contradiction(NamedTuple):
@@ -32,11 +32,18 @@ def _may_be_compiled_by(c: JobConfig, *backends: str) -> bool:
 
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
+
+
 ENABLE_CHECKPOINTS = "set checkpoint.enable = true"
+
+
 ONE_OF_TWO = "leave one of the two out"
+
+
 TOO_EARLY = (
     "optimizer.early_step_in_backward updates weights before it is known whether the step is bad"
 )
+
 
 CONTRADICTIONS = (
     Contradiction(

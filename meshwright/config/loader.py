@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -17,9 +18,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from meshwright.config.command_line import Parser, add_config, parse
-from meshwright.config.explain import explain_mistake, explain_sections
+from meshwright.config.explain import (
+    explain_encoding,
+    explain_mistake,
+    explain_sections,
+    explain_syntax,
+)
 from meshwright.config.fields import Key, find_field, is_flag
-from meshwright.config.job_config import (
+from meshwright.config.job_config import JobConfig
+from meshwright.config.provenance import Provenance, shown_path
+from meshwright.config.section import (
     ADDRESS,
     BYTES,
     INPUT_PATH,
@@ -27,15 +35,77 @@ from meshwright.config.job_config import (
     MODULE_OBJECT,
     OUTPUT_PATH,
     PATH_OR_NAME,
-    JobConfig,
     Section,
 )
-from meshwright.config.model_folder import follow_folder, is_path
-from meshwright.config.presets import find_config, preset_names
-from meshwright.config.provenance import Provenance, shown_path
-from meshwright.config.syntax import explain_encoding, explain_syntax
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
-from meshwright.errors import CombinedConfigError, ConfigError, Mistakes, out_of_reach
+from meshwright.system.errors import (
+    CombinedConfigError,
+    ConfigError,
+    Mistakes,
+    did_you_mean,
+    out_of_reach,
+    where_it_ends,
+)
+
+FOLDER = Path(__file__).parents[1] / "train_configs"
+"""In the repository a link to `train_configs/`; in a wheel a folder."""
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """Return the TOML that `name` stands for: a path, or a preset with or without `.toml`.
+
+    Args:
+        folder: where a relative path starts.
+
+    Raises:
+        ConfigError: if there is neither.
+    """
+    written = os.path.expanduser(name)
+    if why := out_of_reach(written if written.startswith("~") else folder / written):
+        raise ConfigError("", f"{name}: {why}")
+    path, stem = folder / written, name.removesuffix(".toml")
+    is_preset = stem in preset_names()
+    if path.exists() and not (is_preset and path.is_dir()):
+        return path
+    if is_preset:
+        return FOLDER.resolve() / f"{stem}.toml"
+    if "://" in name:
+        raise ConfigError("", f"{name}: is an address\n  fix: fetch the file, and name its path")
+    if Path(name).parent != Path():
+        raise ConfigError(
+            "", f"{name}: no such file\n  fix: {where_it_ends(os.path.normpath(path))}"
+        )
+    here = [file.name for file in folder.glob("*.toml")]
+    near = get_close_matches(name, here, n=1, cutoff=0.75)
+    fix = f"did you mean {near[0]}?" if near else did_you_mean(stem, preset_names())
+    raise ConfigError("", f"{name}: neither a file here nor a preset\n  fix: {fix}")
+
+
+def is_path(value: str) -> bool:
+    """Return whether the value of a key that takes a path or a name is a path."""
+    return "/" in value or value.partition(":")[0].endswith(".py")
+
+
+def is_folder(flavor: object) -> bool:
+    """Return whether a flavor is a path: names of sizes have no slash."""
+    return isinstance(flavor, str) and "/" in flavor
+
+
+def follow_folder(raw: dict[str, Any]) -> None:
+    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
+    `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
+    model, checkpoint = raw.get("model"), raw.get("checkpoint")
+    if not isinstance(model, Mapping) or not is_folder(model.get("flavor")):
+        return
+    raw["model"] = {"tokenizer_path": model["flavor"]} | dict(model)
+    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
+        raw["checkpoint"] = {"initial_load_path": model["flavor"]} | dict(checkpoint)
+
 
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 """The end of `path/to/file.py:function`."""

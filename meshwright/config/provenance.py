@@ -10,12 +10,16 @@ from typing import NamedTuple
 import tomli
 
 from meshwright.config.fields import Key
-from meshwright.errors import CombinedConfigError, ConfigError, UnknownKeyError
+from meshwright.system.errors import CombinedConfigError, ConfigError, UnknownKeyError
 
 HEADER = re.compile(
     r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
 )
+
+
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
+
+
 MOST_COLUMNS = 96
 
 

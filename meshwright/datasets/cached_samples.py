@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.datasets.order import permutation, permuted
 from meshwright.datasets.sample import Raw, Sample, to_sample
-from meshwright.datasets.token_cache import TokenCache
+from meshwright.datasets.token_cache.cache import TokenCache
 
 BLOCKS_KEPT = 64
 """Of 1024 documents each, some 80 KiB."""

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.batch import Batch
-from meshwright.datasets.encoding import NO_LOSS
-from meshwright.datasets.sample import Sample, blank_sample
+from meshwright.datasets.sample import NO_LOSS, Sample, blank_sample
 from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
 from meshwright.datasets.streamed_samples import EndOfData
-from meshwright.errors import DataError, config_error
-from meshwright.models.layers.loss import IGNORE
+from meshwright.models.batch import Batch
+from meshwright.models.loss import IGNORE
+from meshwright.system.errors import DataError, config_error
 
 STEPS_AHEAD = 4
+
+
 CLOSE_WITHIN_S = 5.0
 """Seconds that `close` waits for a read to end: it may be waiting to try again."""
 

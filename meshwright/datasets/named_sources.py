@@ -1,10 +1,16 @@
 """The sources that a config names. Free of torch and numpy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from meshwright.config.job_config import Source, Training, Validation, WeightedSource
-from meshwright.datasets import find_dataset
-from meshwright.datasets.entry import Entry
+from meshwright.config.changes import shown
+from meshwright.config.job_config import JobConfig
+from meshwright.config.training import Source, Training, Validation, WeightedSource
+from meshwright.datasets import DATASETS, find_dataset
+from meshwright.datasets.documents import Entry
+from meshwright.datasets.sources import check_path
+from meshwright.datasets.sources.faults import find_head_fault
+from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
+from meshwright.system.errors import ConfigError, check, did_you_mean
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
@@ -34,3 +40,140 @@ def is_streamed(entry: Entry) -> bool:
     assert spec is not None
     mode = entry.source.dataset_mode
     return spec.is_large if mode == "auto" else mode == "streamed"
+
+
+def check_sources(section: Training | Validation, key: str, *, looks_at_files: bool = True) -> None:
+    """Check that datasets are known, that their local files are there, and that figures can tell
+    them apart.
+
+    Args:
+        looks_at_files: also at the first row of each.
+    """
+    is_single = "dataset" in section.model_fields_set and section.dataset
+    check(
+        not (section.datasets and is_single),
+        f"{key}.dataset",
+        section.dataset,
+        f"is given beside [[{key}.datasets]]",
+        f'leave out one of the two ({key}.dataset = "" if a TOML that this one extends gives it)',
+    )
+    names = set[str]()
+    for entry in entries(section, key):
+        name = entry.source.dataset
+        spec = find_dataset(name)
+        if spec is None:
+            fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
+            raise entry.error("dataset", "no such dataset", fix)
+        check_path(entry, spec)
+        passes_over = is_streamed(entry) and getattr(section, "max_bad_records", 0) > 0
+        if looks_at_files and spec.path == "required" and not passes_over:
+            fault = find_head_fault(entry, spec.files(entry))
+            lacks_column = f"no column {entry.source.dataset_column!r}" in fault
+            fix = (
+                f"set {entry.key}.dataset_column" if lacks_column else "correct it, or leave it out"
+            )
+            check(not fault, f"{entry.key}.dataset_path", entry.source.dataset_path, fault, fix)
+        if entry.name in names:
+            message = f"{entry.key}.name: another dataset is called {entry.name} too"
+            raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
+        names.add(entry.name)
+
+
+def check_mixture(sources: Sequence[WeightedSource]) -> None:
+    """Each part of a mixture has a weight, or each has a budget."""
+    with_weight = [source.weight is not None for source in sources]
+    with_tokens = [source.tokens is not None for source in sources]
+    for number, (weight, tokens) in enumerate(zip(with_weight, with_tokens, strict=True)):
+        key = f"training.datasets.{number}"
+        if weight == tokens:
+            what = "has both weight and tokens" if weight else "has neither weight nor tokens"
+            raise ConfigError(key, f"{key}: {what}\n  fix: give one of the two")
+        if tokens != with_tokens[0]:
+            raise ConfigError(
+                key, f"{key}: weights and tokens are mixed\n  fix: give all the same of the two"
+            )
+
+
+def check_budgets(training: Training) -> None:
+    """The job takes no more tokens than its sources are to give."""
+    budget = sum(source.tokens or 0 for source in training.datasets)
+    per_step = training.global_batch_size * training.seq_len
+    check(
+        budget == 0 or training.steps * per_step <= budget,
+        "training.steps",
+        training.steps,
+        f"takes {training.steps * per_step:,} tokens, but training.datasets give {budget:,}",
+        f"set it to {budget // per_step}, or raise their tokens",
+    )
+
+
+def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: int) -> None:
+    """Each prompt is another, has a token, and fits a sequence with the tokens that follow it."""
+    for number, prompt in enumerate(validation.sample_prompts):
+        key, length = f"validation.sample_prompts.{number}", len(prompt_tokens(tokenizer, prompt))
+        is_new = prompt not in validation.sample_prompts[:number]
+        check(is_new, key, prompt, "is there already, and gives the same text", "write it once")
+        check(length > 0, key, prompt, "is no token, and the tokenizer has no BOS", "write a text")
+        check(
+            length + validation.sample_tokens <= seq_len,
+            key,
+            prompt,
+            f"its {length} tokens and validation.sample_tokens = {validation.sample_tokens} are "
+            f"more than training.seq_len = {seq_len}",
+            "shorten it, or lower validation.sample_tokens",
+        )
+
+
+def check_validation_data(validation: Validation) -> None:
+    """All of a dataset can be read only if it is known how much that is."""
+    key, count = "validation.num_samples", validation.num_samples
+    streamed = [entry.name for entry in entries(validation, "validation") if is_streamed(entry)]
+    check(
+        count > 0 or (count == -1 and not streamed),
+        key,
+        count,
+        f"{streamed[0]} is streamed: it has no known end" if streamed else "must be positive or -1",
+        "set a number of sequences",
+    )
+
+
+def idle_source_options(config: JobConfig) -> Iterator[str]:
+    """Say which keys differ from their default and have no effect, and why.
+
+    Args:
+        config: whose datasets are known.
+    """
+    training = entries(config.training, "training")
+    held_out = entries(config.validation, "validation") if config.validation.enable else []
+    have_rows = set()
+    for entry in (*training, *held_out):
+        spec = find_dataset(entry.source.dataset)
+        assert spec is not None
+        have_rows.add(spec.path != "none" and not spec.has_tokens)
+        why, keys = "is read by dataset_format", ["dataset_column"]
+        if spec.path == "none":
+            why, keys = "has no rows", ["dataset_column", "dataset_format"]
+        elif spec.has_tokens:
+            why, keys = "holds tokens", ["dataset_column", "dataset_format"]
+        elif not entry.source.dataset_format:
+            continue
+        for key in keys:
+            value = getattr(entry.source, key)
+            if value != Source.model_fields[key].default:
+                yield f"{entry.key}.{key} = {shown(value)} has no effect: {entry.name} {why}"
+    if have_rows == {False} and config.model.chat_template_path:
+        path = config.model.chat_template_path
+        yield f"model.chat_template_path = {shown(path)} has no effect: no source has conversations"
+    are_streamed = {is_streamed(entry) for entry in training}
+    any_streamed = are_streamed | {is_streamed(entry) for entry in held_out}
+    unused = []
+    if True not in are_streamed:
+        unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
+    if True not in any_streamed:  # a cache is not made of bad records
+        unused.append(("max_bad_records", "no source is streamed"))
+    if any_streamed == {True}:
+        unused.append(("token_cache_folder", "every source is streamed"))
+    for key, why in unused:
+        value = getattr(config.training, key)
+        if value != Training.model_fields[key].default:
+            yield f"training.{key} = {shown(value)} has no effect: {why}"

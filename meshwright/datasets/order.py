@@ -3,6 +3,9 @@
 import functools
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -53,3 +56,67 @@ def permutation(n: int, *key: int) -> npt.NDArray[np.int64]:
     # its stream of bits is fixed for good (NEP 19), unlike numpy's shuffle
     bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
     return np.argsort(bits, kind="stable")
+
+
+class Mixture:
+    """Draws sources so that after n draws each has been drawn n times its share, to within one.
+
+    Source: Tijdeman 1980, "The chairman assignment problem", Discrete Mathematics 32: of the
+    sources that are far enough behind their share, the one that would first fall a whole sample
+    behind. The distance stays at or below 1 - 1/(2K - 2) for K sources, at every n. It is computed
+    in whole numbers, so it does not drift.
+
+    Args:
+        weights: any positive numbers; only their ratio counts, exact in their decimal digits.
+        counts: draws so far, by source, as draws with these weights made them.
+    """
+
+    def __init__(self, weights: Sequence[float], counts: Sequence[int] = ()) -> None:
+        fractions = [Fraction(str(weight)) for weight in weights]
+        scale = math.lcm(*(fraction.denominator for fraction in fractions))
+        whole = [int(fraction * scale) for fraction in fractions]
+        self.counts = list(counts) or [0] * len(weights)
+        self._sources = _draws(whole, self.counts)
+
+    def draw(self) -> int:
+        """Return the source of the next sample."""
+        source = next(self._sources)
+        self.counts[source] += 1
+        return source
+
+
+def _draws(weights: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
+    """Yield the sources of all draws that follow `counts`, without end.
+
+    A task is to draw source k, of weight w, once more after c times. With the total weight T and
+    d = 2K - 2, the task is open from draw T(cd + 1) / (wd) on, and due at T((c + 1)d - 1) / (wd).
+    Each draw does the open task that is due first; of equals, the first source's. Two heaps
+    find it in log K steps, without a look at every source.
+    """
+    sources, total, n = len(weights), sum(weights), sum(counts)
+    d = max(2 * sources - 2, 1)
+    count = list(counts)
+    # Heaps of single numbers, as they are compared much faster than tuples: value * K + k.
+    # The factor T / d, common to all dues, is left out; the multiple makes them whole.
+    multiple = math.lcm(*weights)
+    due_step = [multiple // weight * d * sources for weight in weights]
+    due = [
+        multiple // weight * ((c + 1) * d - 1) * sources + k
+        for k, (weight, c) in enumerate(zip(weights, count, strict=True))
+    ]
+
+    def opens(k: int) -> int:
+        """Return the first draw, rounded up, at which the next task of source k is open; with k."""
+        return -(-total * (count[k] * d + 1) // (weights[k] * d)) * sources + k
+
+    waiting, ready = [opens(k) for k in range(sources)], list[int]()
+    heapify(waiting)
+    while True:
+        n += 1
+        while waiting and waiting[0] < (n + 1) * sources:
+            heappush(ready, due[heappop(waiting) % sources])
+        k = heappop(ready) % sources
+        count[k] += 1
+        due[k] += due_step[k]
+        heappush(waiting, opens(k))
+        yield k

@@ -1,17 +1,17 @@
 """Sample i of the job: a function of the config and i, not of who reads it."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.mixing import Mixture
 from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.order import Mixture
 from meshwright.datasets.sample import Sample, SampleRules
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace, StreamedSamples
-from meshwright.errors import RecordError
-from meshwright.log import logger
+from meshwright.system.errors import RecordError
+from meshwright.system.log import logger
 
 
 @dataclass(frozen=True)
@@ -170,3 +170,32 @@ class SampleStream:
             return True
         common = math.gcd(self._batch, num_shards)
         return any(slot % common == shard % common for slot in self._slots)
+
+
+def find_samples(
+    source: OpenSource, first: int, last: int, rules: SampleRules, before: tuple[int, Cursor]
+) -> Iterator[Sample]:
+    """Samples `first` to `last` of `source`, as the job reads them; counted over all epochs.
+
+    Samples of a cached source are read at once. Of a streamed one, the shards that hold them are
+    read from `before` on.
+
+    Args:
+        before: how many samples of the source, at most `first`, had been read at some place, and
+            that place; (0, Cursor()) is the start.
+    """
+    if isinstance(source, CachedSource):
+        cached = CachedSamples(source.cache, rules.length, rules.seed)
+        yield from (cached.read(index) for index in range(first, last + 1))
+        return
+    count, cursor = before
+    places: dict[int, ShardPlace] = dict(cursor.places.get(source.entry.name, {}))
+    # of bad records, the job has decided already
+    streamed = StreamedSamples(source, rules, pass_over=lambda error: None, places=places)
+    # sample i is the next one of shard i modulo their number
+    wanted = {index % source.num_shards for index in range(first, last + 1)}
+    for index in range(count, last + 1):
+        if index % source.num_shards in wanted:
+            sample = streamed.read(index % source.num_shards)
+            if index >= first:
+                yield sample

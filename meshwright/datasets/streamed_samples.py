@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Reader
-from meshwright.datasets.entry import Document
-from meshwright.datasets.hf_rows import may_pass
+from meshwright.datasets.documents import Document, Reader
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
 from meshwright.datasets.sample import Sample, SampleRules, to_sample
-from meshwright.errors import RecordError
-from meshwright.file_system import RETRY_AFTER_S
-from meshwright.log import logger
+from meshwright.datasets.sources.huggingface import may_pass
+from meshwright.system.errors import RecordError
+from meshwright.system.files import RETRY_AFTER_S
+from meshwright.system.log import logger
 
 PassOver = Callable[[RecordError], None]
 """Called with a record that is to be passed over; raises if it is not to be."""

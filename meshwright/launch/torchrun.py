@@ -21,9 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
-from meshwright.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from meshwright.history import note_missing_end
-from meshwright.launch.exit_codes import (
+from meshwright.launch.watch import Watch, tail, try_to_write
+from meshwright.metrics.records import note_missing_end
+from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
+from meshwright.system.exit_codes import (
     BY_TORCHRUN,
     LOST_PEER,
     OWN_CODES,
@@ -32,7 +33,8 @@ from meshwright.launch.exit_codes import (
     code_of_request,
     exit_code,
 )
-from meshwright.launch.process import (
+from meshwright.system.log import SPEAK_EVERY_S, TERMINAL, logger, print_error
+from meshwright.system.processes import (
     FROM_LAUNCHER,
     HEARTBEATS,
     LAUNCHER,
@@ -40,8 +42,6 @@ from meshwright.launch.process import (
     before_training,
     stop_signals,
 )
-from meshwright.launch.watch import Watch, tail, try_to_write
-from meshwright.log import SPEAK_EVERY_S, TERMINAL, logger, print_error
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's environment variable for the beginning of every line of a rank."""
@@ -253,9 +253,15 @@ def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
 
 
 TAIL_LINES = 20
+
+
 TAIL_BYTES = 2**20
+
+
 STDERR = "*/attempt_*/{}/stderr.log"
 """Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
+
+
 FAULT = "Fatal Python error"
 """How Python begins to say where it was when C++ ended it."""
 

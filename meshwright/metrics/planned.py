@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.config.job_config import JobConfig
-from meshwright.log import logger
+from meshwright.system.log import logger
 
 PLAN = "plan.json"
 """In the dump folder: the output of `meshwright plan --json`."""
+
+
 GIB = 2**30
+
+
 T = TypeVar("T")
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.file_system import whole_file
-from meshwright.log import logger
-from meshwright.metrics.record import Record, Sink, Texts, TextSink
+from meshwright.metrics.records import Record, Sink, Texts, TextSink
+from meshwright.system.files import whole_file
+from meshwright.system.log import logger
 
 
 class Spared:

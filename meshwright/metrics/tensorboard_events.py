@@ -13,10 +13,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as protos
 
-from meshwright.metrics.record import Record, Texts
+from meshwright.metrics.records import Record, Texts
 from meshwright.metrics.sinks import WholeRecords
 
 SCALARS = (bool, int, float, str)
+
+
 SHOWN_BESIDE = ("loss/train", "validation/loss")
 """Figures in the table of hyperparameters."""
 

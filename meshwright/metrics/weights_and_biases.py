@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import config_error
-from meshwright.metrics.record import Record, Texts
+from meshwright.metrics.records import Record, Texts
+from meshwright.system.errors import config_error
 
 RUN_ID = "wandb_run_id"
 """File in the dump folder that names the run, so that a resumed job continues it."""

@@ -1,24 +1,30 @@
 """A model's dimensions as users write them in `model.args`, and as a table. Free of torch."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-from meshwright.errors import divisors_of
-from meshwright.models.table import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    FeedForwardSpec,
-    RopeSpec,
-)
+from meshwright.models.table import AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, RopeSpec
+
+
+def divisors_of(number: int) -> str:
+    """Return the divisors of a positive number as a choice: "1, 2, 4 or 8"."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    *first, last = map(str, sorted({*small, *(number // n for n in small)}))
+    return f"{', '.join(first)} or {last}" if first else last
+
 
 LARGEST = 2**31
 """Above this a dimension is a slip of the finger."""
+
+
 MOST_LAYERS = 10_000
 """Above this so is their number: each has its place in the table."""
+
+
 STD = 0.02
 """Of the initial values of most matrices."""
 

@@ -4,11 +4,70 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.args import DecoderArgs
-from meshwright.models.layers.block import Block
-from meshwright.models.layers.document_mask import build_mask, positions_in_document
-from meshwright.models.layers.mixed import Embedding, RMSNorm
-from meshwright.models.layers.projection import Projection, TiedProjection
-from meshwright.models.layers.rope import rope_cache
+from meshwright.models.attention import Attention, rope_cache
+from meshwright.models.document_mask import Mask, build_mask, positions_in_document
+from meshwright.models.layers import Embedding, FeedForward, Linear, RMSNorm
+from meshwright.models.loss import SummedLoss
+from meshwright.models.table import BlockSpec
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the residual stream.
+
+    Norms are of the input of each (Xiong et al. 2020, arXiv:2002.04745), or of its output (OLMo
+    Team 2024, arXiv:2501.00656, section 3.2).
+    """
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.norm = spec.norm
+        self.attention_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
+        self.attention = Attention(spec.attention)
+        self.ffn_norm = RMSNorm(spec.attention.dim, eps=spec.norm_eps)
+        self.feed_forward = FeedForward(spec.feed_forward)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        if self.norm == "post":
+            x = x + self.attention_norm(self.attention(x, cos, sin, mask))
+            return x + self.ffn_norm(self.feed_forward(x))
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Projection(Linear):
+    """A projection with a weight of its own.
+
+    `loss` knows how to multiply by the weight, so that tensor parallelism has one thing to replace.
+    """
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size)
+        self.loss = SummedLoss()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, V) logits, or with (B, S) labels their summed loss."""
+        return _project(self.loss, x, self.weight, labels)
+
+
+class TiedProjection(nn.Module):
+    """A projection by a weight that belongs to another module, the embedding.
+
+    Source: Press and Wolf 2016, arXiv:1608.05859. It holds no second name of the weight, because
+    sharing does not survive the move from meta, which gives every module tensors of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = SummedLoss()
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As `Projection`'s, with (V, D) weight."""
+        return _project(self.loss, x, weight, labels)
+
+
+def _project(loss: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+    return loss.logits(x, weight) if labels is None else loss(x, weight, labels)
 
 
 class Decoder(nn.Module):

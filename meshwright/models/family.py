@@ -1,11 +1,268 @@
 """All in which model families differ, one record each. Free of torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from meshwright.models.args import DecoderArgs
-from meshwright.models.foreign import MetaForm, TorchtitanForm
-from meshwright.models.hugging_face import HuggingFaceForm
+from meshwright.models.args import DecoderArgs, RopeScaling
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A parameter's name in the file, and its layout there."""
+
+    name: str
+    shape: tuple[int, ...]
+    head_dim: int | None = None
+    """If given, the rows of each head, which are so many, are for a rotation of (i, i + H/2); ours
+    are for one of (2i, 2i + 1)."""
+    copies: tuple[str, ...] = ()
+    """Other names under which the files may hold it once more."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One of a model's dimensions, as a file gives it."""
+
+    key: str
+    """Its name in the file."""
+    value: Any
+
+
+def positive(key: str, value: object) -> int:
+    """Return the value of a file's key; raise `ValueError` unless it is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a positive integer")
+    return value
+
+
+class MetaForm(Protocol):
+    """A model family in the form of Meta's folders: names of tensors are ours, others its keys."""
+
+    def read_params(self, params: Mapping[str, Any]) -> dict[str, Dimension]:
+        """Read a params.json as the dimensions of our model, by our names, as far as it has them.
+
+        Raises:
+            ValueError: if our model is not that function, or a key is missing.
+        """
+
+    def same(self, name: str, ours: object, theirs: object) -> bool:
+        """Return whether the dimension `name` equals the one that `read_params` gives."""
+
+    def copy_of(self, name: str, args: DecoderArgs) -> str | None:
+        """Under which other name the files may hold the parameter `name` once more."""
+
+    def is_needless(self, name: str) -> bool:
+        """Return whether a tensor that no parameter is made of may be in the files all the same."""
+
+
+class TorchtitanForm(Protocol):
+    """A model family in the form of torchtitan's checkpoints, which differ from ours in names."""
+
+    PREFIXES: tuple[str, ...]
+    """An optional prefix of all names."""
+    OF_MODEL: tuple[str, ...]
+    """The beginnings of parameters' names, after the prefix; others are not the model's."""
+
+    def names(self, ours: str) -> Iterator[str]:
+        """Its versions' names of our parameter, without prefix."""
+
+
+MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+"""Our name of a module and theirs, as most families have them; {} is the layer."""
+
+
+TIED = "tok_embeddings.weight"
+"""Our parameter that is the output projection too, where embeddings are tied."""
+
+
+INTEGERS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
+"""Fields of `RopeScaling`, and the keys of rope_scaling or rope_parameters."""
+
+
+ROPE_KEYS = {"rope_type", "type", "rope_theta", *SCALING.values()}
+"""Keys of those tables; others would be another rotation."""
+
+
+PARTIAL = "partial_rotary_factor"
+"""Such a key, or one of config.json itself, that says nothing if it is 1."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceForm:
+    """Names of a family's modules, and keys of its config.json."""
+
+    model_type: str
+    """The family's name in config.json."""
+    architecture: str
+    """Its class in transformers."""
+    modules: Mapping[str, str]
+    """Our name of a module and theirs; {} is the layer."""
+    rotated: tuple[str, ...]
+    """Ends of the names of our modules whose rows are turned by position: transformers pairs row i
+    of a head with i + H/2, Meta and we pair 2i with 2i + 1."""
+    fixed: Mapping[str, object]
+    """Keys of config.json that can have but one value for our model; absent, they have it."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that are absent, where transformers has others than most families."""
+    stretched_rope_type: str | None = None
+    """rope_type of config.json where wavelengths are stretched, as `RopeScaling` says; None: they
+    never are."""
+
+    def tensors(self, args: DecoderArgs) -> dict[str, ForeignTensor]:
+        """Return every parameter of the plain model, in its order."""
+        found = {}
+        for name, shape in args.parameter_shapes().items():
+            module = name.removesuffix(".weight")
+            layer = module.split(".")[1] if module.startswith("layers.") else ""
+            theirs = self.modules[module.replace(f".{layer}.", ".{}.", 1) if layer else module]
+            found[name] = ForeignTensor(
+                f"{theirs.format(layer)}.weight",
+                shape,
+                args.table.rope.head_dim if module.endswith(self.rotated) else None,
+                (f"{self.modules['output']}.weight",)
+                if name == TIED and args.tie_embeddings
+                else (),
+            )
+        return found
+
+    def is_needless(self, name: str) -> bool:
+        """Return whether a tensor may be in the files without belonging to a parameter, as buffers
+        of old files that follow from config.json."""
+        return name.endswith("rotary_emb.inv_freq")
+
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        """Read a config.json as the dimensions of our model, by our names; an absent key
+        means transformers' default.
+
+        Raises:
+            ValueError: if our model is not that function, or a key is missing.
+        """
+        if config.get("model_type") != self.model_type:
+            raise ValueError(f"model_type is {config.get('model_type')!r}, not {self.model_type!r}")
+        for key, only in self.fixed.items():
+            if config.get(key, only) != only:
+                raise ValueError(f"{key} is {config[key]!r}; this model has {only!r} alone")
+        if config.get("quantization_config"):
+            raise ValueError("quantization_config: the weights are quantized")
+        if config.get(PARTIAL) not in (None, 1):
+            raise ValueError(f"{PARTIAL} is {config[PARTIAL]!r}, which this model has not")
+        layer_types = config.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise ValueError(f"layer_types is {layer_types!r}, not a list")
+        for kind in layer_types:
+            if kind != "full_attention":
+                raise ValueError(f"layer_types has {kind!r}; this model has full_attention alone")
+        found = self._read_integers(config)
+        rope, rope_key = config.get("rope_parameters"), "rope_parameters"
+        if rope is None:
+            rope, rope_key = config.get("rope_scaling"), "rope_scaling"
+        rope = rope or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{rope_key} is {rope!r}, not a table")
+        theta_key = "rope_parameters.rope_theta" if "rope_theta" in rope else "rope_theta"
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        eps = config.get("rms_norm_eps", self.defaults.get("rms_norm_eps", 1e-6))
+        numbers = {
+            "norm_eps": Dimension("rms_norm_eps", eps),
+            "rope_theta": Dimension(theta_key, theta),
+        }
+        for name, dimension in numbers.items():
+            if type(dimension.value) not in (int, float):
+                raise ValueError(f"{dimension.key} is {dimension.value!r}, not a number")
+            found[name] = Dimension(dimension.key, float(dimension.value))
+        scaling = self._read_scaling(rope, rope_key)
+        if self.stretched_rope_type:
+            found["rope_scaling"] = Dimension(rope_key, scaling)
+        tied = config.get("tie_word_embeddings", False)
+        found["tie_embeddings"] = Dimension("tie_word_embeddings", bool(tied))
+        return found
+
+    def _read_integers(self, config: Mapping[str, Any]) -> dict[str, Dimension]:
+        found = {}
+        for ours, theirs in INTEGERS.items():
+            value = config.get(theirs)
+            if value is None and theirs == "num_key_value_heads":
+                value = config.get("num_attention_heads")
+            found[ours] = Dimension(theirs, positive(theirs, value))
+        head_dim = config.get("head_dim", self.defaults.get("head_dim"))
+        if head_dim is None:
+            head_dim = found["dim"].value // found["n_heads"].value
+        found["head_dim"] = Dimension("head_dim", positive("head_dim", head_dim))
+        return found
+
+    def _read_scaling(self, rope: Mapping[str, Any], rope_key: str) -> RopeScaling | None:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        stretched = self.stretched_rope_type
+        if kind not in ("default", stretched) or kind is None:
+            kinds = f"default and {stretched}" if stretched else "default alone"
+            raise ValueError(f"{rope_key}.rope_type is {kind!r}; this model has {kinds}")
+        for key, value in rope.items():
+            if key not in ROPE_KEYS and value is not None and (key, value) != (PARTIAL, 1):
+                raise ValueError(f"{rope_key}.{key} is {value!r}, which this model has not")
+        if kind == "default":
+            return None
+        values = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
+        for ours, value in values.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"{rope_key}.{SCALING[ours]} is {value!r}, not a number")
+        return RopeScaling(**values)  # type: ignore[arg-type]  # numbers, as was just seen
+
+    def write_config(self, args: DecoderArgs, seq_len: int) -> dict[str, Any]:
+        """config.json, in the spelling that transformers 4 and 5 both read, without the storage
+        type of weights and the special tokens.
+
+        Args:
+            seq_len: of training; with stretched wavelengths the context is the stretched length.
+        """
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.fixed,
+            **{theirs: getattr(args, ours) for ours, theirs in INTEGERS.items()},
+            "head_dim": args.table.rope.head_dim,
+            "rms_norm_eps": args.norm_eps,
+            "rope_theta": args.rope_theta,
+            "rope_scaling": None,
+            "tie_word_embeddings": args.tie_embeddings,
+            "max_position_embeddings": seq_len,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+        if scaling := args.table.rope.scaling:
+            stretching = RopeScaling(*scaling)
+            table = {theirs: getattr(stretching, ours) for ours, theirs in SCALING.items()}
+            config["rope_scaling"] = {"rope_type": self.stretched_rope_type, **table}
+            stretched = round(stretching.factor * stretching.original_seq_len)
+            config["max_position_embeddings"] = max(seq_len, stretched)
+        return config
 
 
 @dataclass(frozen=True)

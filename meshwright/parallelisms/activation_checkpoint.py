@@ -13,12 +13,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.config.job_config import SAVED_OPS, ActivationCheckpoint
-from meshwright.errors import check
+from meshwright.config.parallelism import SAVED_OPS, ActivationCheckpoint
+from meshwright.system.errors import check
 
 Operator = Callable[..., Any]
 """Of torch.ops: one overload, or an operator of higher order, which has none."""
+
+
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+
 
 MESHES_HAVE_NO_SIZE = "unsafe_treat_script_objects_as_zero_size"
 """Option of torch.compile, there in torch 2.13, not in 2.11: without it the compiler refuses to

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import Batch
-from meshwright.config.job_config import Training
+from meshwright.config.training import Training
+from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.pipeline_split import stages_of_rank
-from meshwright.sharded import is_fsdp
+from meshwright.parallelisms.rules.stages import stages_of_rank
+from meshwright.parallelisms.shards import is_fsdp
 
 if TYPE_CHECKING:
-    from meshwright.parallelisms.pipeline_parallel import Pipeline
+    from meshwright.parallelisms.pipeline import Pipeline
 
 
 class LocalModel(nn.Module):
@@ -133,7 +133,7 @@ def build_local_model(
             parameter.requires_grad_(name not in parts.frozen)
     if num_stages == 1:
         return LocalModel([stages[0]])
-    from meshwright.parallelisms.pipeline_parallel import Pipeline  # torch's part takes a while
+    from meshwright.parallelisms.pipeline import Pipeline  # torch's part takes a while
 
     pipeline = Pipeline(
         stages,

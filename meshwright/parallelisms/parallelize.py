@@ -1,35 +1,106 @@
 """The order in which a model is made parallel."""
 
-from collections.abc import Collection
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import torch
+from torch.compiler import config
 
-from meshwright.config.conditions import (
+from meshwright.config.job_config import (
     is_compiled,
     needs_fsdp_alone,
     wants_cpu_attention,
     wants_cpu_products,
 )
-from meshwright.config.job_config import (
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    Parallelism,
-    Training,
-)
+from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
+from meshwright.config.training import Training
+from meshwright.models.attention import CausalAttention
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import cpu_attention
-from meshwright.models.layers.attention import CausalAttention
-from meshwright.native import onednn_products
-from meshwright.parallelisms import (
-    activation_checkpoint,
-    context_parallel,
-    data_parallel,
-    float8,
-    precision,
-)
-from meshwright.parallelisms.compile_cache import tell_code_apart
+from meshwright.models.kernels import cpu_attention, onednn_products
+from meshwright.parallelisms import activation_checkpoint, context_parallel, data_parallel
+from meshwright.parallelisms import data_parallel as precision
 from meshwright.parallelisms.meshes import Meshes
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Hold back warnings while torchao is imported: of kernels that it cannot load, none of which
+    is needed here, and of a function of torch's that it should not call."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [one.level for one in noisy]
+    for one in noisy:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in zip(noisy, levels, strict=True):
+            one.setLevel(level)
+
+
+def apply_float8(model: Decoder, names: Collection[str], options: Float8) -> str:
+    """Have the linear layers of these names multiply in float8, in place.
+
+    Parameters keep their names and types. A layer rounds its input, its weight and the gradient of
+    its output to e4m3 (tensorwise: the gradient to e5m2), each scaled to the range of the type,
+    and the products are bf16. Source: Micikevicius et al. 2022, arXiv:2209.05433 (the types).
+
+    Args:
+        names: of the whole model's layers; a stage of a pipeline takes its own.
+
+    Returns:
+        A line for the log.
+    """
+    with quiet_torchao():  # here, for it is optional, and its import takes 2 s
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name(options.recipe_name)
+    convert_to_float8_training(
+        model,
+        config=dataclasses.replace(recipe, emulate=options.emulate),
+        module_filter_fn=lambda _, name: name in names,
+    )
+    is_rowwise = options.recipe_name == "rowwise"
+    return (
+        f"float8: {sum(name in names for name, _ in model.named_modules())} layers, "
+        f"{options.recipe_name}"
+        + ", emulated" * options.emulate
+        + "; losses depend on the mesh and on the local batch" * (not is_rowwise)
+    )
+
+
+OURS = Path(__file__).parents[1]
+
+
+FOLDERS = ("models", "parallelisms")
+"""Of the code that graphs are made of."""
+
+
+def tell_code_apart() -> None:
+    """Let a graph be found again only by the code that made it, and on a CPU of that kind.
+
+    Of our operators and policies of recomputation torch's key has the names alone, and not the
+    gradients and layouts, which are part of the graph: another version of Meshwright would train
+    with those of the one before. The key also leaves out the vector instructions that a graph's C++
+    is written for. On another CPU that shares the cache such graphs do not compile, or write beyond
+    the ends of tensors. What the user has put into the key stays.
+    """
+    tag = f"{_hash_of_code()} {torch.backends.cpu.get_cpu_capability()}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
+
+
+@cache
+def _hash_of_code() -> str:
+    found = hashlib.sha256()
+    for folder in FOLDERS:
+        for path in sorted((OURS / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return f" meshwright {found.hexdigest()[:16]}"
 
 
 def parallelize(
@@ -65,7 +136,7 @@ def parallelize(
     """
     applied: list[str] = []
     if float8_options.enable:
-        applied.append(float8.apply_float8(model, float8_layers, float8_options))
+        applied.append(apply_float8(model, float8_layers, float8_options))
     if meshes.tp.size() > 1:
         from meshwright.parallelisms import tensor_parallel  # with DTensors: 0.4 s
 

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-# As torch's functional collectives find it: an operator cannot be given a group, only its name.
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.models.layers.attention import repeat_heads
+from meshwright.models.attention import repeat_heads
 
 SEQUENCE = 2
 """Of (B, N, S, H), the dimension that is cut."""
 
+
 aten = torch.ops.aten
+
 
 Kernel = Callable[..., tuple[Tensor, ...]]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.sharded import is_dtensor, is_fsdp
+from meshwright.parallelisms.shards import is_dtensor, is_fsdp
 
 SPARE_SLOTS = 8
 """More than FSDP2 has tensors of collectives at a time, besides those that are gathered early."""

@@ -1,14 +1,16 @@
 """Tensor and sequence parallelism: each rank has a part of every matrix and of the sequence."""
 
+import functools
 import inspect
 import warnings
+from typing import cast
 
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,11 +20,81 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.models.decoder import Decoder
-from meshwright.models.layers.projection import Projection
+from meshwright.models.decoder import Decoder, Projection
+from meshwright.models.loss import SummedLoss, rows_at
 from meshwright.models.table import Layout
-from meshwright.parallelisms.norm_over_ranks import NormOverRanks
-from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
+from meshwright.parallelisms.meshes import all_gather
+
+
+class VocabularyParallelLoss(SummedLoss):
+    """A loss of which each rank computes the logits of its own rows of the weight.
+
+    Ranks exchange two numbers per token: the log of their sum of exponentials, and the label's
+    logit. Each then has the whole loss, and its part of the gradients. Collective over `mesh`.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
+        """(B, S/tp, D), a weight cut along the vocabulary -> (B, S, V), the same on every rank.
+
+        Args:
+            at: (B,) positions in the whole sequences, as `SummedLoss.logits` takes them.
+        """
+        x, own = rows_at(self._gathered(x), at), cast(DTensor, weight).to_local()
+        shape = torch.Size((*x.shape[:2], weight.shape[0]))
+        strides = (shape[1] * shape[2], shape[2], 1)
+        logits = DTensor.from_local(
+            super().logits(x, own), self.mesh, [Shard(2)], shape=shape, stride=strides
+        )
+        return logits.redistribute(placements=[Replicate()]).to_local().contiguous()
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """(B, S/tp, D), a weight cut along the vocabulary, (B, S) -> () fp32."""
+        rows_per_rank = -(-weight.shape[0] // self.mesh.size())  # as `Shard` cuts
+        first = min(self.mesh.get_local_rank() * rows_per_rank, weight.shape[0])
+        own = cast(DTensor, weight).to_local()
+        chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
+        x = self._gathered(x)
+        return self.of_rows(x, own, labels, chunk_tokens=chunk_tokens, first=first)
+
+    def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        both = all_gather(torch.stack([log_sum, own]).unsqueeze(0), self.mesh)  # (tp, 2, tokens)
+        return both[:, 0].logsumexp(0), both[:, 1].amax(0)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """(B, S/tp, D) -> (B, S, D), where a gradient is this rank's summand."""
+        whole = DTensor.from_local(x, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+
+class NormOverRanks(nn.Module):
+    """An RMS norm of vectors of which each rank has a part, (B, S, W/tp).
+
+    Ranks exchange their sums of squares, one number per token and rank, forward and backward. The
+    gradient of a rank's part of the weight needs no other rank.
+    """
+
+    def __init__(self, norm: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        assert isinstance(norm, nn.RMSNorm)
+        assert norm.eps is not None
+        self.weight = nn.Parameter(distribute_tensor(norm.weight, mesh, [Shard(0)]))
+        self.eps, self.width, self.mesh = norm.eps, norm.weight.numel(), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, W/tp) -> (B, S, W/tp)."""
+        wide = x.float()
+        own = wide.square().sum(-1, keepdim=True).unsqueeze(0)  # (1, B, S, 1)
+        # gathered and added up here, not summed by DTensor: up to torch 2.11 its backward would
+        # leave out the other ranks' gradients of the sum. One by one, since the gradient of `sum`
+        # is expanded, and torch 2.11 sends only dense tensors.
+        square_sum = functools.reduce(torch.add, all_gather(own, self.mesh).unbind(0))
+        weight = cast(DTensor, self.weight).to_local()
+        return (wide * torch.rsqrt(square_sum / self.width + self.eps) * weight).type_as(x)
 
 
 def apply_tp(model: Decoder, mesh: DeviceMesh) -> str:

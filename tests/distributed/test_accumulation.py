@@ -3,11 +3,11 @@
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.batch import Batch
-from meshwright.health import BadStepDetector
+from meshwright.models.batch import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions, train_step
 from tests.distributed.test_step import adamw, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.tiny import parallel_model

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright import agreement
-from meshwright.agreement import check_agreement
-from meshwright.checkpoint import commit, shared_folder
+from meshwright.checkpoint import commit
+from meshwright.checkpoint import on_ranks as shared_folder
+from meshwright.checkpoint.conversion import initial_on_ranks
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
-from meshwright.errors import ConfigError, in_ranges
-from meshwright.exchange import initial_on_ranks
-from meshwright.models.layers import cpu_attention
-from meshwright.native import onednn_products
-from meshwright.preflight import preflight
+from meshwright.models.kernels import cpu_attention, onednn_products
+from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.train import agreement
+from meshwright.train.agreement import check_agreement
+from meshwright.train.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from meshwright.generation import CachedAttention
-from meshwright.models.layers.attention import CausalAttention
-from meshwright.models.layers.document_mask import dense_mask
+from meshwright.models.attention import CausalAttention
+from meshwright.models.document_mask import dense_mask
+from meshwright.models.generation import CachedAttention
 from meshwright.parallelisms.context_parallel import attend, local_positions
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.tiny import meshes_of
 
 SCALE = 0.3  # not H^-1/2

@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright.bad_steps import FILE, BadStepReporter
-from meshwright.batch import Batch
-from meshwright.config.job_config import BadSteps
+from meshwright.config.training import BadSteps
 from meshwright.datasets.sample_stream import Cursor
-from meshwright.errors import TrainingError
-from meshwright.health import BadStepDetector
-from meshwright.models.layers.loss import IGNORE
-from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.system.errors import TrainingError
+from meshwright.train.bad_steps import FILE, BadStepDetector, BadStepReporter
+from meshwright.train.trainer import StepOptions, train_step
 from tests.distributed.test_manager import logged
 from tests.distributed.test_step import (
     DEEP,

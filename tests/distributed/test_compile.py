@@ -8,10 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
 
-from meshwright.models.layers import cpu_attention
-from meshwright.native import onednn_products
+from meshwright.models.kernels import cpu_attention, onednn_products
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
 from tests.helpers.compiler import needs_compiler

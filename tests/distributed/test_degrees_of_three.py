@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.batch import Batch
-from meshwright.health import BadStepDetector
-from meshwright.models.layers.loss import IGNORE
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.models.batch import Batch
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions, train_step
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
 

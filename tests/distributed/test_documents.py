@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from meshwright.batch import Batch
-from meshwright.health import BadStepDetector
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions, train_step
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.compiler import needs_compiler

@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.batch import Batch
-from meshwright.health import BadStepDetector
+from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import fill, local_box, normal_blocks
+from meshwright.models.families import MODELS
+from meshwright.parallelisms.initialize import fill, normal_blocks
 from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.norm_over_ranks import NormOverRanks
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.specs import MODELS
-from meshwright.step import StepOptions, train_step
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.shards import local_box
+from meshwright.parallelisms.tensor_parallel import NormOverRanks
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions, train_step
 from tests.helpers.families import small
 from tests.helpers.packed import packed
 from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole

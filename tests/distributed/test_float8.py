@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from meshwright.config.job_config import Float8
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.proof.compare import BF16, BOUNDS
+from meshwright.commands.prove.compare import BF16, BOUNDS
+from meshwright.config.parallelism import Float8
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.faults import FAULTS
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, whole
 

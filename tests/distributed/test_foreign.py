@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.build import build_model, initialize_weights
 from meshwright.config.loader import load_config
-from meshwright.preflight import preflight
+from meshwright.train.build import build_model, initialize_weights
+from meshwright.train.preflight import preflight
 from tests.helpers.foreign import EVEN, args_words, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import transformers_model
 from tests.helpers.tiny import meshes_of, whole

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.layers.attention import repeat_heads
+from meshwright.models.attention import repeat_heads
 from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.context_parallel import attend, local_positions
-from meshwright.parallelisms.gathered_attention import gather, gathered_attention
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.context_parallel import (
+    attend,
+    gather,
+    gathered_attention,
+    local_positions,
+)
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.tiny import meshes_of
 
 SEQ_LEN = 32

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.system.files import Place
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.tiny import TIED, TINY, parallel_model, plain_model, whole
 
 

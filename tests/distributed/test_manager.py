@@ -28,7 +28,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.on_ranks import on_first_rank
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError, SaveError, StorageError
+from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
 from tests.helpers.files import failing_reads, flip_bit, tree
 

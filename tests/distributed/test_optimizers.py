@@ -9,15 +9,19 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.config.job_config import Optimizer
-from meshwright.health import BadStepDetector
-from meshwright.models.layers.loss import IGNORE
-from meshwright.optim.optimizer_in_backward import OptimizerInBackward
-from meshwright.optim.optimizers import build_optimizer, set_learning_rate, update
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, train_step
+from meshwright.config.training import Optimizer
+from meshwright.models.batch import Batch
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.optim.optimizers import (
+    OptimizerInBackward,
+    build_optimizer,
+    set_learning_rate,
+    update,
+)
+from meshwright.train.trainer import StepOptions, train_step
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole

@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 
-from meshwright.build import build_model
 from meshwright.config.loader import load_config
-from meshwright.log import logger
-from meshwright.preflight import preflight
+from meshwright.system.log import logger
+from meshwright.train.build import build_model
+from meshwright.train.preflight import preflight
 from tests.helpers.tiny import meshes_of
 
 FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32; through shared memory"

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from meshwright.commands.plan import calibration
+from meshwright.commands.plan.figures import curve, find_peak, flops, peaks_by_place, traffic
+from meshwright.commands.plan.ledger import PURPOSES
+from meshwright.commands.plan.rates import Measured
+from meshwright.commands.plan.simulate import run_step
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.planning import calibration
-from meshwright.planning.analysis import curve, find_peak, flops, peaks_by_place, traffic
-from meshwright.planning.ledger import PURPOSES
-from meshwright.planning.rates import Measured
-from meshwright.planning.simulate import run_step
 from tests.helpers.planning import CASES, Case, operators
 
 EXACT = (

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.batch import Batch
-from meshwright.config.job_config import Parallelism, Training
+from meshwright.config.parallelism import Parallelism
+from meshwright.config.training import Training
+from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import initialize
 from meshwright.parallelisms.data_parallel import apply_fsdp
+from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, whole
 
 

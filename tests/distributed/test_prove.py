@@ -10,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
-from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import load_config
-from meshwright.config.update import changed
-from meshwright.models.args import DecoderArgs
-from meshwright.models.llama import FLAVORS
-from meshwright.parallelisms.pipeline_split import SCHEDULES
-from meshwright.preflight import preflight
-from meshwright.proof.cases import (
+from meshwright.commands.main import main
+from meshwright.commands.prove.cases import (
     HSDP,
     KEYS,
     Case,
@@ -28,12 +21,18 @@ from meshwright.proof.cases import (
     every_mesh,
     reference_case,
 )
-from meshwright.proof.compare import BOUNDS, Reference, Verdict, compare
-from meshwright.proof.measure import LAST_RESUMED_STEP, Measurement, measure
-from meshwright.proof.prove import Row, _largest_of_layers, prove, record_references
-from meshwright.proof.shrink import HEAD_DIM, KEPT, largest_tp, shrink
-from meshwright.resolve_model import resolve_model
-from meshwright.specs import MODELS
+from meshwright.commands.prove.compare import BOUNDS, Reference, Verdict, compare
+from meshwright.commands.prove.measure import LAST_RESUMED_STEP, Measurement, measure
+from meshwright.commands.prove.prove import Row, _largest_of_layers, prove, record_references
+from meshwright.commands.prove.shrink import HEAD_DIM, KEPT, largest_tp, shrink
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.loader import load_config
+from meshwright.models.args import DecoderArgs
+from meshwright.models.families import MODELS
+from meshwright.models.families.llama import FLAVORS
+from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import resolve_model
 from tests.helpers.faults import FAULTS, MOMENT
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
@@ -270,9 +269,9 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
     monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
     cases = [case_on(tp=2), case_on(dp_shard=2)]
-    monkeypatch.setattr("meshwright.cli.prove.shrink", lambda *_: SMALL)
-    monkeypatch.setattr("meshwright.cli.prove.default_cases", lambda *_: cases)
-    monkeypatch.setattr("meshwright.cli.prove.prove", prove_with_a_break)
+    monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
+    monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)
+    monkeypatch.setattr("meshwright.commands.prove.command.prove", prove_with_a_break)
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1
@@ -286,8 +285,8 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     assert "1 of 2 cases equal one process" in page
     assert "no such luck" in page
 
-    monkeypatch.setattr("meshwright.cli.prove.default_cases", lambda *_: cases[1:])
-    monkeypatch.setattr("meshwright.cli.prove.prove", lambda *_: iter(rows[1:]))
+    monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases[1:])
+    monkeypatch.setattr("meshwright.commands.prove.command.prove", lambda *_: iter(rows[1:]))
     main()
     assert "1 of 1 cases equal one process" in capsys.readouterr().out
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.proof.ranks import RankError, RankPool
+from meshwright.commands.prove.ranks import RankError, RankPool
 
 
 def _gloo_loops() -> int:

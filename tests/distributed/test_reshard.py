@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.parallelisms.pipeline_split import SCHEDULES
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.rules.stages import SCHEDULES
 from tests.distributed.test_step import DEEP, steps_on_mesh
 from tests.distributed.test_step import SCHEDULES as OPTIONS
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES
 from tests.helpers.rounding import assert_updated_alike

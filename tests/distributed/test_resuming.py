@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_manager import contents
 from tests.distributed.test_resharding import held
 from tests.distributed.test_state import Job, assert_equal

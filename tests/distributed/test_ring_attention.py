@@ -12,15 +12,15 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.build import build_model
+from meshwright.commands.prove.cases import KEYS
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.models.layers.document_mask import dense_mask
+from meshwright.models.document_mask import dense_mask
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.context_parallel import attend, local_positions
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.preflight import preflight
-from meshwright.proof.cases import KEYS
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.build import build_model
+from meshwright.train.preflight import preflight
 from tests.helpers.tiny import SEQ_LEN, TINY, meshes_of, parallel_model
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"

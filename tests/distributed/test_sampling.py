@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from meshwright.models.llama import LlamaArgs
-from meshwright.sampling import NextToken
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.train.validation import NextToken
 from tests.distributed.test_step import SCHEDULES
 from tests.distributed.test_validation import (
     ALONE,

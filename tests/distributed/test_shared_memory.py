@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.health import BadStepDetector
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shared_memory import Slots, open_slots
-from meshwright.step import StepOptions
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions
 from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, take_steps
 from tests.helpers.tiny import TINY, parallel_model, whole
 

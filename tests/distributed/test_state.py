@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.batch import Batch
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.health import BadStepDetector
-from meshwright.models.llama import LlamaArgs
-from meshwright.optim.optimizer_in_backward import OptimizerInBackward
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, StepResult, train_step
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.optim.optimizers import OptimizerInBackward
+from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 

@@ -20,16 +20,16 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.batch import Batch
-from meshwright.config.job_config import BadSteps
-from meshwright.health import BadStepDetector
-from meshwright.models.layers.loss import IGNORE
-from meshwright.models.llama import LlamaArgs
-from meshwright.optim.optimizer_in_backward import OptimizerInBackward
+from meshwright.config.training import BadSteps
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.step import StepOptions, StepResult, train_step
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.optim.optimizers import OptimizerInBackward
+from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole

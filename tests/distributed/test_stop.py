@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
-from meshwright.errors import EXIT_INTERRUPTED
-from meshwright.launch import stop as preemption
-from meshwright.launch.process import FROM_LAUNCHER, NUDGE, STOP_SIGNALS, Requests
-from meshwright.launch.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
+from meshwright.system.errors import EXIT_INTERRUPTED
+from meshwright.system.processes import FROM_LAUNCHER, NUDGE, STOP_SIGNALS, Requests
+from meshwright.train import stop as preemption
+from meshwright.train.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from meshwright.launch import process, stop as preemption
-from meshwright.parallelisms.process_group import start_process_group
+from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
 process.JOIN_TIMEOUT_S = 1
 requests = process.Requests()
@@ -206,9 +206,9 @@ import os, sys
 from pathlib import Path
 from meshwright.launch import stop as preemption
 from meshwright.config.loader import load_config
-from meshwright.errors import TrainingError
-from meshwright.preflight import preflight
-from meshwright.train import run
+from meshwright.system.errors import TrainingError
+from meshwright.train.preflight import preflight
+from meshwright.train.job import run
 
 class Stopper:
     def write(self, record): Path(sys.argv[1], "STOP").touch()

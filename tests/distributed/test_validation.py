@@ -11,18 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from meshwright import build
-from meshwright.batch import Batch
-from meshwright.config.job_config import Source
 from meshwright.config.loader import load_config
-from meshwright.datasets.entry import Entry
+from meshwright.config.training import Source
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.opening import CachedSource
-from meshwright.models.layers.loss import IGNORE
-from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.preflight import preflight
-from meshwright.sampling import continue_prompts
-from meshwright.validation import Evaluation, evaluate
+from meshwright.models.batch import Batch
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train import build
+from meshwright.train.preflight import preflight
+from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
 from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch

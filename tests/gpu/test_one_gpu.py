@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright import hardware
+from meshwright.commands.prove.compare import BOUNDS
 from meshwright.config.loader import load_config
-from meshwright.models.layers.attention import CausalAttention, repeat_heads
-from meshwright.models.layers.loss import SummedLoss
+from meshwright.models.attention import CausalAttention, repeat_heads
+from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.gathered_attention import gathered_attention
+from meshwright.parallelisms.context_parallel import gathered_attention
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.preflight import preflight
-from meshwright.proof.compare import BOUNDS
+from meshwright.system import device as hardware
+from meshwright.train.preflight import preflight
 from tests.gpu.launch import ROOT, run
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu.cases import ONE_GPU

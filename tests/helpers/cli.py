@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from meshwright.cli.main import run
+from meshwright.commands.main import run
 
 
 def command(name: str) -> Callable[[Sequence[object]], None]:

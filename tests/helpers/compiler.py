@@ -2,6 +2,6 @@
 
 import pytest
 
-from meshwright.parallelisms.compile_choice import why_no_compiler
+from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 
 needs_compiler = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())

@@ -3,8 +3,8 @@
 import dataclasses
 
 from meshwright.models.args import DecoderArgs, RopeScaling
+from meshwright.models.families import MODELS
 from meshwright.models.family import Family
-from meshwright.specs import MODELS
 
 SCALED = RopeScaling(factor=8.0, original_seq_len=16)
 

@@ -15,19 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
-from meshwright import step, trainer
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.sample_stream import Cursor
-from meshwright.models import decoder, initialize
-from meshwright.models.layers import loss
-from meshwright.models.layers.loss import IGNORE, SummedLoss
-from meshwright.optim.optimizers import build_optimizer
-from meshwright.parallelisms import data_parallel, tensor_parallel
-from meshwright.parallelisms.pipeline_parallel import Pipeline
-from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
+from meshwright.models import decoder, loss
+from meshwright.models.loss import IGNORE, SummedLoss
+from meshwright.parallelisms import data_parallel, initialize, tensor_parallel
+from meshwright.parallelisms.pipeline import Pipeline
+from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
+from meshwright.train import trainer
+from meshwright.train import trainer as step
+from meshwright.train.optim.optimizers import build_optimizer
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def last_chunk_alone() -> Iterator[None]:
 @contextmanager
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
-    with patch("meshwright.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
+    with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
         yield
 
 
@@ -337,7 +337,7 @@ def resume_a_batch_late() -> Iterator[None]:
 @contextmanager
 def places_of_own_shards_saved() -> Iterator[None]:
     """A stream's cursor lacks the shards that only other ranks read."""
-    with patch("meshwright.proof.resume.whole_cursor", lambda cursor: cursor):
+    with patch("meshwright.commands.prove.measure.whole_cursor", lambda cursor: cursor):
         yield
 
 

@@ -9,8 +9,8 @@ import os
 import sys
 from contextlib import ExitStack
 
-from meshwright import main, trainer
-from meshwright.step import StepResult, train_step
+from meshwright.train import main, trainer
+from meshwright.train.trainer import StepResult, train_step
 from tests.helpers.faults import loss_times
 
 

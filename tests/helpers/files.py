@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from meshwright.file_system import warn_once
+from meshwright.system.files import warn_once
 
 NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 """Numbers by which file systems say that they lack a call."""
@@ -64,6 +64,6 @@ def failing_reads(name: str, number: int, times: int) -> Iterator[list[str]]:
         patch("builtins.open", failing(builtins.open)),
         patch("io.open", failing(io.open)),
         patch("os.stat", failing(os.stat)),
-        patch("meshwright.file_system.RETRY_AFTER_S", (0.0, 0.0)),
+        patch("meshwright.system.files.RETRY_AFTER_S", (0.0, 0.0)),
     ):
         yield failed

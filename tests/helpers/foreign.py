@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.families.llama import LlamaArgs
 from tests.helpers.hf import SMALL
 
 EVEN = dataclasses.replace(SMALL, vocab_size=258)  # two files hold half of each dimension

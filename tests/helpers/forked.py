@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from meshwright.proof.ranks import IMPORTED_BY_RANKS
+from meshwright.commands.prove.ranks import IMPORTED_BY_RANKS
 
 
 class Forked:
@@ -34,7 +34,7 @@ class Forked:
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.train", *IMPORTED_BY_RANKS])
+        context.set_forkserver_preload(["meshwright.train.job", *IMPORTED_BY_RANKS])
         self.process = context.Process(
             target=_become, args=(self._words, dict(env), str(cwd), self._outputs)
         )

@@ -12,7 +12,7 @@ import time
 import torch
 
 from meshwright.datasets.loader import Loader, StepData
-from meshwright.main import main
+from meshwright.train.main import main
 
 HOLD_AFTER = float(os.environ.get("HOLD_AFTER", "inf"))
 next_of_loader = Loader.__next__

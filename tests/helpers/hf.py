@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.exchange.hf_read import HuggingFaceWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import BARE, records_of
 from tests.helpers.families import cases, family_of
 

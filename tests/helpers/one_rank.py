@@ -2,13 +2,12 @@
 
 import torch
 
-from meshwright.batch import Batch
-from meshwright.health import BadStepDetector
-from meshwright.models.initialize import initialize
+from meshwright.models.batch import Batch
+from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes
-from meshwright.preflight import Plan
-from meshwright.step import StepResult
-from meshwright.trainer import Trainer
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.preflight import Plan
+from meshwright.train.trainer import StepResult, Trainer
 
 
 class OneRank:

@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.commands.plan import torch_names
+from meshwright.commands.plan.figures import find_peak, flops, traffic
+from meshwright.commands.plan.predict import in_processes
+from meshwright.commands.plan.simulate import Rank, Simulation, plan_job, simulate
+from meshwright.commands.plan.trace import Operator
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.planning import torch_names
-from meshwright.planning.analysis import find_peak, flops, traffic
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import in_processes
-from meshwright.planning.simulate import Rank, Simulation, simulate
-from meshwright.planning.work import Operator
-from meshwright.preflight import Plan
+from meshwright.train.preflight import Plan
 
 BASE = {
     "job.config_file": "train_configs/debug_model.toml",

@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshwright.commands.plan.devices import GIB, find_device
+from meshwright.commands.plan.predict import predict
+from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.loader import load_config
-from meshwright.planning.devices import GIB, find_device
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import predict
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "h100"

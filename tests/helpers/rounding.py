@@ -2,7 +2,7 @@
 
 import torch
 
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.families.llama import LlamaArgs
 from tests.helpers.tiny import SEQ_LEN, TINY
 
 ROUNDOFF = 2.0**-24

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from meshwright import main
 from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.datasets.loader import Loader
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.models import decoder
+from meshwright.train import main
 
 
 def stall(way: str) -> None:

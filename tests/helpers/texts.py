@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets.documents import IndexedDocuments
-from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.entry import Document, Entry, Messages
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source
+from meshwright.datasets.documents import Document, Entry, IndexedDocuments, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
+from meshwright.datasets.sample import Encoder
+from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
-from meshwright.datasets.tokenizing import open_cache
 
 BOS, EOS = 256, 257
 

@@ -9,29 +9,19 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.config.float8_layers import find_float8_layers
-from meshwright.config.job_config import (
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    JobConfig,
-    Parallelism,
-    Section,
-    Training,
-)
+from meshwright.config.job_config import JobConfig
+from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
+from meshwright.config.section import Section
+from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import initialize
-from meshwright.models.llama import LlamaArgs
-from meshwright.parallelisms.local_model import (
-    LocalModel,
-    ModelParts,
-    allocate,
-    build_local_model,
-)
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.local_model import LocalModel, ModelParts, allocate, build_local_model
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
 from meshwright.parallelisms.parallelize import parallelize
-from meshwright.parallelisms.pipeline_split import split_evenly
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.rules.precision import find_float8_layers
+from meshwright.parallelisms.rules.stages import split_evenly
 
 # 131 rows, and 66 inner ones, leave uneven shards on 2 or on 4 ranks
 TINY = LlamaArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=66, vocab_size=131)

@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tokenizers.huggingface_file import KNOWN_BOS
+from meshwright.datasets.tokenizers.huggingface import KNOWN_BOS
 from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, special_tokens
 
 CODE = (

@@ -152,7 +152,7 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     )
     words = ("tokenize", "--job.config_file", CONFIG, *options)
     subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.main", *map(str, words)], check=True, timeout=60
+        [sys.executable, "-m", "meshwright.commands.main", *map(str, words)], check=True, timeout=60
     )
     sizes = {path: path.stat().st_size for path in cache.rglob("*/00000.tokens")}
     flip_bit(min(sizes, key=sizes.__getitem__), 8 * 70)  # of a twentieth of the files
@@ -214,7 +214,7 @@ def test_killed_and_resumed_on_other_meshes_the_stream_is_the_same(mixture, tmp_
 def tokenize(cache: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "meshwright.cli.main", "tokenize", *arguments),
+            *(sys.executable, "-m", "meshwright.commands.main", "tokenize", *arguments),
             *("--job.config_file", str(CONFIG)),
         ],
         env=environment(XDG_CACHE_HOME=cache, PYTHONPATH=ROOT),

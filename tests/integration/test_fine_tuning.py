@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshwright.checkpoint.index import read_saved_tensors
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.place import Place
-from meshwright.checkpoint.saved_tensors import read_saved_tensors
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.cli.main import run as run_command
+from meshwright.commands.main import run as run_command
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.errors import ConfigError
-from meshwright.user_module import code_of
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+from meshwright.system.modules import code_of
 from tests.helpers.hf import SMALL, save_transformers, tensors_of
 from tests.helpers.jobs import ROOT, losses, train_alone
 from tests.helpers.tokenizer_files import byte_level_json

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job, export, generate_text
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit

@@ -36,7 +36,7 @@ from tests.helpers.jobs import (
     wait_for,
 )
 
-DOOR = ROOT / "meshwright/launch/door.py"
+DOOR = ROOT / "meshwright/launch/__main__.py"
 
 
 def ranks_of(folder: Path) -> list[int]:

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planning import PUBLISHED, plan_published
-from meshwright.cli.main import run
+from meshwright.commands.main import run
+from meshwright.commands.plan import predict, search
+from meshwright.commands.plan.candidates import Choice, Mesh, legal
+from meshwright.commands.plan.devices import find_device
+from meshwright.commands.plan.rates import ERROR, Measured, assumed, write_rates
+from meshwright.commands.plan.simulate import plan_job
+from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
-from meshwright.config.update import changed
-from meshwright.errors import ConfigError
 from meshwright.metrics.planned import planned_memory
-from meshwright.planning import predict, search
-from meshwright.planning.choices import Choice, Mesh, legal
-from meshwright.planning.devices import find_device
-from meshwright.planning.job import plan_job
-from meshwright.planning.rates import ERROR, Measured, assumed, write_rates
+from meshwright.system.errors import ConfigError
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 DEBUG = PRESETS / "debug_model.toml"
@@ -40,7 +40,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     write_rates(measured, rates)
     words = ["--world-size", "2", "--device", "0.4", "--json", "--html", str(tmp_path / "a.html")]
     words += ["--rates", str(rates)]
-    command = [sys.executable, "-m", "meshwright.cli.main", "plan", str(DEBUG), *words, *SMALL]
+    command = [sys.executable, "-m", "meshwright.commands.main", "plan", str(DEBUG), *words, *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"planning for {DEBUG} on 2 ranks ...")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import meshwright
+from meshwright.commands.plan.figures import find_peak
+from meshwright.commands.plan.simulate import plan_job
+from meshwright.commands.plan.simulate import simulate as simulate_rank
 from meshwright.config.loader import load_config
-from meshwright.planning.analysis import find_peak
-from meshwright.planning.job import plan_job
-from meshwright.planning.simulate import simulate as simulate_rank
 from tests.helpers.simulated_gpu.cases import CASES
 from tests.helpers.simulated_gpu.fake_cuda import innermost
 from tests.helpers.simulated_gpu.guard import build_guard

@@ -25,7 +25,7 @@ def test_a_wheel_checks_its_own_presets(tmp_path: Path) -> None:
 
     def meshwright(*words: str) -> str:
         return subprocess.run(
-            [sys.executable, "-P", "-m", "meshwright.cli.main", *words],
+            [sys.executable, "-P", "-m", "meshwright.commands.main", *words],
             env=os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
             cwd=tmp_path,
             check=True,
@@ -37,6 +37,6 @@ def test_a_wheel_checks_its_own_presets(tmp_path: Path) -> None:
     assert str(folder) in meshwright("config", "debug_model")
     assert meshwright("check", "debug_model").startswith("debug_model can run: ")
     assert (folder / "meshwright/train_configs/schema.json").is_file()
-    assert (folder / "meshwright/cli/ranks/train.py").is_file()
+    assert (folder / "meshwright/train/__main__.py").is_file()
     for source_file in (ROOT / "meshwright").rglob("*.cpp"):  # compiled where it runs
         assert (folder / source_file.relative_to(ROOT)).is_file()

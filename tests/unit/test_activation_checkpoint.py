@@ -11,16 +11,16 @@ from torch._higher_order_ops import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.config.job_config import SAVED_OPS, ActivationCheckpoint
-from meshwright.errors import ConfigError
+from meshwright.config.parallelism import SAVED_OPS, ActivationCheckpoint
+from meshwright.models import document_mask
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers import document_mask
 from meshwright.parallelisms.activation_checkpoint import (
     MESHES_HAVE_NO_SIZE,
     apply_ac,
     find_ops,
     keep_within_budget,
 )
+from meshwright.system.errors import ConfigError
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 

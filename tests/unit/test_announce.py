@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright import announce, history
-from meshwright.announce import announce_end, compact_toml, note_failure
 from meshwright.config.loader import load_config
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.log import log_to_console
-from meshwright.preflight import preflight
+from meshwright.metrics import records as history
+from meshwright.system.log import log_to_console
+from meshwright.train import announce
+from meshwright.train.announce import announce_end, compact_toml, note_failure
+from meshwright.train.preflight import preflight
 
 
 @pytest.mark.parametrize("rank", [0, 1])

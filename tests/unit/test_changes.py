@@ -14,10 +14,10 @@ from meshwright.checkpoint.resume_diff import ResumeDiff
 from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
-from meshwright.preflight import preflight, resume_diff
-from meshwright.saved_job import place_in_data
-from meshwright.user_module import code_of
+from meshwright.system.errors import ConfigError
+from meshwright.system.modules import code_of
+from meshwright.train.preflight import preflight, resume_diff
+from meshwright.train.resume import place_in_data
 from tests.helpers.checkpoints import BARE
 
 STEP = 5
@@ -245,7 +245,7 @@ def test_a_mixture_may_go_on_with_other_weights(resume, caplog) -> None:
     plan = Mock(config=drift.config, checkpoint_folder=drift.checkpoint.parent)
     for is_reweighted, begin in ((True, (2, 6)), (False, ())):
         with patch(
-            "meshwright.saved_job.resume_diff", return_value=Mock(is_reweighted=is_reweighted)
+            "meshwright.train.resume.resume_diff", return_value=Mock(is_reweighted=is_reweighted)
         ):
             assert place_in_data(plan, manifest, []).weighted_from == begin
 
@@ -304,7 +304,7 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
 
 
 def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tmp_path) -> None:
-    from meshwright.log import log_to_console, log_to_file, logger
+    from meshwright.system.log import log_to_console, log_to_file, logger
 
     drift = resume("--training.steps", "20", "--metrics.log_freq", "5")
     try:

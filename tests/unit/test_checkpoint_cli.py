@@ -10,12 +10,13 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-from meshwright.checkpoint import commit, survey
+from meshwright.checkpoint import commit
+from meshwright.checkpoint import find as survey
 from meshwright.checkpoint.find import find_candidates
-from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import apply_retention
-from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import checkpoint as main
 from tests.helpers.files import flip_bit
@@ -132,8 +133,8 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("command", "reads"),
     [
-        ("show", "meshwright.cli.checkpoint.read_saved_tensors"),
-        ("diff", "meshwright.cli.checkpoint_diff.read_saved_tensors"),
+        ("show", "meshwright.commands.checkpoint.read_saved_tensors"),
+        ("diff", "meshwright.commands.checkpoint_diff.read_saved_tensors"),
     ],
 )
 def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command, reads):
@@ -187,7 +188,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
             shutil.rmtree(path)
         return entry
 
-    monkeypatch.setattr("meshwright.cli.checkpoint.look_at", look_and_delete)
+    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", look_and_delete)
     assert [line.split()[0] for line in run(capsys, "ls", folder)[1]][:2] == [
         "NAME",
         "step-8.aside0",
@@ -196,7 +197,7 @@ def test_ls_takes_what_it_finds(made, capsys, monkeypatch, tmp_path) -> None:
     def forbid(path: Path) -> survey.FoundCheckpoint:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("meshwright.cli.checkpoint.look_at", forbid)
+    monkeypatch.setattr("meshwright.commands.checkpoint.look_at", forbid)
     with pytest.raises(ConfigError, match="step-8.aside0: Permission denied"):
         run(capsys, "ls", folder)
 
@@ -240,7 +241,7 @@ def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, cap
 
 
 def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
-    from meshwright.checkpoint import compare
+    from meshwright.checkpoint import weights as compare
 
     monkeypatch.setattr(compare, "CHUNK", 4)
     a = torch.arange(12.0).view(3, 4)

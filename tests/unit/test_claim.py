@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.checkpoint import claim, commit
 from meshwright.checkpoint.claim import FILE, Claim, TakenOverError, holder, new_nonce
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 from tests.unit.test_commit import save
 
 OTHER = """

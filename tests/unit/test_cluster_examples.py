@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.cli.main import build_parser
-from meshwright.cli.train import _log_ranks, _rendezvous
+from meshwright.commands.main import build_parser
+from meshwright.commands.train import _log_ranks, _rendezvous
 from meshwright.config.command_line import parse
-from meshwright.config.presets import find_config
-from meshwright.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
-from meshwright.launch.machine import Ranks, count_ranks
+from meshwright.config.loader import find_config
+from meshwright.system.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
+from meshwright.system.machine import Ranks, count_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AGAIN = [EXIT_DATA, EXIT_HANG, EXIT_STOPPED]

@@ -9,19 +9,24 @@ import tomli
 from torch.distributed.run import parse_args
 
 import meshwright
-from meshwright.cli import train
-from meshwright.cli.main import COMMANDS, build_parser, main, run
-from meshwright.cli.train import environment
-from meshwright.config.loader import load_config
-from meshwright.config.presets import preset_names
-from meshwright.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from meshwright.launch import machine
-from meshwright.launch.machine import Ranks
+from meshwright.commands import train
+from meshwright.commands.main import COMMANDS, build_parser, main, run
+from meshwright.commands.train import environment
+from meshwright.config.loader import load_config, preset_names
+from meshwright.system import machine
+from meshwright.system.errors import (
+    EXIT_CODES,
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    ConfigError,
+)
+from meshwright.system.machine import Ranks
 from tests.helpers.cli import check_job, command
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
-SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.cli.main import main; main()"
+SHELL = "import sys; sys.argv[0] = 'meshwright'; from meshwright.commands.main import main; main()"
 
 
 def shell(words: str, **options: object) -> subprocess.CompletedProcess:
@@ -50,7 +55,7 @@ def test_help_of_every_command(name, capsys) -> None:
 def test_no_help_needs_torch() -> None:
     """It takes a second; pydantic takes a tenth."""
     code = (
-        "import sys\nfrom meshwright.cli.main import COMMANDS, build_parser\n"
+        "import sys\nfrom meshwright.commands.main import COMMANDS, build_parser\n"
         "for name in COMMANDS: build_parser(name).format_help()\n"
         "assert not {'torch', 'pydantic', 'numpy'} & sys.modules.keys()\n"
     )
@@ -60,7 +65,7 @@ def test_no_help_needs_torch() -> None:
 def test_a_check_loads_neither_torch_nor_numpy_nor_libraries_of_other_tokenizers() -> None:
     """So that a mistake is told in half a second."""
     code = (
-        "import sys\nfrom meshwright.cli.main import run\n"
+        "import sys\nfrom meshwright.commands.main import run\n"
         "run(['check', 'train_configs/debug_model.toml'])\n"
         "needless = {'torch', 'numpy', 'datasets', 'jinja2', 'tokenizers', 'tiktoken'}\n"
         "assert not needless & sys.modules.keys(), needless & sys.modules.keys()\n"
@@ -88,7 +93,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.cli.show_schema.json_schema", interrupt)
+    monkeypatch.setattr("meshwright.commands.config.json_schema", interrupt)
     monkeypatch.setattr("sys.argv", ["meshwright", "schema"])
     with pytest.raises(SystemExit) as end:
         main()

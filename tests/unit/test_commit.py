@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit, locks
-from meshwright.checkpoint.locks import being_read
+from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit as locks
+from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import (
     Retention,
@@ -20,7 +21,7 @@ from meshwright.checkpoint.retention import (
     mark_best,
     set_aside_later,
 )
-from meshwright.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
+from meshwright.system.errors import EXIT_CODES, EXIT_DATA, ConfigError, StorageError
 from tests.helpers.checkpoints import BARE, set_manifest
 from tests.helpers.files import NOT_THERE, failing_reads, flip_bit, leave_out_flock_and_fsync, tree
 
@@ -482,7 +483,7 @@ def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path):
 
 def test_a_folder_that_cannot_be_listed_for_a_moment_is_not_empty(tmp_path, monkeypatch):
     save(tmp_path, 5)
-    monkeypatch.setattr("meshwright.file_system.RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr("meshwright.system.files.RETRY_AFTER_S", (0.0,))
     scandir, errors = os.scandir, [OSError(errno.ESTALE, "Stale file handle")]
 
     def failing(folder):

@@ -9,24 +9,23 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from meshwright.agreement import check_same
+from meshwright.commands.plan.candidates import legal
+from meshwright.commands.plan.devices import find_device
+from meshwright.commands.plan.simulate import plan_job
+from meshwright.commands.prove.cases import default_cases
+from meshwright.commands.prove.shrink import shrink
 from meshwright.config.changes import Difference, changes, config_defaults, to_json
-from meshwright.config.conditions import is_compiled
-from meshwright.config.job_config import Compile, JobConfig
+from meshwright.config.job_config import JobConfig, changed, is_compiled
 from meshwright.config.loader import load_config, to_toml
-from meshwright.config.update import changed
-from meshwright.errors import ConfigError
-from meshwright.launch.process import Requests
-from meshwright.main import _run_command_line
-from meshwright.parallelisms import compile_choice
-from meshwright.parallelisms.compile_choice import LEAST_FLOP
-from meshwright.planning.choices import legal
-from meshwright.planning.devices import find_device
-from meshwright.planning.job import plan_job
-from meshwright.preflight import Plan, preflight
-from meshwright.proof.cases import default_cases
-from meshwright.proof.shrink import shrink
-from meshwright.resolve_model import resolve_model
+from meshwright.config.parallelism import Compile
+from meshwright.parallelisms.rules import compile_choice
+from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP
+from meshwright.system.errors import ConfigError
+from meshwright.system.processes import Requests
+from meshwright.train.agreement import check_same
+from meshwright.train.main import _run_command_line
+from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import check_job, command
 
 DEBUG = str(Path(__file__).parents[2] / "train_configs/debug_model.toml")
@@ -160,7 +159,7 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     class FailedError(Exception):
         __module__ = "torch._inductor.exc"
 
-    monkeypatch.setattr("meshwright.main.run", Mock(side_effect=FailedError))
+    monkeypatch.setattr("meshwright.train.main.run", Mock(side_effect=FailedError))
     notes = []
     for words in (LONG, [*LONG, "--compile.enable=true"], []):
         monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", DEBUG, *words])

@@ -8,20 +8,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import meshwright
-from meshwright.config.checks import check_device
-from meshwright.config.conditions import (
-    IDLE_BESIDE,
-    IDLE_WHERE,
-    idle_options,
-    needs_fsdp_alone,
-    value_of,
-)
-from meshwright.config.job_config import Float8, JobConfig, Training
+from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
+from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
-from meshwright.datasets.idle import idle_source_options
-from meshwright.errors import ConfigError
-from meshwright.launch import machine
-from meshwright.preflight import preflight
+from meshwright.config.parallelism import Float8
+from meshwright.config.training import Training
+from meshwright.datasets.named_sources import idle_source_options
+from meshwright.parallelisms.rules.degrees import check_device
+from meshwright.system import machine
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
 PACKAGE = Path(meshwright.__file__).parent

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import commit
-from meshwright.config.checks import check_device
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import config_errors, load_config, to_toml
-from meshwright.errors import ConfigError, divisors_of
-from meshwright.preflight import preflight
-from meshwright.specs import MODELS
+from meshwright.models.args import divisors_of
+from meshwright.models.families import MODELS
+from meshwright.parallelisms.rules.degrees import check_device
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.cli import command
 

@@ -15,12 +15,10 @@ from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config.job_config import (
-    SAVED_OPS,
-)
-from meshwright.models.layers import cpu_attention
-from meshwright.models.layers.attention import CausalAttention
-from meshwright.parallelisms import compile_cache
+from meshwright.config.parallelism import SAVED_OPS
+from meshwright.models.attention import CausalAttention
+from meshwright.models.kernels import cpu_attention
+from meshwright.parallelisms import parallelize as compile_cache
 from meshwright.parallelisms.activation_checkpoint import _keeping
 from meshwright.parallelisms.parallelize import _use_cpu_kernel
 from tests.helpers.tiny import TINY, lines_on_one_rank, plain_model

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import COMMANDS, build_parser
+from meshwright.commands.main import COMMANDS, build_parser
 from meshwright.config.command_line import parse
-from meshwright.config.loader import load_config
-from meshwright.config.presets import preset_names
-from meshwright.errors import ConfigError
+from meshwright.config.loader import load_config, preset_names
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +176,7 @@ def _check_config(config: str, overrides: Sequence[str]) -> None:
 
 
 def _check_python(words: Sequence[str]) -> None:
-    if words[:2] == ["-m", "meshwright.cli.main"]:
+    if words[:2] == ["-m", "meshwright.commands.main"]:
         _check_command(words[2:])
     elif words[0] == "-m" and "." in words[1]:
         file = ROOT / words[1].replace(".", "/")

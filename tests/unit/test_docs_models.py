@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.models.families import MODELS
 from meshwright.models.family import Family
-from meshwright.specs import MODELS
 from tests.helpers.families import small
 from tests.unit import test_families
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.batch import Batch
-from meshwright.models import decoder
-from meshwright.models.layers import document_mask
-from meshwright.models.layers.document_mask import (
+from meshwright.models import decoder, document_mask
+from meshwright.models.batch import Batch
+from meshwright.models.document_mask import (
     block_mask,
     dense_mask,
     masked_attention,

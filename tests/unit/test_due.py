@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.due import Due, due_after
+from meshwright.train.job import Due, due_after
 
 KEYS = {
     "validation.enable": "true",

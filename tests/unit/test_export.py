@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import meshwright.cli.export
-import meshwright.exchange.export
-import meshwright.exchange.hf_write
+import meshwright.checkpoint.conversion.export
+import meshwright.checkpoint.conversion.hf_write
+import meshwright.commands.export
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
 from tests.helpers.cli import export
 from tests.helpers.files import flip_bit, tree
@@ -145,9 +145,13 @@ def test_a_checkpoint_that_would_run_code_is_refused(checkpoint, tmp_path) -> No
 def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> None:
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
-    monkeypatch.setattr(meshwright.exchange.hf_write, "halves", lambda tensor, head_dim: tensor)
+    monkeypatch.setattr(
+        meshwright.checkpoint.conversion.hf_write, "halves", lambda tensor, head_dim: tensor
+    )
     assert "wq.weight differs from the checkpoint" in message(checkpoint, out)
-    monkeypatch.setattr("meshwright.exchange.hf_read.pairs", lambda tensor, head_dim: tensor)
+    monkeypatch.setattr(
+        "meshwright.checkpoint.conversion.readers.pairs", lambda tensor, head_dim: tensor
+    )
     said = message(checkpoint, out)
     assert "its logits by transformers" in said
     assert not list(tmp_path.glob("out*"))
@@ -162,12 +166,12 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     ],
 )
 def test_a_wrong_config_is_noticed(checkpoint, tmp_path, monkeypatch, key, value) -> None:
-    write = meshwright.exchange.export._write_json
+    write = meshwright.checkpoint.conversion.export._write_json
 
     def write_wrong(file: Path, content: dict) -> None:
         write(file, content | {key: value} if file.name == "config.json" else content)
 
-    monkeypatch.setattr(meshwright.exchange.export, "_write_json", write_wrong)
+    monkeypatch.setattr(meshwright.checkpoint.conversion.export, "_write_json", write_wrong)
     assert "its logits by transformers" in message(checkpoint, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
@@ -207,13 +211,13 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, capsys) -> N
 def test_a_checkpoint_is_kept_while_it_is_exported(checkpoint, tmp_path, monkeypatch) -> None:
     newer = Path(shutil.copytree(checkpoint, checkpoint.with_name("step-6")))
     set_manifest(newer, step=6)
-    kept, real = [], meshwright.exchange.export._verify
+    kept, real = [], meshwright.checkpoint.conversion.export._verify
 
     def retire_then_verify(*of_export: object) -> None:
         kept.extend(apply_retention(checkpoint.parent, 1))
         real(*of_export)
 
-    monkeypatch.setattr(meshwright.exchange.export, "_verify", retire_then_verify)
+    monkeypatch.setattr(meshwright.checkpoint.conversion.export, "_verify", retire_then_verify)
     export([str(checkpoint), str(tmp_path / "out")])
     assert kept == [5]
 
@@ -305,12 +309,12 @@ def test_a_tokenizer_with_other_ids_is_refused(tmp_path, monkeypatch) -> None:
     args = dataclasses.replace(SMALL, n_layers=1, vocab_size=400)
     model = load_hf(save_transformers(tmp_path / "hf", args), args)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", model, args, tokenizer_path=path)
-    real = meshwright.cli.export.tokenizer_files
+    real = meshwright.commands.export.tokenizer_files
 
     def bare(*given: object) -> dict[str, Path | str]:
         return {name: f for name, f in real(*given).items() if name == "tokenizer.model"}
 
-    monkeypatch.setattr(meshwright.cli.export, "tokenizer_files", bare)
+    monkeypatch.setattr(meshwright.commands.export, "tokenizer_files", bare)
     said = message(checkpoint, tmp_path / "out")
     assert "(AutoTokenizer) gives other ids for" in said
     assert "fix: export without it (--without-tokenizer)" in said

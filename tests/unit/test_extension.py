@@ -8,11 +8,11 @@ import pytest
 from meshwright.config.loader import load_config
 from meshwright.datasets import DATASETS
 from meshwright.datasets.opening import open_training_data
-from meshwright.errors import ConfigError
-from meshwright.extension import extend, extend_by, user_sinks
 from meshwright.metrics.sinks import Spared
-from meshwright.preflight import preflight
-from meshwright.specs import MODELS
+from meshwright.models.families import MODELS
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import extend, extend_by, user_sinks
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
@@ -114,7 +114,7 @@ def test_a_sink(tmp_path) -> None:
         ("MODELS = {'llama': 3}", "MODELS must be a dict from names to Family"),
         ("SINKS = {'a': 3}", "SINKS must be a dict from names to Callable"),
         (
-            "from meshwright.models.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
+            "from meshwright.models.families.qwen3 import FAMILY\nMODELS = {'llama': FAMILY}",
             "MODELS has 'llama', which is there already",
         ),
     ],

@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from meshwright.exchange.hf_read import halves
+from meshwright.checkpoint.conversion.readers import halves
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialize import initialize
-from meshwright.models.llama import LlamaArgs
-from meshwright.specs import MODELS
+from meshwright.models.families import MODELS
+from meshwright.models.families.llama import LlamaArgs
+from meshwright.parallelisms.initialize import initialize
 from tests.helpers.families import cases, family_of
 from tests.helpers.tiny import SEQ_LEN
 
@@ -195,5 +195,5 @@ def test_flavors_have_their_published_size(family) -> None:
 
 def test_the_table_of_families_does_without_torch() -> None:
     """Families are found by name, which the test of imports cannot follow."""
-    code = "import sys, meshwright.specs; assert 'torch' not in sys.modules"
+    code = "import sys, meshwright.models.families; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.datasets import faulty_files
-from meshwright.errors import ConfigError
+from meshwright.datasets.sources import faults as faulty_files
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 
 

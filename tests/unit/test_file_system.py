@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.file_system import _machine_digits, remove_left_over, whole_file
+from meshwright.system.files import _machine_digits, remove_left_over, whole_file
 
 
 def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:

@@ -9,28 +9,22 @@ import torch
 import torch._inductor
 from torch import Tensor
 
-from meshwright import hardware
-from meshwright.config.checks import check_device
+from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.contradictions import check_contradictions
-from meshwright.config.float8_layers import find_float8_layers
-from meshwright.config.job_config import (
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    JobConfig,
-    Parallelism,
-    Training,
-)
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
+from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
+from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms import data_parallel
 from meshwright.parallelisms.activation_checkpoint import apply_ac
-from meshwright.parallelisms.float8 import apply_float8
-from meshwright.parallelisms.parallelize import _compile, parallelize
-from meshwright.planning.job import plan_job
-from meshwright.preflight import preflight
+from meshwright.parallelisms.parallelize import _compile, apply_float8, parallelize
+from meshwright.parallelisms.rules.degrees import check_device
+from meshwright.parallelisms.rules.precision import find_float8_layers
+from meshwright.system import device as hardware
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model
 from tests.unit.test_activation_checkpoint import CountOps
 

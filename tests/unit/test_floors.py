@@ -8,32 +8,21 @@ import pytest
 import meshwright
 from meshwright.checkpoint.manifest import ADDED
 from meshwright.config.job_config import JobConfig
-from meshwright.families import FIRST
-from meshwright.specs import MODELS
+from meshwright.models.families import FIRST, MODELS
 
 PACKAGE = Path(meshwright.__file__).parent
 FLOORS = (  # a part may import parts of lower floors only; a new part must be given a floor
-    "errors native",
-    "log hardware imports sharded user_module families html",
-    "config models batch file_system history",
-    "parallelisms launch",
-    "datasets optim checkpoint metrics profiling validation sampling generation health",
-    "specs step bad_steps exchange due early_end",
-    "extension",
-    "resolve_model",
-    "preflight",
-    "agreement build reporting saved_job announce final_export",
-    "trainer",
-    "set_up",
+    "system models",
+    "config",
+    "parallelisms metrics datasets",
+    "checkpoint launch",
     "train",
-    "main",
-    "proof report planning",
-    "cli",
+    "commands",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
 NEEDS_NO_TORCH = (
-    *("preflight.py", "cli/check_job.py", "cli/checkpoint.py", "cli/show_config.py"),
-    *("cli/tokenize_data.py", "cli/train.py", "cli/report.py"),
+    *("train/preflight.py", "commands/check.py", "commands/checkpoint.py", "commands/config.py"),
+    *("commands/tokenize_data.py", "commands/train.py", "commands/report.py"),
 )
 
 

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.conversion.initial_load import check_initial, find_initial
+from meshwright.checkpoint.conversion.meta_folder import _weight_files
+from meshwright.checkpoint.conversion.readers import MetaWeights
 from meshwright.config.job_config import Checkpoint
-from meshwright.errors import ConfigError
-from meshwright.exchange.initial_load import check_initial, find_initial
-from meshwright.exchange.meta_folder import _weight_files
-from meshwright.exchange.meta_read import MetaWeights
 from meshwright.models.args import RopeScaling
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import FLAVORS, LlamaArgs, meta
-from meshwright.specs import MODELS
+from meshwright.models.families import MODELS
+from meshwright.models.families import llama as meta
+from meshwright.models.families.llama import FLAVORS, LlamaArgs
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.foreign import EVEN, PARAMS, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import save_checkpoint, transformers_model

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshwright.errors import ConfigError
-from meshwright.generation import generate, greedy, sampler
 from meshwright.models.decoder import Decoder
+from meshwright.models.generation import generate, greedy, sampler
+from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit

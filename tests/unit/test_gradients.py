@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.parallelisms.gradients import (
+from meshwright.train.optim.gradients import (
     CPU_CHUNK,
     divisor_to_clip,
     local_square_sum,

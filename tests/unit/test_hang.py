@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.errors import SaveError
 from meshwright.launch import heartbeat, watch
 from meshwright.launch.hang import Evidence, culprits, verdict
 from meshwright.launch.heartbeat import Beat, Heartbeat, read_beats
 from meshwright.launch.watch import ABORTED, Watch, state_of
+from meshwright.system.errors import SaveError
 
 LIMIT_S = 0.5
 RANK = """

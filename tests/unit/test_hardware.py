@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import hardware
-from meshwright.errors import ConfigError
+from meshwright.system import device as hardware
+from meshwright.system.errors import ConfigError
 
 
 @pytest.fixture

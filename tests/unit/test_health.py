@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.config.job_config import BadSteps
-from meshwright.health import BadStepDetector
+from meshwright.config.training import BadSteps
+from meshwright.train.bad_steps import BadStepDetector
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor(8)

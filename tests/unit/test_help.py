@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.config_mutations import RULES, judge, message_of, mutations
-from meshwright.config.fields import all_keys, find_section
+from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.config.schema import FILE, json_schema
-from meshwright.config.suggest import suggest_key, suggest_section
-from meshwright.config.synonyms import SECTIONS, SYNONYMS
-from meshwright.errors import CombinedConfigError, ConfigError
+from meshwright.config.suggest import SECTIONS, SYNONYMS, suggest_key, suggest_section
+from meshwright.system.errors import CombinedConfigError, ConfigError
 from scripts import config_reference
 from tests.helpers.cli import check_job
 

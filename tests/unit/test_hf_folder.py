@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from meshwright.checkpoint.place import Place
-from meshwright.errors import ConfigError
-from meshwright.exchange.hf_folder import find_tensors
+from meshwright.checkpoint.conversion.hf_folder import find_tensors
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwright.cli.train import MALLOC, WAITING, environment
-from meshwright.launch.machine import Ranks, count_cores
-from meshwright.launch.process import HOST_SETTINGS
+from meshwright.commands.train import MALLOC, WAITING, environment
+from meshwright.system.machine import Ranks, count_cores
+from meshwright.system.processes import HOST_SETTINGS
 
 CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.imports import uncollected
+from meshwright.system.modules import uncollected
 from tests.helpers.jobs import CONFIG
 
 
@@ -33,9 +33,9 @@ SELDOM = {  # each takes tens of milliseconds or more of the time to the first s
 
 
 def test_a_job_imports_nothing_that_few_jobs_need() -> None:
-    show = "import sys, meshwright.train, meshwright.preflight; print(*sys.modules)"
+    show = "import sys, meshwright.train.job, meshwright.train.preflight; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    assert "meshwright.set_up" in run.stdout.split()
+    assert "meshwright.train.set_up" in run.stdout.split()
     assert not SELDOM & {*run.stdout.split()}
 
 
@@ -54,7 +54,7 @@ def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its
     words += [f"--checkpoint.enable={saves}".lower()]
     show = (
         "import sys; from meshwright.config.loader import load_config;"
-        "from meshwright.preflight import preflight; from meshwright.train import run;"
+        "from meshwright.train.preflight import preflight; from meshwright.train.job import run;"
         "show = lambda: print('modules', *sys.modules);"
         "sink = type('', (), {'write': lambda *_: show(), 'close': lambda _: None});"
         f"run(preflight(load_config({words})[0], 1), [sink()])"
@@ -70,7 +70,7 @@ def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its
 def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
     words = ["plan", str(CONFIG), "--device", "h100", "--world-size", "8", "--training.step", "3"]
     show = (
-        "import sys; from meshwright.cli.main import main\n"
+        "import sys; from meshwright.commands.main import main\n"
         f"sys.argv[1:] = {words}\n"
         "try: main()\n"
         "finally: print('torch' in sys.modules)"
@@ -85,9 +85,9 @@ def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
 def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
     show = (
         "import sys; from meshwright.config.loader import load_config;"
-        "from meshwright.final_export import prepare_export;"
+        "from meshwright.train.export import prepare_export;"
         f"prepare_export(load_config(['--checkpoint.last_save_in_hf={is_asked_for}'.lower(),"
         "'--model.tokenizer_path=x'])[0]); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    assert ("meshwright.exchange.export_job" in run.stdout.split()) == is_asked_for
+    assert ("meshwright.checkpoint.conversion.export_job" in run.stdout.split()) == is_asked_for

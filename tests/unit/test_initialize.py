@@ -10,8 +10,8 @@ from ast import literal_eval
 import pytest
 import torch
 
-from meshwright.models import initialize
-from meshwright.models.initialize import fill, normal_blocks
+from meshwright.parallelisms import initialize
+from meshwright.parallelisms.initialize import fill, normal_blocks
 
 
 def whole(shape, seed=0, name="w") -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 
 
 def test_saves_by_a_process_are_told_the_way_out(tmp_path: Path) -> None:

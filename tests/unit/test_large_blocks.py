@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.native import large_blocks
-from meshwright.set_up import _take_large_blocks
+from meshwright.models.kernels import large_blocks
+from meshwright.train.set_up import _take_large_blocks
 
 MIB = 1 << 20
 BLOCK = 64

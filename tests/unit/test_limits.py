@@ -4,8 +4,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from meshwright import train
 from meshwright.config.job_config import JobConfig
+from meshwright.train import job as train
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright import build
-from meshwright.config.job_config import Training
 from meshwright.config.loader import load_config
+from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.local_model import ModelParts, allocate, build_local_model
-from meshwright.preflight import preflight
+from meshwright.train import build
+from meshwright.train.preflight import preflight
 from tests.helpers.tiny import SEQ_LEN, TINY
 
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from meshwright import log
-from meshwright.log import ConsoleFormatter, busy, log_to_console, logger, print_error
+from meshwright.system import log
+from meshwright.system.log import ConsoleFormatter, busy, log_to_console, logger, print_error
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.build import build_model
 from meshwright.config.loader import load_config
-from meshwright.models.layers import loss
-from meshwright.models.layers.loss import IGNORE, SummedLoss
+from meshwright.models import loss
+from meshwright.models.loss import IGNORE, SummedLoss
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.parallelisms.vocabulary_parallel import VocabularyParallelLoss
-from meshwright.preflight import preflight
+from meshwright.parallelisms.tensor_parallel import VocabularyParallelLoss
+from meshwright.train.build import build_model
+from meshwright.train.preflight import preflight
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.tiny import TIED, TINY, plain_model
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import run
-from meshwright.errors import ConfigError
-from meshwright.launch import machine
-from meshwright.launch.machine import count_cores, count_gpus, count_ranks
+from meshwright.commands.main import run
+from meshwright.system import machine
+from meshwright.system.errors import ConfigError
+from meshwright.system.machine import count_cores, count_gpus, count_ranks
 
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 ILL = f"echo '{MISMATCH}'; exit 18"

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright import hardware, set_up, train
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
-from meshwright.models.llama import FLAVORS
-from meshwright.preflight import Plan, preflight
+from meshwright.models.families.llama import FLAVORS
+from meshwright.system import device as hardware
+from meshwright.system.errors import ConfigError
+from meshwright.train import job as train
+from meshwright.train import set_up
+from meshwright.train.preflight import Plan, preflight
 
 GIB = 2**30
 PRESETS = Path(__file__).parents[2] / "train_configs"

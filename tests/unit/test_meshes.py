@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.build import build_model
 from meshwright.config.loader import load_config
-from meshwright.parallelisms import process_group
+from meshwright.parallelisms import meshes as process_group
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
-from meshwright.preflight import preflight
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.train.build import build_model
+from meshwright.train.preflight import preflight
 
 WHOLE = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
 

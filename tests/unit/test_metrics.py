@@ -13,19 +13,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from meshwright import hardware
-from meshwright.config.job_config import JobConfig
-from meshwright.config.update import changed
-from meshwright.errors import ConfigError
-from meshwright.log import log_to_console
-from meshwright.metrics.console import Console
-from meshwright.metrics.eta import Eta, Schedule
-from meshwright.metrics.phases import Phases
-from meshwright.metrics.reporter import Reporter, Work
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.metrics.console import Console, Eta, Schedule
+from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
-from meshwright.reporting import _peak_flops_per_s
+from meshwright.system import device as hardware
+from meshwright.system.errors import ConfigError
+from meshwright.system.log import log_to_console
+from meshwright.train.build import _peak_flops_per_s
 
 
 class Kept(list):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.layers.mixed import Embedding
+from meshwright.models.layers import Embedding
 
 TYPES = [torch.float32, torch.bfloat16]
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshwright.datasets.mixing import Mixture
+from meshwright.datasets.order import Mixture
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.layers.mixed import Linear
-from meshwright.native import onednn_products
+from meshwright.models.kernels import onednn_products
+from meshwright.models.layers import Linear
 from tests.helpers.tiny import lines_on_one_rank
 
 M, K, N = 130, 96, 200  # enough multiplications

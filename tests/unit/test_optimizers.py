@@ -13,16 +13,22 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.state import TrainingTensors
-from meshwright.config.job_config import JobConfig, Optimizer, ParameterGroup
-from meshwright.errors import ConfigError
+from meshwright.commands.prove.shrink import shrink
+from meshwright.config.job_config import JobConfig
+from meshwright.config.training import Optimizer, ParameterGroup
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import FLAVORS
-from meshwright.optim import optimizers
-from meshwright.optim.groups import describe, fitted_groups, names_by_group, settings_of
-from meshwright.optim.optimizer_in_backward import OptimizerInBackward
-from meshwright.optim.optimizers import OPTIMIZERS, build_optimizer, set_learning_rate, update
-from meshwright.preflight import preflight
-from meshwright.proof.shrink import shrink
+from meshwright.models.families.llama import FLAVORS
+from meshwright.system.errors import ConfigError
+from meshwright.train.optim import optimizers
+from meshwright.train.optim.groups import describe, fitted_groups, names_by_group, settings_of
+from meshwright.train.optim.optimizers import (
+    OPTIMIZERS,
+    OptimizerInBackward,
+    build_optimizer,
+    set_learning_rate,
+    update,
+)
+from meshwright.train.preflight import preflight
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.tiny import SEQ_LEN, TINY, plain_model
 
@@ -245,7 +251,7 @@ def test_none_imports_the_compiler(name: str) -> None:
     code = (
         "import sys, torch; from torch import nn;"
         "from meshwright.config.job_config import Optimizer;"
-        "from meshwright.optim.optimizers import build_optimizer, update;"
+        "from meshwright.train.optim.optimizers import build_optimizer, update;"
         "weight = nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2);"
         f"optimizer = build_optimizer([('w', weight)], Optimizer(name={name!r}));"
         "update(optimizer, torch.tensor(False)); optimizer.zero_grad();"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import run
+from meshwright.commands.main import run
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
 from tests.unit.test_config import PATH_KEYS
 

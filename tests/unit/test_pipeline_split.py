@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
-from meshwright.parallelisms.pipeline_split import SCHEDULES, split_evenly, stages_of_rank
-from meshwright.preflight import preflight
+from meshwright.parallelisms.rules.stages import SCHEDULES, split_evenly, stages_of_rank
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
 
 PIPELINE = {
     "parallelism.pipeline_parallel_degree": 2,

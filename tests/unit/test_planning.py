@@ -10,21 +10,30 @@ import pytest
 import torch
 from torch.nn import functional
 
-from meshwright import main
+from meshwright.commands.plan import plan as command
+from meshwright.commands.plan import plan as remedies
+from meshwright.commands.plan import trace as scope
+from meshwright.commands.plan.as_gpu import as_gpu
+from meshwright.commands.plan.devices import (
+    GIB,
+    Device,
+    find_device,
+    machine_bytes,
+    overheads,
+    verdict,
+)
+from meshwright.commands.plan.figures import bubble
+from meshwright.commands.plan.predict import Figures, beside_tensors
+from meshwright.commands.plan.rates import assumed
+from meshwright.commands.plan.report import _mfu, _parameters, slowest
+from meshwright.commands.plan.simulate import plan_job
+from meshwright.commands.plan.torch_names import Action, FakeTensorMode
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
 from meshwright.metrics.planned import job_identity
-from meshwright.models.layers import loss
-from meshwright.planning import command, remedies, scope
-from meshwright.planning.as_gpu import as_gpu
-from meshwright.planning.devices import GIB, Device, find_device, machine_bytes, overheads, verdict
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, beside_tensors
-from meshwright.planning.rates import assumed
-from meshwright.planning.report import _mfu, _parameters, slowest
-from meshwright.planning.timing import bubble
-from meshwright.planning.torch_names import Action, FakeTensorMode
+from meshwright.models import loss
+from meshwright.system.errors import ConfigError
+from meshwright.train import main
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int) -> dict[int, list[Action]]:

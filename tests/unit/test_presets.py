@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from meshwright.planning.devices import find_device
+from meshwright.commands.plan.devices import find_device
 from tests.helpers.presets import DEVICE, PEAK, command, fingerprint, peak_gib, presets
 
 PRESETS = dict(presets())

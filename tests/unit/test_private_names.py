@@ -14,15 +14,15 @@ PACKAGE = Path(meshwright.__file__).parent
 
 KNOWN = {
     "checkpoint/reader.py": "_StorageInfo",
-    "cli/completion.py": "_actions",  # argparse's
-    "models/initialize.py": "torch.distributed.tensor._utils",
-    "models/layers/document_mask.py": "torch._C._dynamo",
-    "native/library.py": "torch._inductor torch._inductor.codecache",
+    "commands/completion.py": "_actions",  # argparse's
+    "parallelisms/initialize.py": "torch.distributed.tensor._utils",
+    "models/document_mask.py": "torch._C._dynamo",
+    "models/kernels/library.py": "torch._inductor torch._inductor.codecache",
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
-    "parallelisms/all_gather.py": "_functional_collectives",
+    "parallelisms/meshes.py": "_functional_collectives",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
-    "parallelisms/gradients.py": "_foreach_norm",
-    "parallelisms/process_group.py": "_C _distributed_c10d _set_pg_timeout",
+    "train/optim/gradients.py": "_foreach_norm",
+    "parallelisms/meshes.py": "_C _distributed_c10d _set_pg_timeout",
     "parallelisms/ring_attention.py": (
         "_RotateMethod _cp_options _resolve_process_group _templated_ring_attention "
         "_templated_ring_attention_backward _scaled_dot_product_efficient_attention "
@@ -34,13 +34,13 @@ KNOWN = {
     "parallelisms/tensor_parallel.py": (
         "_inductor _micro_pipeline_tp torch._inductor.config torch.distributed._symmetric_memory"
     ),
-    "planning/as_gpu.py": (
+    "commands/plan/as_gpu.py": (
         "_fused_rms_norm _fused_rms_norm_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
     ),
-    "planning/calibration.py": "_sleep",
-    "planning/ledger.py": "_local_tensor",
-    "planning/torch_names.py": (
+    "commands/plan/calibration.py": "_sleep",
+    "commands/plan/ledger.py": "_local_tensor",
+    "commands/plan/torch_names.py": (
         "_AutoDispatchBelowAutograd _C _PipelineSchedule _autograd _cdata _current_autograd_node "
         "_get_sequence_nr _identity _inference_mode _propagate_tensor_meta_non_cached _sequence_nr "
         "_type "
@@ -49,7 +49,7 @@ KNOWN = {
         "torch.utils._python_dispatch torch.utils._pytree"
     ),
     "profiling.py": "_record_memory_history _snapshot",
-    "proof/ranks.py": "_Options _devices _threads _timeout",
+    "commands/prove/ranks.py": "_Options _devices _threads _timeout",
 }
 
 

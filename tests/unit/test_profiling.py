@@ -9,7 +9,7 @@ import torch
 
 import meshwright
 from meshwright.config.job_config import Profiling
-from meshwright.profiling import Profiler, summarize_memory
+from meshwright.metrics.profiling import Profiler, summarize_memory
 
 SNAPSHOT: dict[str, list[object]] = {"segments": []}
 

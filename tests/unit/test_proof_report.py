@@ -4,16 +4,16 @@ import json
 
 import pytest
 
+from meshwright.commands.prove.cases import build_case, reference_case
+from meshwright.commands.prove.compare import Verdict
+from meshwright.commands.prove.prove import Row, _why_not
+from meshwright.commands.prove.report import COLUMNS, cells, line, summary, write
+from meshwright.commands.prove.shrink import HIGHEST_LR, shrink
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.errors import ConfigError
-from meshwright.parallelisms import compile_choice
-from meshwright.proof.cases import build_case, reference_case
-from meshwright.proof.compare import Verdict
-from meshwright.proof.prove import Row, _why_not
-from meshwright.proof.report import COLUMNS, cells, line, summary, write
-from meshwright.proof.shrink import HIGHEST_LR, shrink
-from meshwright.resolve_model import resolve_model
+from meshwright.parallelisms.rules import compile_choice
+from meshwright.system.errors import ConfigError
+from meshwright.train.resolve_model import resolve_model
 from tests.helpers.cli import command
 
 prove = command("prove")

@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.commands.plan.devices import DEVICES, find_device
+from meshwright.commands.plan.figures import step_time
+from meshwright.commands.plan.ledger import Record
+from meshwright.commands.plan.plan import _rates
+from meshwright.commands.plan.rates import (
+    Measured,
+    along,
+    assumed,
+    between,
+    read_rates,
+    write_rates,
+)
+from meshwright.commands.plan.simulate import Simulation
+from meshwright.commands.plan.trace import Collective, Operator
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import ConfigError
-from meshwright.planning.command import _rates
-from meshwright.planning.devices import DEVICES, find_device
-from meshwright.planning.ledger import Record
-from meshwright.planning.rates import Measured, along, assumed, between, read_rates, write_rates
-from meshwright.planning.simulate import Simulation
-from meshwright.planning.timing import step_time
-from meshwright.planning.work import Collective, Operator
+from meshwright.system.errors import ConfigError
 
 RATES = Measured(
     "measured on a test",

@@ -9,11 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.reader import SafeCheckpointReader
-from meshwright.checkpoint.saved_tensors import INDEX
 from meshwright.checkpoint.weights import CheckpointWeights
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import Trap
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
-from meshwright.errors import ConfigError
-from meshwright.html.charts import Chart, Curve, draw, short, thin, ticks
-from meshwright.report.page import _totals
-from meshwright.report.run import read_run
+from meshwright.metrics.report.charts import Chart, Curve, draw, short, thin, ticks
+from meshwright.metrics.report.page import _totals
+from meshwright.metrics.report.run import read_run
+from meshwright.system.errors import ConfigError
 from tests.helpers.cli import command
 
 report = command("report")

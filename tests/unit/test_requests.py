@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.process import FROM_LAUNCHER, TRAINED, Requests
+from meshwright.system.processes import FROM_LAUNCHER, TRAINED, Requests
 from tests.helpers.forked import Forked
 
 RANK = """

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.job_config import Source
-from meshwright.datasets.entry import Entry
-from meshwright.datasets.rows import row_reader
-from meshwright.errors import ConfigError, RecordError
+from meshwright.config.training import Source
+from meshwright.datasets.documents import Entry
+from meshwright.datasets.sources.rows import row_reader
+from meshwright.system.errors import ConfigError, RecordError
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SYSTEM = {"role": "system", "content": "be brief"}

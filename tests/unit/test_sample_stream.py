@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.batch import Batch
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -22,15 +20,21 @@ from meshwright.datasets.loader import (
     padded_samples,
     to_batches,
 )
-from meshwright.datasets.lookup import find_samples
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.sample import SampleRules
-from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
+from meshwright.datasets.sample import Encoder, SampleRules
+from meshwright.datasets.sample_stream import (
+    Cursor,
+    SampleStream,
+    bad_records,
+    find_samples,
+    merged,
+)
 from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
-from meshwright.errors import ConfigError, DataError, RecordError, StopRequested
-from meshwright.models.layers.loss import IGNORE
+from meshwright.models.batch import Batch
+from meshwright.models.loss import IGNORE
+from meshwright.system.errors import ConfigError, DataError, RecordError, StopRequested
 from tests.helpers.texts import BOS, EOS, LENGTH, TEXTS, cached, encode, streamed
 
 LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")

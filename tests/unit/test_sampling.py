@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright import build
-from meshwright.config.job_config import Training, Validation
-from meshwright.datasets.checks import check_sample_prompts
-from meshwright.errors import ConfigError
-from meshwright.sampling import _continue
+from meshwright.config.training import Training, Validation
+from meshwright.datasets.named_sources import check_sample_prompts
+from meshwright.system.errors import ConfigError
+from meshwright.train import build
+from meshwright.train.validation import _continue
 
 EOS = 9
 

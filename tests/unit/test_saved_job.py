@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import Checkpoint, Source
+from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
+from meshwright.config.training import Source
 from meshwright.datasets import DATASETS
-from meshwright.datasets.entry import Entry
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
 from meshwright.datasets.sample_stream import Cursor
-from meshwright.errors import ConfigError
-from meshwright.preflight import Plan, preflight
-from meshwright.saved_job import best_of, manifest_of, place_in_data
-from meshwright.user_module import code_of, import_user_module
+from meshwright.system.errors import ConfigError
+from meshwright.system.modules import code_of, import_user_module
+from meshwright.train.preflight import Plan, preflight
+from meshwright.train.resume import best_of, manifest_of, place_in_data
 from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -63,7 +64,7 @@ def place_of(source: StreamedSource, content: str) -> Cursor:
     saved = {"data_content": {source.entry.name: content}, "config": {}, "data": data}
     with pytest.MonkeyPatch.context() as patch:
         same = SimpleNamespace(is_reweighted=False)
-        patch.setattr("meshwright.saved_job.resume_diff", lambda plan, saved: same)
+        patch.setattr("meshwright.train.resume.resume_diff", lambda plan, saved: same)
         return place_in_data(plan, saved, [source])
 
 

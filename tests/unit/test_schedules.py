@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as theirs
 
-from meshwright.build import learning_rate
 from meshwright.config.loader import load_config
-from meshwright.optim.schedules import warmup_stable_decay
+from meshwright.train.optim.optimizers import learning_rate, warmup_stable_decay
 
 STEPS, WARMUP = 100, 10
 

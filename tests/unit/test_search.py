@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.job_config import JobConfig, ParameterGroup
-from meshwright.config.loader import load_config
-from meshwright.config.update import changed
-from meshwright.planning import predict as predicting
-from meshwright.planning import search
-from meshwright.planning.board import Board, fits_in
-from meshwright.planning.choices import MODES, Choice, Mesh, difference, legal
-from meshwright.planning.devices import GIB, Device, find_device
-from meshwright.planning.floors import (
+from meshwright.commands.plan import predict as predicting
+from meshwright.commands.plan import search
+from meshwright.commands.plan.candidates import MODES, Choice, Mesh, difference, legal
+from meshwright.commands.plan.devices import GIB, Device, find_device
+from meshwright.commands.plan.floors import (
     NONE,
     Floor,
     Parts,
@@ -31,10 +27,14 @@ from meshwright.planning.floors import (
     traces,
     waiting,
 )
-from meshwright.planning.job import plan_job
-from meshwright.planning.predict import Figures, error_of_line, predict
-from meshwright.planning.rates import assumed
-from meshwright.preflight import Plan
+from meshwright.commands.plan.predict import Figures, error_of_line, predict
+from meshwright.commands.plan.rates import assumed
+from meshwright.commands.plan.search import Board, fits_in
+from meshwright.commands.plan.simulate import plan_job
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.loader import load_config
+from meshwright.config.training import ParameterGroup
+from meshwright.train.preflight import Plan
 
 H100 = find_device("h100")
 RATES = assumed(H100)[1]

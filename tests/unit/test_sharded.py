@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.sharded import is_dtensor, is_fsdp
+from meshwright.parallelisms.shards import is_dtensor, is_fsdp
 
 
 @pytest.mark.parametrize("is_begun", [True, False])

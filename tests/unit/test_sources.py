@@ -11,18 +11,19 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets import faulty_files, find_dataset
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source
+from meshwright.datasets import find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.documents import Documents, IndexedDocuments
-from meshwright.datasets.entry import Document, Entry
-from meshwright.datasets.hf_rows import _reason, may_pass
-from meshwright.datasets.source_files import fingerprint, revision
+from meshwright.datasets.documents import Document, Documents, Entry, IndexedDocuments
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.tokenization_spec import TokenizationSpec
+from meshwright.datasets.sources import faults as faulty_files
+from meshwright.datasets.sources.files import fingerprint, revision
+from meshwright.datasets.sources.huggingface import _reason, may_pass
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.datasets.tokenizing import open_cache
-from meshwright.errors import ConfigError, RecordError
+from meshwright.system.errors import ConfigError, RecordError
 from tests.helpers.tokenizer_files import byte_level_json
 
 ROWS = [{"text": f"document {i}", "other": i} for i in range(7)]

@@ -8,14 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.config.checks import check_divisible
 from meshwright.config.job_config import JobConfig
-from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
-from meshwright.models.llama import LlamaArgs
+from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.parallelisms.parallel_dims import ParallelDims
+from meshwright.parallelisms.rules.degrees import ParallelDims, check_divisible
 from meshwright.parallelisms.tensor_parallel import apply_tp
+from meshwright.system.errors import ConfigError
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY
 
 

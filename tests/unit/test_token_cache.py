@@ -20,18 +20,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from meshwright.config.job_config import BYTES, Source
-from meshwright.datasets import tokenizing
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.documents import IndexedDocuments
-from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.entry import Entry
-from meshwright.datasets.mapping import map_file
-from meshwright.datasets.token_cache import DamagedCacheError, TokenCache
-from meshwright.datasets.tokenization_spec import TokenizationSpec
-from meshwright.datasets.tokenizing import open_cache
-from meshwright.errors import ConfigError
-from meshwright.file_system import whole_file
+from meshwright.datasets.documents import Entry, IndexedDocuments
+from meshwright.datasets.sample import Encoder
+from meshwright.datasets.token_cache import tokenizing
+from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache, map_file
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import whole_file
 from tests.helpers.files import NOT_THERE, failing_reads, leave_out_flock_and_fsync, tree
 from tests.helpers.texts import TEXTS, TextsRecipe, encode
 
@@ -364,7 +363,7 @@ def test_only_what_is_surely_dead_is_removed(tmp_path) -> None:
     (folder / "00001.npz").unlink()  # so that it is made again
     other = []
     for number, age_s in enumerate((0, 3600, -7200, 90_000)):  # of the last the process is gone
-        with patch("meshwright.file_system.this_machine", return_value="elsewhere"):
+        with patch("meshwright.system.files.this_machine", return_value="elsewhere"):
             other.append(unfinished_of(folder / f"0000{number}.tokens"))
         other[-1].write_bytes(b"half")
         os.utime(other[-1], (time.time() - age_s,) * 2)

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.config.job_config import BYTES, Source
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.entry import Entry
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.token_cache import TokenCache
-from meshwright.datasets.tokenization_spec import TokenizationSpec
-from meshwright.datasets.tokenizing import open_cache
-from meshwright.errors import ConfigError
+from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system.errors import ConfigError
 
 EOS = 257  # of the byte tokenizer
 DOCUMENTS = [[104, 105, EOS], [119, 111, 114, 108, 100, EOS], [97, 98, 99, 100, EOS]]
@@ -122,7 +123,9 @@ def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkey
         opened.append(path)
         return open_array(path, *rest)
 
-    token_files = import_module("meshwright.datasets.token_files")  # a function has its name
+    token_files = import_module(
+        "meshwright.datasets.sources.token_files"
+    )  # a function has its name
     open_array = token_files.open_array
     monkeypatch.setattr(token_files, "open_array", note)
     for number in range(6):

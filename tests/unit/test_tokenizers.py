@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from meshwright.datasets.tokenizers import tiktoken_file
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     CODE,
     HARD_TEXTS,

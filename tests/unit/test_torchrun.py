@@ -11,14 +11,14 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from meshwright import history
-from meshwright.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.launch import torchrun
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.launch.process import TRAINED
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
-from meshwright.log import TERMINAL, console_stream, log_to_console, logger, print_error
+from meshwright.metrics import records as history
+from meshwright.system.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
+from meshwright.system.log import TERMINAL, console_stream, log_to_console, logger, print_error
+from meshwright.system.processes import TRAINED
 from tests.helpers.jobs import wait_for
 
 

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import tomli_w
 
-from meshwright.cli.main import run as run_command
+from meshwright.commands.main import run as run_command
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import Float8, JobConfig
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.parallelism import Float8
 from meshwright.config.torchtitan import rules
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
-from meshwright.errors import ConfigError
-from meshwright.preflight import preflight
-from meshwright.resolve_model import resolve_model
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+from meshwright.train.resolve_model import resolve_model
 from tests.helpers.torchtitan_keys import KEYS
 
 FOLDER = Path(__file__).parents[1] / "torchtitan"

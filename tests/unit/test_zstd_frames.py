@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.job_config import Source
-from meshwright.datasets.entry import Entry
-from meshwright.datasets.hf_rows import StreamedRows
+from meshwright.config.training import Source
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.sources import open_local
-from meshwright.datasets.zstd_frames import MAGIC, CutError, check_whole
-from meshwright.errors import ConfigError
+from meshwright.datasets.sources.faults import MAGIC, CutError, check_whole
+from meshwright.datasets.sources.huggingface import StreamedRows
+from meshwright.system.errors import ConfigError
 
 
 def block(content: bytes, kind: int, is_last: bool, size: int | None = None) -> bytes:

@@ -13,7 +13,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.datasets.conversations.template_file import TEMPLATE_KEY
-from meshwright.errors import ConfigError
+from meshwright.system.errors import ConfigError
 
 
 def compile_template(source: str, now: datetime) -> jinja2.Template:

@@ -2,14 +2,20 @@
 
 from pathlib import Path
 
-from meshwright.config.job_config import BYTES
+from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.kinds import PATH_KEY, find_file
 from meshwright.datasets.tokenizers.special_tokens import read_json_object
-from meshwright.errors import ConfigError, check, config_error
+from meshwright.system.errors import ConfigError, check, config_error
 
 TEMPLATE_KEY = "model.chat_template_path"
+
+
 FILE_NAME = "chat_template.jinja"
+
+
 CONFIG_NAME = "tokenizer_config.json"
+
+
 FIX = f"fix: name a Jinja template in {TEMPLATE_KEY}"
 
 

@@ -6,12 +6,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from meshwright.config.job_config import BYTES
+from meshwright.config.section import BYTES
+from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.datasets.tokenizers.tiktoken_ranks import is_tiktoken
-from meshwright.datasets.tokenizers.well_formed import well_formed
-from meshwright.errors import ConfigError, check, config_error, where_it_ends
+from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
 
 PATH_KEY = "model.tokenizer_path"
+
+
 OF_PRESETS = {
     "llama2": "meta-llama/Llama-2-7b-hf",
     "llama3": "meta-llama/Meta-Llama-3-8B",
@@ -21,7 +23,11 @@ OF_PRESETS = {
     "qwen3": "Qwen/Qwen3-8B",
 }
 """Repositories on the Hugging Face hub, by the folder in assets/tokenizers that presets name."""
+
+
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+
+
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer that say how it is used."""
 
@@ -166,7 +172,7 @@ def kind_of(file: Path, content: bytes) -> Callable[[Path], Tokenizer]:
     It imports the library of that kind alone: `check` waits for no other.
     """
     if file.suffix == ".json" or content.lstrip().startswith(b"{"):
-        from meshwright.datasets.tokenizers.huggingface_file import HuggingFaceTokenizer
+        from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer
     if is_tiktoken(content):

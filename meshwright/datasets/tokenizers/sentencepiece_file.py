@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from meshwright.datasets.tokenizers.well_formed import well_formed
+from meshwright.datasets.tokenizers.special_tokens import well_formed
 
 SPACE = "\u2581"  # a space in a piece
 

@@ -18,7 +18,10 @@ SPLIT_PATTERN = (
 )
 """Of Meta's files: no token reaches over the end of a match."""
 
+
 NUM_SPECIALS = 256
+
+
 NAMED_SPECIALS = (  # Meta's of July 2024; in April some were reserved still, under the same ids
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -33,13 +36,17 @@ NAMED_SPECIALS = (  # Meta's of July 2024; in April some were reserved still, un
     "<|python_tag|>",
 )
 
+
 MAX_RUN = 999_000
 """Characters of white space that tiktoken gets in one run. Its regular expressions give up (a
 panic, which is no Exception) on more than a million, the limit of fancy_regex; seen in 0.14."""
 
+
 _SPACES = (
     r"[\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # of Rust's \s, those
 )
+
+
 # that are no line ends: runs that end in one are matched by \s*[\r\n]+, which reads any length
 _LONG_RUN = re.compile(rf"(?<!{_SPACES}){_SPACES}{{{MAX_RUN + 1},}}+(?![\r\n])")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.proof.cases import KEYS
+from meshwright.commands.prove.cases import KEYS
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
 import meshwright
-from meshwright.models.layers import document_mask
-from meshwright.planning.as_gpu import rms_norm
+from meshwright.commands.plan.as_gpu import rms_norm
+from meshwright.models import document_mask
 
 aten = torch.ops.aten
 

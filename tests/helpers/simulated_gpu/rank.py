@@ -22,7 +22,7 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.meshes import Meshes, build_meshes
-from meshwright.preflight import Plan, preflight
+from meshwright.train.preflight import Plan, preflight
 from tests.helpers.one_rank import OneRank
 from tests.helpers.simulated_gpu import fake_cuda
 from tests.helpers.simulated_gpu.cases import CASES, Case

@@ -1,0 +1,290 @@
+"""Export a checkpoint as a model folder of Hugging Face, and compare the two."""
+
+import importlib.util
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.commit import UNFINISHED
+from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG
+from meshwright.checkpoint.conversion.hf_write import write_weights
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder
+from meshwright.models.family import HuggingFaceForm
+from meshwright.parallelisms.local_model import keep_modules
+from meshwright.parallelisms.parallelize import quiet_torchao
+from meshwright.parallelisms.rules.stages import split_evenly
+from meshwright.system.errors import numbered
+from meshwright.system.files import Place, make_folder, sync_file, sync_folder
+
+NUM_TOKENS = 256
+
+
+TOLERANCE = 1e-3
+"""Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
+permutation, rotation or constant gives more by far."""
+
+
+LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
+
+
+OWN_READER = "meshwright's own reader (transformers is not installed)"
+
+
+@dataclass(frozen=True)
+class Job:
+    """An export."""
+
+    weights: CheckpointWeights
+    form: HuggingFaceForm
+    args: DecoderArgs
+    seq_len: int
+    """Tokens of a sequence of training."""
+    dtype: torch.dtype
+    max_shard_bytes: int
+    special_tokens: Mapping[str, int]
+    """bos_token_id, eos_token_id."""
+    other_files: Mapping[str, Path | str]
+    """Files to copy, or their content, by their names in the folder."""
+    encode: Callable[[str], list[int]] | None
+    """Text to ids, without special tokens; None: no tokenizer is exported."""
+    texts: Iterable[str]
+    """To compare ids on."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of the exported folder against the checkpoint's logits, on the same tokens."""
+
+    by: str
+    """The code that computed the former."""
+    num_tokens: int
+    difference: float
+    """Largest of all."""
+    scale: float
+    """The largest logit."""
+
+
+def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
+    """Write the folder `out`, which appears when it is complete and has been compared.
+
+    In memory there are at most a few copies of the largest tensor, or one layer in fp32; while
+    transformers computes logits, the whole model in fp32.
+
+    Args:
+        say: is called with a line for each thing done.
+
+    Raises:
+        ConfigError: if `out` exists, cannot be written, or then differs from the checkpoint.
+    """
+    place = Place("OUT", out)
+    place.check(not out.exists(), "exists already", "name another folder, or remove it")
+    unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
+    try:
+        for left in _left_by_killed(out):
+            say(f"an export that was killed, or still runs, has left {left}")
+        make_folder(out.parent)
+        unfinished.mkdir()
+        try:
+            _write(job, unfinished, say)
+            _verify(job, Place("OUT", unfinished), say)
+            unfinished.rename(out)
+            sync_folder(out.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise place.error(f"cannot be written: {reason}", "name another folder") from None
+    say(f"exported to {out}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _left_by_killed(out: Path) -> list[Path]:
+    name = re.compile(re.escape(out.name) + r"\.[0-9a-f]{16}" + re.escape(UNFINISHED))
+    parent = out.parent
+    return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
+
+
+def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
+    for name, content in job.other_files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (folder / name).write_text(content, "utf-8")
+        else:
+            shutil.copyfile(content, folder / name)
+    config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
+    config["torch_dtype"] = str(job.dtype).removeprefix("torch.")
+    _write_json(folder / CONFIG, config)
+    if GENERATION_CONFIG not in job.other_files:
+        _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens))
+    tensors = job.form.tensors(job.args)
+    files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
+    size = sum(file.stat().st_size for file in files)
+    in_files = f"{size:,} bytes in {numbered(len(files), 'file')}"
+    say(f"wrote {len(tensors)} tensors, {in_files}, as {_name(job.dtype)}")
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):  # files before their folder
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with open(path, "rb") as file:
+            sync_file(file.fileno(), path)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
+    """Read the written files back."""
+    written = HuggingFaceWeights(place, job.form, job.args)
+    tensors = job.form.tensors(job.args)
+    for name, foreign in tensors.items():
+        want = job.weights.read(name).to(job.dtype)
+        got = written.read(name, foreign.shape, (0,) * len(foreign.shape))
+        place.check(
+            got.dtype == want.dtype and torch.equal(_bits(got), _bits(want)),
+            f"{name} differs from the checkpoint",
+            "export again; if it stays so, the disk or meshwright is at fault",
+        )
+        del want, got
+    rounded = "" if job.dtype == torch.float32 else f", rounded to {_name(job.dtype)},"
+    say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
+    if job.encode is not None:
+        _verify_tokenizer(job, job.encode, place, say)
+    result = compare_logits(job, place)
+    place.check(
+        result.scale > 0,  # equal on both sides, and no comparison
+        "the checkpoint's logits are all 0: its weights are not those of a model that was trained",
+        "export another checkpoint",
+    )
+    place.check(
+        result.difference <= TOLERANCE * result.scale,
+        f"its logits by {result.by} differ by {result.difference:.2e} from the checkpoint's, of "
+        f"which the largest is {result.scale:.2e}",
+    )
+    say(
+        f"compared logits of {result.num_tokens} tokens, in fp32, with {result.by}: largest "
+        f"difference {result.difference:.2e}, largest logit {result.scale:.2e}"
+    )
+
+
+def _verify_tokenizer(
+    job: Job, encode: Callable[[str], list[int]], place: Place, say: Callable[[str], None]
+) -> None:
+    """Hold the folder's tokenizer against the one of training, on ids and on special tokens."""
+    try:
+        theirs, special, by = _read_tokenizer(place.path)
+    except Exception as error:  # whatever a library makes of a file
+        raise place.error(f"its tokenizer cannot be read: {error}", LEAVE_OUT) from None
+    count = 0
+    for text in job.texts:
+        want, got = encode(text), theirs(text)
+        where = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), 0)
+        place.check(
+            got == want,
+            f"its tokenizer by {by} gives other ids for {text[:40]!r}: from the {where + 1}. on "
+            f"{got[where : where + 4]}, and {want[where : where + 4]} in training",
+            LEAVE_OUT,
+        )
+        count += len(want)
+    for name, token in special.items():
+        place.check(
+            token == job.special_tokens.get(name, token),
+            f"its {name} by {by} is {token}, and {job.special_tokens.get(name)} in training",
+            LEAVE_OUT,
+        )
+    say(f"compared {count:,} ids of {by} with the tokenizer of training: equal")
+
+
+def _read_tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], dict[str, int | None], str]:
+    """From text to ids, without special tokens; the ids of special tokens; and the library used."""
+    if importlib.util.find_spec("transformers") is None:
+        read = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        by = f"tokenizers {tokenizers.__version__} (transformers is not installed)"
+        return lambda text: read.encode(text, add_special_tokens=False).ids, {}, by
+    transformers: Any = importlib.import_module("transformers")  # only to compare with
+    transformers.logging.set_verbosity_error()
+    auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    special = {name: getattr(auto, name) for name in ("bos_token_id", "eos_token_id")}
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = auto(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return encode, special, f"transformers {transformers.__version__} (AutoTokenizer)"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """So that a NaN equals itself, and zero does not equal minus zero."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@torch.no_grad()
+def compare_logits(job: Job, place: Place) -> Comparison:
+    """Compare logits of the checkpoint, rounded as the folder's weights, with the folder's.
+
+    transformers computes the latter; if it is not installed, our own model does.
+    """
+    tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
+
+    def fill(parameters: Mapping[str, Tensor]) -> None:
+        for name, parameter in parameters.items():
+            parameter.copy_(job.weights.read(name).to(job.dtype))
+
+    want = _logits_of_ours(job, fill, tokens)
+    if importlib.util.find_spec("transformers") is None:
+        written = HuggingFaceWeights(place, job.form, job.args)
+        got, by = _logits_of_ours(job, written.load, tokens), OWN_READER
+    else:
+        got, by = _logits_of_transformers(place, tokens)
+    difference = (got - want).abs().max().item()
+    return Comparison(by, NUM_TOKENS, difference, want.abs().max().item())
+
+
+def _logits_of_ours(
+    job: Job, fill: Callable[[Mapping[str, Tensor]], None], tokens: Tensor
+) -> Tensor:
+    """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
+    count = 1 if job.args.tie_embeddings else job.args.n_layers
+    x = tokens
+    for modules in split_evenly(job.args.n_layers, count, layer=1, embedding=0, output=0):
+        with torch.device("meta"):
+            stage = Decoder(job.args, NUM_TOKENS)
+        keep_modules(stage, modules)
+        stage.to_empty(device="cpu")
+        stage.init_buffers()
+        fill(dict(stage.named_parameters()))
+        x = stage(x)
+    return x
+
+
+def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
+    transformers: Any = importlib.import_module("transformers")  # only to compare with
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with quiet_torchao():  # which transformers imports here
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            place.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    place.check(not wrong, f"transformers does not find some of its tensors in it: {wrong}")
+    logits: Tensor = model(tokens).logits
+    return logits, f"transformers {transformers.__version__}"

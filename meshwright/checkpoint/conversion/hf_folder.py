@@ -1,0 +1,260 @@
+"""The content of a model folder of Hugging Face, and whether it is the wanted model.
+
+Free of torch, so that a job that cannot start says so before any rank does.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFaceForm
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of an element, of the types that a model's weights may have."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's place, shape and type."""
+
+    file: Path
+    dtype: str
+    """F32, BF16, F16, ..."""
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return every tensor in `file`.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a safetensors file, or not a whole one: the header has to cover
+            the file to its last byte.
+    """
+    file.open("rb").close()  # for its own error: to safetensors every failure is a missing file
+    try:
+        with safe_open(file, framework="numpy") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(file, tensor.get_dtype(), tuple(tensor.get_shape()))
+                for name, tensor in slices.items()
+            }
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise ValueError(f"is damaged, or is not a safetensors file: {reason}") from None
+
+
+CONFIG = "config.json"
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+SINGLE = "model.safetensors"
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Return whether `path` looks like a model folder of Hugging Face."""
+    return (path / CONFIG).is_file()
+
+
+def find_tensors(place: Place) -> dict[str, StoredTensor]:
+    """Return every tensor of the folder's safetensors files, by the name it has there.
+
+    Raises:
+        ConfigError: if there are none, or a file is missing or not whole.
+    """
+    folder = place.path
+    if (folder / INDEX).is_file():
+        weight_map = place.read_json(INDEX).get("weight_map")
+        is_map = isinstance(weight_map, dict) and all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        )
+        place.check(is_map, f"{INDEX} has no weight_map of tensors to files in the folder")
+        assert isinstance(weight_map, dict)
+    else:
+        _check_single(place)
+        weight_map = {}
+    files = sorted(set(weight_map.values())) or [SINGLE]
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        again = "download or export the folder again"
+        place.check((folder / name).is_file(), f"{name} is missing, which {INDEX} names", again)
+        try:
+            found |= read_header(folder / name)
+        except OSError as error:
+            raise place.error(f"{name} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise place.error(f"{name} {error}", again) from None
+    for name, file in weight_map.items():
+        place.check(
+            name in found and found[name].file.name == file,
+            f"{INDEX} says that {name} is in {file}, but it is not",
+            "download or export the folder again",
+        )
+    return found
+
+
+def _check_single(place: Place) -> None:
+    folder = place.path
+    if (folder / SINGLE).is_file():
+        return
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    place.check(
+        not shards,
+        f"holds {', '.join(shards[:3])}, but no {INDEX}, which says which file holds which tensor",
+        f"download {INDEX} too",
+    )
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pth")))
+    place.check(
+        not pickles,
+        f"its weights, {', '.join(pickles[:3])}, are pickles, which can run code when they are "
+        "read; only safetensors are",
+        "download the safetensors files, or convert it: load it in transformers where you trust "
+        "it, then save_pretrained",
+    )
+    raise place.error(f"holds neither {SINGLE} nor {INDEX}")
+
+
+def find_family(place: Place, families: Sequence[Family]) -> Family:
+    """Return the family that the folder's config.json names.
+
+    Raises:
+        ConfigError: if it is none of `families`.
+    """
+    kind = _read_config(place).get("model_type")
+    found = [family for family in families if family.hf.model_type == kind]
+    known = ", ".join(family.hf.model_type for family in families)
+    place.check(bool(found), f"{CONFIG}: model_type is {kind!r}, not one of {known}")
+    return found[0]
+
+
+def read_dimensions(place: Place, form: HuggingFaceForm) -> dict[str, Dimension]:
+    """Return the folder's config.json as our dimensions.
+
+    Raises:
+        ConfigError: if it is of a model that ours cannot be.
+    """
+    config = _read_config(place)
+    try:
+        return form.read_config(config)
+    except ValueError as error:
+        raise place.error(f"{CONFIG}: {error}") from None
+
+
+def _read_config(place: Place) -> dict[str, Any]:
+    place.check(place.path.is_dir(), "no such folder")
+    place.check(is_hf_folder(place.path), f"holds no {CONFIG}", "name a folder of Hugging Face's")
+    return place.read_json(CONFIG)
+
+
+def check_hf_folder(place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
+    """Check that the folder is of a model with `args`, and whole.
+
+    Raises:
+        ConfigError: naming every dimension that differs, or the first tensor.
+    """
+    there = read_dimensions(place, form)
+    found = {name: (dimension.key, dimension.value) for name, dimension in there.items()}
+    check_args(args, found, str(place.path / CONFIG))
+    check_tensors(place, form, args, find_tensors(place))
+
+
+def check_args(args: DecoderArgs, there: Mapping[str, tuple[str, Any]], file: str) -> None:
+    """Check that `args` equal the dimensions in `file`, each with its key there.
+
+    Raises:
+        ConfigError: naming every dimension that differs, and both values.
+    """
+    messages, keys = [], []
+    for name, (key, theirs) in there.items():
+        ours = getattr(args.resolved, name)
+        if ours == theirs:
+            continue
+        keys.append(f"model.args.{name}")
+        messages.append(
+            f"{keys[-1]} = {_shown(ours)}: {file} has {key} = {_shown(theirs)}"
+            f"\n  fix: {_fix(name, theirs)}"
+        )
+    if messages:
+        raise ConfigError(keys[0], "\n".join(messages))
+
+
+def _shown(value: object) -> str:
+    table = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    return "none" if table is None else repr(table)
+
+
+def _fix(name: str, value: object) -> str:
+    key = f"model.args.{name}"
+    if isinstance(value, bool):
+        return f"set {key} = {str(value).lower()}"
+    if value is None:
+        return f"choose a model.flavor without {name}"
+    if dataclasses.is_dataclass(value):
+        table = dataclasses.asdict(value)  # type: ignore[arg-type]
+        return f"set {key} = {{ {', '.join(f'{k} = {v}' for k, v in table.items())} }}"
+    return f"set {key} = {value}"
+
+
+def check_tensors(
+    place: Place, form: HuggingFaceForm, args: DecoderArgs, stored: Mapping[str, StoredTensor]
+) -> dict[str, ForeignTensor]:
+    """Check that `stored` are the parameters of the model with `args`, and nothing besides.
+
+    Returns:
+        For each of our parameters, its tensor there.
+
+    Raises:
+        ConfigError: for the first that is missing, has another shape or type, or has no place.
+    """
+    wanted = form.tensors(args)
+    for ours, theirs in wanted.items():
+        place.check(
+            theirs.name in stored,
+            f"{theirs.name}, our {ours}, is in none of its files",
+            "download or export the folder again"
+            + (", or set model.args.tie_embeddings = true" if ours == "output.weight" else ""),
+        )
+        for name in (theirs.name, *theirs.copies):
+            tensor = stored.get(name, stored[theirs.name])
+            place.check(
+                tensor.shape == theirs.shape,
+                f"{name} in {tensor.file.name} has shape {tensor.shape}, not {theirs.shape}",
+                "its config.json is of another model",
+            )
+            place.check(
+                tensor.dtype in ITEM_BYTES,
+                f"{name} in {tensor.file.name} is of type {tensor.dtype}, not "
+                f"{', '.join(ITEM_BYTES)}",
+            )
+    known = {name for theirs in wanted.values() for name in (theirs.name, *theirs.copies)}
+    others = [name for name in stored if name not in known and not form.is_needless(name)]
+    place.check(
+        not others,
+        f"holds {others[0] if others else ''}, for which the model has no place",
+    )
+    return wanted
+
+
+def read_args(place: Place, form: HuggingFaceForm, kind: type[DecoderArgs]) -> DecoderArgs:
+    """Return the dimensions that config.json gives.
+
+    Raises:
+        ConfigError: if they cannot be our model's dimensions.
+    """
+    values = {name: found.value for name, found in read_dimensions(place, form).items()}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise place.error(f"{CONFIG}: {error}") from None

@@ -1,0 +1,174 @@
+"""Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
+from meshwright.checkpoint.conversion.meta_folder import check_meta_folder, is_meta_folder
+from meshwright.checkpoint.find import find_candidates, find_checkpoint, saved_args
+from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
+from meshwright.checkpoint.manifest import MANIFEST, Manifest
+from meshwright.config.job_config import Checkpoint
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family, MetaForm, TorchtitanForm
+from meshwright.system.errors import check, where_it_ends
+from meshwright.system.files import Place
+
+SHOWN = 10
+"""Tensors that an error names at most."""
+
+
+def is_torchtitan_folder(path: Path) -> bool:
+    """Return whether `path` looks like a step's folder of torchtitan's."""
+    return (path / INDEX).is_file() and not (path / MANIFEST).exists()
+
+
+def find_names(place: Place, form: TorchtitanForm, args: DecoderArgs) -> dict[str, str]:
+    """Return the name there of each parameter of the model with `args`.
+
+    Raises:
+        ConfigError: naming every tensor that is missing, has another shape, or has no place.
+    """
+    try:
+        saved = read_saved_tensors(place.path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise place.error(f"{INDEX} cannot be read: {reason}") from None
+    place.check(
+        not any(name.startswith("rng.") for name in saved),
+        f"is a checkpoint of meshwright's that is damaged: it has no {MANIFEST}",
+        "name another step's folder",
+    )
+    shapes = args.parameter_shapes()
+    prefix = next((p for p in form.PREFIXES if _of_model(saved, p, form)), "")
+    found, wrong = {}, []
+    for ours, shape in shapes.items():
+        theirs = next((name for name in form.names(ours) if prefix + name in saved), None)
+        if theirs is None:
+            wrong.append(f"{prefix}{ours} is not there")
+            continue
+        found[ours] = prefix + theirs
+        if saved[found[ours]].shape != shape:
+            wrong.append(f"{found[ours]} has shape {saved[found[ours]].shape} there, not {shape}")
+    tied = {prefix + name for name in form.names("output.weight")} if args.tie_embeddings else set()
+    others = sorted(_of_model(saved, prefix, form) - set(found.values()) - tied)
+    wrong += [f"{name} has no place in the model" for name in others]
+    more = f" (and {len(wrong) - SHOWN} more)" if len(wrong) > SHOWN else ""
+    place.check(
+        not wrong,
+        f"is a checkpoint of torchtitan's, or of another model: {'; '.join(wrong[:SHOWN])}{more}",
+        "set model.flavor and model.args to the model that it is of",
+    )
+    return found
+
+
+def _of_model(saved: dict[str, SavedTensor], prefix: str, form: TorchtitanForm) -> set[str]:
+    starts = tuple(prefix + start for start in form.OF_MODEL)
+    return {name for name in saved if name.startswith(starts)}
+
+
+LOAD_KEY = "checkpoint.initial_load_path"
+
+
+class InitialWeights(NamedTuple):
+    """A folder to start from."""
+
+    kind: Literal["ours", "hf", "meta", "torchtitan"]
+    place: Place
+    """The step's folder, if the format has steps."""
+    manifest: Manifest | None = None
+    """Of ours."""
+
+
+def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) -> InitialWeights:
+    """Return the folder to start from; the content of its files is not read.
+
+    Args:
+        damaged: step's folders of ours that are known to be, and how.
+
+    Raises:
+        ConfigError: if it is not there, not of the kind that is said, or damaged.
+    """
+    place = Place(LOAD_KEY, Path(config.initial_load_path))
+    if not place.path.exists():
+        raise place.error("no such folder", where_it_ends(place.path))
+    place.check(place.path.is_dir(), "is not a folder")
+    if config.initial_load_in_hf:
+        place.check(is_hf_folder(place.path), "holds no config.json of Hugging Face", _other(False))
+        return InitialWeights("hf", place)
+    if is_meta_folder(place.path):
+        return InitialWeights("meta", place)
+    if is_torchtitan_folder(place.path):
+        is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
+        place.check(not is_partial, "is not a complete checkpoint")
+        return InitialWeights("torchtitan", place)
+    candidates = find_candidates(place)
+    if candidates and all(is_torchtitan_folder(inner.path) for inner in candidates):
+        return InitialWeights("torchtitan", candidates[0])
+    found = find_checkpoint(place, damaged)
+    if found is None:
+        is_hf = is_hf_folder(place.path)
+        raise place.error("holds no checkpoint", _other(True) if is_hf else "")
+    return InitialWeights("ours", found.place, found.manifest)
+
+
+def _other(is_hf: bool) -> str:
+    kind = "a folder of Hugging Face's" if is_hf else "one of Meta's, torchtitan's or meshwright's"
+    return f"set checkpoint.initial_load_in_hf = {str(is_hf).lower()} if it is {kind}"
+
+
+def check_initial(
+    config: Checkpoint,
+    args: DecoderArgs,
+    family: Family,
+) -> None:
+    """Check that the folder to start from holds the weights of a model with `args`.
+
+    Args:
+        family: of the model, with the forms in which others have it.
+
+    Raises:
+        ConfigError: naming the fault.
+    """
+    kind, place, manifest = find_initial(config)
+    match kind:
+        case "hf":
+            check_hf_folder(place, family.hf, args)
+        case "meta":
+            check_meta_folder(place, meta_form(place, family), args)
+        case "torchtitan":
+            find_names(place, torchtitan_form(place, family), args)
+        case "ours":
+            assert manifest is not None
+            name = manifest["model_name"]
+            check(
+                name == family.name,
+                "model.name",
+                family.name,
+                f"{place.path} holds weights of the family {name!r}",
+                f'set model.name = "{name}", or start from another folder',
+            )
+            saved = saved_args(place, manifest, type(args)).resolved
+            names = [field.name for field in dataclasses.fields(saved)]
+            there = {name: (f"model.args.{name}", getattr(saved, name)) for name in names}
+            check_args(args, there, str(place.path))
+
+
+def meta_form(place: Place, family: Family) -> MetaForm:
+    """Return the form of Meta's folders of the model's family; raises `ConfigError` if there is
+    none."""
+    if family.meta is None:
+        raise place.error(f"is a folder of Meta's, and Meta has no {family.name}")
+    return family.meta
+
+
+def torchtitan_form(place: Place, family: Family) -> TorchtitanForm:
+    """Return the form of torchtitan's checkpoints of the family; raises `ConfigError` if it is
+    unknown."""
+    if family.torchtitan is None:
+        fix = "export it to Hugging Face's form there, and set checkpoint.initial_load_in_hf = true"
+        raise place.error(f"is torchtitan's, whose form of {family.name} cannot be read", fix)
+    return family.torchtitan

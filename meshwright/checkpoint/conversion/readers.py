@@ -1,0 +1,185 @@
+"""Weights out of a model folder of Hugging Face, on any mesh: each rank reads its shards."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
+from meshwright.checkpoint.conversion.initial_load import (
+    InitialWeights,
+    find_names,
+    meta_form,
+    torchtitan_form,
+)
+from meshwright.checkpoint.conversion.meta_folder import check_meta_folder
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family, HuggingFaceForm, MetaForm
+from meshwright.parallelisms.shards import local_box
+from meshwright.system.files import Place
+
+
+class HuggingFaceWeights:
+    """The weights of a folder, in parts and under our names.
+
+    Raises:
+        ConfigError: if they are not the weights of a model with `args`.
+    """
+
+    def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
+        self._place = place
+        self._stored = find_tensors(place)
+        self._foreign = check_tensors(place, form, args, self._stored)
+        files = {tensor.file for tensor in self._stored.values()}
+        try:  # they are mapped, not read
+            self._open = {file: safe_open(file, framework="pt") for file in files}
+        except (OSError, SafetensorError) as error:
+            raise place.error(str(error)) from None
+
+    @torch.no_grad()
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
+
+        Beside them there is one tensor's local part in memory, and of queries and keys up to two
+        heads more. Not collective.
+
+        Raises:
+            ConfigError: if a copy that the files hold of a tensor differs from it.
+        """
+        for name, parameter in parameters.items():
+            local, offset = local_box(parameter)
+            if local.numel():
+                local.copy_(self.read(name, tuple(local.shape), offset))
+
+    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
+        in."""
+        foreign = self._foreign[name]
+        head_dim = foreign.head_dim or 1
+        # rows of a head lie in another order, so heads are read whole
+        first = offset[0] // head_dim * head_dim
+        end = -(-(offset[0] + shape[0]) // head_dim) * head_dim
+        rest = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)][1:]
+        box = self._slice(foreign.name, (slice(first, end), *rest))
+        for copy in foreign.copies:
+            if copy in self._stored:
+                self._place.check(
+                    torch.equal(box, self._slice(copy, (slice(first, end), *rest))),
+                    f"{copy} differs from {foreign.name}, but config.json says that they are one",
+                    "set tie_word_embeddings = false in it, if they are two",
+                )
+        if foreign.head_dim is not None:
+            box = pairs(box, foreign.head_dim)
+        return box[offset[0] - first :][: shape[0]]
+
+    def _slice(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        tensor: Tensor = self._open[self._stored[name].file].get_slice(name)[box]  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def pairs(halves: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads, from their order for a rotation of (i, i + H/2) to (2i, 2i + 1)."""
+    return halves.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def halves(pairs: Tensor, head_dim: int) -> Tensor:
+    """Return the inverse of `pairs`."""
+    return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class MetaWeights:
+    """The weights of a folder, put together of the pieces in its files.
+
+    Raises:
+        ConfigError: if they are not the weights of a model with `args`.
+    """
+
+    def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
+        self._place, self._form, self._args = place, form, args
+        pieces = check_meta_folder(place, form, args)
+        self._cut = pieces.cut
+        self._files = [self._map(file) for file in pieces.files]
+
+    def _map(self, file: Path) -> dict[str, Tensor]:
+        try:  # mapped into memory: unused parts are not read
+            tensors: dict[str, Tensor] = torch.load(
+                file, map_location="cpu", mmap=True, weights_only=True
+            )
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise self._place.error(f"{file.name}: {error}") from None
+        return tensors
+
+    @torch.no_grad()
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
+
+        Beside them there is one tensor's local part in memory. Not collective.
+
+        Raises:
+            ConfigError: if a copy that the files hold of a tensor differs from it.
+        """
+        for name, parameter in parameters.items():
+            local, offset = local_box(parameter)
+            if not local.numel():
+                continue
+            box = self.read(name, tuple(local.shape), offset)
+            local.copy_(box)
+            copy = self._form.copy_of(name, self._args)
+            if copy is not None and copy in self._cut:
+                self._place.check(
+                    torch.equal(box, self.read(copy, tuple(local.shape), offset)),
+                    f"{copy} differs from {name}, but model.args.tie_embeddings says that they are "
+                    "one",
+                    "set model.args.tie_embeddings = false",
+                )
+
+    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+        """Return the box of `shape` at `offset` in the tensor `name`, in the type it is stored
+        in."""
+        cut = self._cut[name]
+        if cut is None:
+            return _box(self._files[0][name], shape, offset)
+        parts, start = [], 0
+        for tensors in self._files:
+            piece = tensors[name]
+            begin = max(offset[cut], start)
+            end = min(offset[cut] + shape[cut], start + piece.shape[cut])
+            if begin < end:
+                part_shape = (*shape[:cut], end - begin, *shape[cut + 1 :])
+                part_offset = (*offset[:cut], begin - start, *offset[cut + 1 :])
+                parts.append(_box(piece, part_shape, part_offset))
+            start += piece.shape[cut]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, cut)
+
+
+def _box(tensor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+    return tensor[tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))]
+
+
+def open_weights(
+    initial: InitialWeights, spec: Family, args: DecoderArgs
+) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
+    """Return the reader of `initial`.
+
+    Args:
+        spec: the model's family.
+        args: the model's dimensions.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    place = initial.place
+    match initial.kind:
+        case "hf":
+            return HuggingFaceWeights(place, spec.hf, args)
+        case "meta":
+            return MetaWeights(place, meta_form(place, spec), args)
+        case "torchtitan":
+            names = find_names(place, torchtitan_form(place, spec), args)
+            return CheckpointWeights(place, names.__getitem__)
+        case "ours":
+            return CheckpointWeights(place)

@@ -1,1 +1,0 @@
-"""The script that every rank runs, alone in its folder: Python looks for modules there first."""

@@ -1,0 +1,100 @@
+"""`meshwright check`: find the faults that would keep a job from running, without starting it."""
+
+import os
+from argparse import Namespace
+
+from meshwright.config.loader import InvalidConfigError, check_paths, config_errors, load_given
+from meshwright.config.provenance import Provenance
+from meshwright.system.errors import ConfigError, Mistakes, numbered
+from meshwright.system.log import log_to_console, logger
+from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
+from meshwright.train.preflight import Plan, check_alone, preflight, resume_diff
+
+DEFAULT_PRESET = "debug_model"
+
+
+def run(given: Namespace) -> None:
+    """Print that the job can run on the given number of ranks, after the notes on it.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    ranks = count_ranks(given, start_here=False)
+    plan = check_job(given, ranks)
+    config, training = plan.config, plan.config.training
+    print(
+        f"{given.config} can run: {plan.model_args.table.num_params:,} parameters, "
+        f"{numbered(ranks.total, 'rank')}, {training.global_batch_size:,} sequences of "
+        f"{training.seq_len:,} tokens per step, to {config.job.dump_folder}"
+    )
+
+
+def check_job(given: Namespace, ranks: Ranks) -> Plan:
+    """Check that a job can run, and log how "auto" was decided for compilation, which options have
+    no effect, whether another type would be much faster, and how the job differs from the one that
+    saved the checkpoint to resume from.
+
+    Args:
+        given: without CONFIG, gets that of $CONFIG_FILE, or the debug model.
+
+    Raises:
+        ConfigError: for every fault.
+    """
+    given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
+    plan, provenance = load_and_check(given, ranks.total, is_gpu=ranks.gpus != 0)
+    # of a preset's keys that the user's TOML makes idle, nothing is to be done
+    idle = {text for text in plan.idle_options if provenance.is_inherited(text.partition(" = ")[0])}
+    notes = [text for text in plan.notes if text not in idle]
+    slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
+    if slow or notes or plan.resume_step:
+        log_to_console()
+    if slow:
+        logger.warning("%s", slow)
+    for text in notes:
+        logger.info("%s", text)
+    if plan.resume_step:
+        resume_diff(plan).log()
+    return plan
+
+
+def _slow_type(ranks: Ranks, dtype: str) -> str:
+    """Return advice on the type of a job's matmuls, or nothing.
+
+    Where the GPUs were not counted, or there are more machines, this one's CPU says nothing.
+    """
+    is_this_cpu = ranks.gpus == 0 and ranks.machines == 1
+    if ranks.gpus and dtype == "float32":
+        reason, faster = "GPUs multiply up to 16 times faster in bfloat16", "bfloat16"
+    elif is_this_cpu and dtype == "bfloat16" and (slow := why_bf16_is_slow()):
+        reason, faster = slow, "float32"
+    else:
+        return ""
+    key = "training.mixed_precision_param"
+    return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
+
+
+def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> tuple[Plan, Provenance]:
+    """Load a config and check it for a job of `world_size` ranks.
+
+    Raises:
+        ConfigError: for every fault. Beside wrong keys, only written values are
+            checked, and only by themselves: absent values alone could break a rule.
+    """
+    try:
+        config, provenance = load_given(given)
+    except InvalidConfigError as error:
+        faults = Mistakes()
+        if error.rest is not None:
+            with faults.collect():
+                check_paths(error.rest)
+                check_alone(error.rest)
+        written = [
+            e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys
+        ]
+        more = map(error.provenance.explain, written)
+        raise ConfigError("", "\n".join([str(error), *more])) from None
+    for note in provenance.notes:
+        log_to_console()
+        logger.info("%s", note)
+    with config_errors(provenance):
+        return preflight(config, world_size, is_gpu=is_gpu), provenance

@@ -1,0 +1,177 @@
+"""`meshwright checkpoint ls`, `show` and `verify`. Free of torch."""
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.find import FoundCheckpoint, find_entries, look_at, open_checkpoint
+from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
+from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.commands.plain_text import align, flatten, human_bytes
+from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
+
+COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
+
+
+ROLES = ("model", "optimizer", "rng")
+"""First parts of tensors' names."""
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn a file that cannot be read, or is no longer there, into a `ConfigError`."""
+    try:
+        yield
+    except BrokenPipeError:  # of the console
+        raise
+    except OSError as error:
+        raise ConfigError("", f"{error.filename}: {error.strerror}") from None
+
+
+@readable()
+def run_ls(given: Namespace) -> None:
+    """Print a line per checkpoint."""
+    rows = []
+    for path in find_entries(Place("FOLDER", given.folder)):
+        with suppress(FileNotFoundError):  # a job that runs deletes its old ones
+            entry = look_at(path)
+            rows.append((*_row(entry), entry.state))
+    complete = [number for number, row in enumerate(rows) if row[-1] == "complete"]
+    if complete:
+        *facts, state = rows[complete[-1]]
+        rows[complete[-1]] = (*facts, f"{state}, newest")
+    print(align([COLUMNS, *rows]))
+
+
+def _row(entry: FoundCheckpoint) -> tuple[object, ...]:
+    size = human_bytes(entry.num_bytes)
+    if entry.manifest is None:
+        return entry.path.name, _date(entry.path), size, "-", "-", "-"
+    tokens = f"{entry.manifest['tokens_seen']:,}"
+    when = _date(entry.path / MANIFEST)
+    return entry.path.name, when, size, tokens, _loss(entry.manifest), _mesh(entry.manifest["mesh"])
+
+
+def _date(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _loss(manifest: Manifest) -> str:
+    return "not-finite" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
+
+
+def _mesh(mesh: dict[str, int]) -> str:
+    """Degrees above one: dp_shard=4,tp=2."""
+    return ",".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1"
+
+
+@readable()
+def run_show(given: Namespace) -> None:
+    """Print the facts of one checkpoint."""
+    place = Place("CHECKPOINT", given.checkpoint)
+    with open_checkpoint(place, print, names=[INDEX]) as (found, manifest):
+        entry = look_at(found.path)
+        try:
+            tensors = read_saved_tensors(found.path)
+        except (OSError, ValueError) as error:
+            raise found.error(f"the index of its tensors cannot be read: {error}") from None
+        try:
+            facts = list(_facts(entry, manifest, tensors))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # whoever made it lied
+            raise found.error(f"{MANIFEST} makes no sense: {error}") from None
+        print(align(facts))
+    if given.tensors:
+        rows = [
+            (name, "x".join(map(str, tensor.shape)) or "scalar", tensor.dtype, tensor.num_bytes)
+            for name, tensor in sorted(tensors.items())
+        ]
+        print("\n" + align([("TENSOR", "SHAPE", "TYPE", "BYTES"), *rows]))
+
+
+def _facts(
+    entry: FoundCheckpoint, manifest: Manifest, tensors: dict[str, SavedTensor]
+) -> Iterator[tuple[str, object]]:
+    yield "checkpoint", entry.path
+    yield "state", f"{entry.state} (content: meshwright checkpoint verify)"
+    yield "saved", _date(entry.path / MANIFEST)
+    yield "step", manifest["step"]
+    yield "tokens seen", f"{manifest['tokens_seen']:,}"
+    yield "loss", _loss(manifest)
+    parameters = sum(t.numel for name, t in tensors.items() if name.startswith("model."))
+    yield "model", f"{manifest['model_name']}, {parameters:,} parameters"
+    for key, value in flatten(manifest["model_args"]).items():
+        yield f"  {key}", value
+    if manifest["frozen"]:
+        yield "frozen", f"{len(manifest['frozen'])} parameters, {manifest['frozen'][0]}, ..."
+    yield "mesh", f"{_mesh(manifest['mesh'])} ({math.prod(manifest['mesh'].values())} ranks)"
+    for name, version in manifest["versions"].items():
+        yield name, version
+    yield "tokenizer", manifest["tokenizer_path"] or "unknown"
+    yield from _data(manifest)
+    for role in ROLES:
+        of_role = [t for name, t in tensors.items() if name.startswith(f"{role}.")]
+        size = human_bytes(sum(t.num_bytes for t in of_role))
+        types = ", ".join(sorted({t.dtype for t in of_role}))
+        yield f"{role} tensors", f"{len(of_role)}, {size}, {types}" if of_role else "none"
+    files = manifest["files"]
+    size = human_bytes(sum(record["bytes"] for record in files.values()))
+    yield "files", f"{len(files)}, {size}, beside {MANIFEST}"
+    for name, record in files.items():
+        yield f"  {name}", f"{record['bytes']:,} bytes, crc32 {record['crc32']}"
+
+
+def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
+    """Yield where in the data it stands: samples taken of each source, and epochs where known."""
+    data, content = manifest["data"], manifest["data_content"]
+    yield "samples", f"{data.get('sample', 0):,}"
+    for name, count in zip(content, data.get("counts", ()), strict=False):
+        shards = data.get("places", {}).get(name, {}).values()
+        epochs = {place["epoch"] for place in shards}
+        ends = f"{min(epochs)} to {max(epochs)}" if len(epochs) > 1 else f"{max(epochs, default=0)}"
+        streamed = f", {len(shards)} shards, in epoch {ends}" if shards else ""
+        yield f"  {name}", f"{count:,}{streamed}"
+
+
+@readable()
+def run_verify(given: Namespace) -> None:
+    """Compare every byte with its checksum; exit with 1 if something is damaged."""
+    place = Place("CHECKPOINT_OR_FOLDER", given.folder)
+    paths = find_entries(place)
+    if paths == [place.path]:
+        place.check(
+            place.path.suffix not in (commit.UNFINISHED, commit.DELETED),
+            "is not a complete checkpoint",
+        )
+    else:  # no resume looks at checkpoints set aside
+        paths = [path for path in paths if commit.STEP_FOLDER.fullmatch(path.name)]
+        place.check(bool(paths), "holds no complete checkpoint")
+    is_good = True
+    for path in paths:
+        wrong = _damage(path)
+        if not path.exists():  # a job that runs deletes its old ones
+            print(f"{path.name}: deleted meanwhile")
+            continue
+        for what in wrong:
+            print(f"{path.name}: damaged: {what}", flush=True)
+        if not wrong:
+            print(f"{path.name}: good", flush=True)
+        is_good &= not wrong
+    if not is_good:
+        sys.exit(1)
+
+
+def _damage(checkpoint: Path) -> list[str]:
+    """Return every fault of a checkpoint."""
+    try:
+        with being_read(checkpoint):
+            manifest = commit.inspect(checkpoint)
+            return commit.verify(checkpoint, manifest, sorted(manifest["files"]))
+    except DamagedError as error:
+        return [error.what]

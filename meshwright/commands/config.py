@@ -1,0 +1,127 @@
+"""`meshwright config`: the values of a config and their origin, and the meaning of every key."""
+
+import json
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from textwrap import fill
+
+import tomli_w
+
+from meshwright.commands.plain_text import align
+from meshwright.config.changes import differences
+from meshwright.config.command_line import Parser, add_config, parse
+from meshwright.config.fields import entries, find_field, json_schema, summary
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import load_given, preset_names, to_toml
+from meshwright.config.provenance import HEADER, Provenance
+from meshwright.config.suggest import suggest_key
+from meshwright.system.errors import check, config_error, did_you_mean
+
+
+def run(given: Namespace) -> None:
+    """Print the config as TOML, each value with its origin; or the presets; or the help."""
+    if given.presets:
+        print("\n".join(preset_names()))
+    elif given.help is not None:
+        print("\n".join(_documentation(given.help)))
+    else:
+        config, provenance = load_given(given)
+        print("\n".join(_with_origins(to_toml(config), provenance)))
+
+
+def run_diff(given: Namespace) -> None:
+    """Print the keys in which two configs differ, with the origin of each; exit with 1 if any."""
+    loaded = []
+    for name in (given.a, given.b):
+        words = [name]
+        parser = Parser("meshwright config diff")
+        add_config(parser, words)
+        loaded.append(load_given(parse(parser, words)))
+    (a, of_a), (b, of_b) = loaded
+    tables = [config.model_dump(exclude={"job": {"config_file"}}) for config in (a, b)]
+    rows = [
+        (d.key, repr(d.old), repr(d.new), of_a.origin(d.key), of_b.origin(d.key))
+        for d in differences(tables[0], tables[1])
+    ]
+    if not rows:
+        print("equal")
+        return
+    print(align([("KEY", "A", "B", "A FROM", "B FROM"), *rows]))
+    sys.exit(1)
+
+
+def _with_origins(toml: str, provenance: Provenance) -> Iterator[str]:
+    """Lines of TOML, each value with a comment that says where it was written."""
+    table = ""
+    counts = Counter[str]()
+    lines = toml.rstrip().splitlines()
+    width = max(len(line) for line in lines if len(line) < 60)
+    for line in lines:
+        if header := HEADER.match(line):
+            table = header["key"]
+            if header["brackets"] == "[[":
+                counts[table] += 1
+                table = f"{table}.{counts[table] - 1}"
+            yield line
+            continue
+        key, is_value, _ = line.partition(" = ")
+        if not (is_value and table) or key != key.strip():  # inside a list of several lines
+            yield line
+            continue
+        yield f"{line:{width}}  # {provenance.origin(f'{table}.{key}')}"
+
+
+def _documentation(section_name: str) -> Iterator[str]:
+    """Usage and every key, or the keys of one section, or one key."""
+    sections = list(JobConfig.model_fields)
+    if section_name:
+        name, _, key = section_name.removeprefix("--").partition(".")
+        if name not in sections or (key and find_field((name, key)) is None):
+            near = did_you_mean(name, sections)
+            of_key = suggest_key([name, key] if key else [name])
+            fix = of_key if of_key.startswith("did you mean") else near
+            raise config_error("--help", section_name, "no such section or key", fix)
+        yield from _documentation_of(name, key)
+        return
+    yield "usage: meshwright config [CONFIG] [--section.key VALUE ...] [--presets]"
+    yield "       meshwright config --help [SECTION | SECTION.KEY]\n"
+    yield "Show every value of a config, with its origin.\n"
+    yield "Every key can stand in the TOML as [section] key = value, or on the command line as"
+    yield "--section.key value. A flag may stand alone: --compile.enable is the same with true."
+    for name in sections:
+        yield from _documentation_of(name)
+
+
+def _documentation_of(section_name: str, key: str = "") -> Iterator[str]:
+    """The keys of a section, or one of them."""
+    yield f"\n{fill(summary(section_name), 100)}"
+    for entry in entries(section_name):
+        if key not in ("", entry.name):
+            continue
+        yield f"  --{section_name}.{entry.name} {entry.kind} (default: {entry.default})"
+        yield fill(entry.text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def run_migrate(given: Namespace) -> None:
+    """Print the translated TOML, under a note for each key whose name or meaning is another here.
+
+    Raises:
+        ConfigError: if the TOML is not torchtitan's, or asks for a feature that Meshwright lacks.
+    """
+    config, provenance = load_given(given)
+    fix = "name a TOML with its model.name and model.flavor, as qwen3 and 8B"
+    check(bool(provenance.notes), "CONFIG", given.config, "is not torchtitan's", fix)
+    print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
+    for note in provenance.notes:
+        print(fill(note, 100, initial_indent="# ", subsequent_indent="#     "))
+    table = config.model_dump(exclude_unset=True, exclude_none=True)
+    table.get("job", {}).pop("config_file", None)
+    sections = {name: section for name, section in table.items() if section}
+    print(f"\n{tomli_w.dumps(sections)}", end="")
+
+
+def run_schema(given: Namespace) -> None:
+    """Print it."""
+    print(json.dumps(json_schema(), indent=2))

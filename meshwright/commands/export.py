@@ -1,0 +1,60 @@
+"""`meshwright export`: a checkpoint as a model folder of Hugging Face."""
+
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.conversion.export import export
+from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
+from meshwright.checkpoint.find import open_checkpoint
+from meshwright.commands.saved import open_tokenizer, saved_spec
+from meshwright.system.errors import check
+from meshwright.system.files import Place
+from meshwright.system.log import console_width, wrap
+from meshwright.train.resolve_model import extend_by
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run(given: Namespace) -> None:
+    """Export, and print the comparisons made.
+
+    Raises:
+        ConfigError: if the checkpoint cannot be exported.
+    """
+    max_shard_bytes = _bytes(given.max_shard_size)
+    extend_by(given.custom_import, "--custom-import")
+    with open_checkpoint(Place("CHECKPOINT", given.checkpoint), _say) as (place, manifest):
+        _say(f"checkpoint: {place.path}")
+        tokenizer, path = open_tokenizer(place, manifest, given.tokenizer)
+        files: dict[str, Path | str] = {}
+        if not given.without_tokenizer:
+            files = tokenizer_files(tokenizer, path)
+            _say(f"tokenizer: {path}, as {', '.join(files)}")
+        job = export_job(
+            place,
+            manifest,
+            saved_spec(place, manifest),
+            tokenizer,
+            files,
+            dtype=getattr(torch, given.dtype),
+            max_shard_bytes=max_shard_bytes,
+        )
+        export(job, given.out.absolute(), _say)
+
+
+def _say(line: str) -> None:
+    print(wrap(line, console_width(sys.stdout), "  "))
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", size)
+    fix = "write a number and KB, MB or GB, as 5GB"
+    check(match is not None, "--max-shard-size", size, "is no size of a file", fix)
+    assert match is not None
+    count = round(float(match[1]) * UNITS[match[2]])
+    check(count > 0, "--max-shard-size", size, "must be positive", fix)
+    return count

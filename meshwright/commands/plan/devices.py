@@ -1,0 +1,203 @@
+"""Devices by name: memory, rates and links, each with its source. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.system.errors import check
+
+GIB = 2**30
+
+
+OTHER_FORMS = {"nvl", "pcie"}
+"""Words of drivers' names, as "NVIDIA H100 PCIe": slower than those of the table."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Published figures of one device, and of a usual node of them."""
+
+    name: str
+    memory_gib: float
+    """As its driver counts."""
+    is_gpu: bool = True
+    flops_per_s: float = 0.0
+    """Dense bf16 peak; 0: not known."""
+    fp32_flops_per_s: float = 0.0
+    """Peak of float32 without TF32."""
+    bytes_per_s: float = 0.0
+    """Of its memory."""
+    link_bytes_per_s: float = 0.0
+    """To others of its node, one direction."""
+    network_bytes_per_s: float = 0.0
+    """To other nodes, one direction, per device."""
+    per_node: int = 8
+    source: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """Return its FLOP/s in bfloat16 or float32."""
+        return self.fp32_flops_per_s if dtype == "float32" else self.flops_per_s
+
+    def may_be(self, driver_name: str) -> bool:
+        """Return whether its driver may call it so, as "NVIDIA H100 80GB HBM3": true of a device
+        that is known by its memory alone."""
+        words = {*re.split(r"\W+", driver_name.lower())}
+        is_known = self.flops_per_s > 0
+        return not is_known or (self.name.split()[0].lower() in words and not words & OTHER_FORMS)
+
+
+DEVICES = {
+    "h100": Device(
+        "H100 SXM 80 GB", 79.2, True, 989e12, 67e12, 3.35e12, 450e9, 50e9, 8,
+        "NVIDIA H100 data sheet; network of a DGX H100, 8 x 400 Gb/s",
+    ),
+    "h200": Device(
+        "H200 SXM 141 GB", 139.8, True, 989e12, 67e12, 4.8e12, 450e9, 50e9, 8,
+        "NVIDIA H200 data sheet; network of a DGX H200, 8 x 400 Gb/s",
+    ),
+    "a100": Device(
+        "A100 SXM 80 GB", 79.2, True, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 8,
+        "NVIDIA A100 data sheet; network of a DGX A100, 8 x 200 Gb/s",
+    ),
+    "b200": Device(
+        "B200 180 GB", 178.4, True, 2250e12, 75e12, 8e12, 900e9, 50e9, 8,
+        "NVIDIA DGX B200 data sheet; network 8 x 400 Gb/s",
+    ),
+    "mi300x": Device(
+        "MI300X 192 GB", 191.5, True, 1307.4e12, 163.4e12, 5.3e12, 448e9, 50e9, 8,
+        "AMD Instinct MI300X data sheet; network 8 x 400 Gb/s",
+    ),
+}  # fmt: skip
+
+
+NAMES = (*DEVICES, "cpu")
+
+
+def find_device(word: str, ranks: int = 1) -> Device:
+    """Return the device that --device names: one of the table, "cpu", or GiB of some GPU.
+
+    Args:
+        ranks: of the job. On CPUs all of them run on this machine, and share its memory evenly.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if word in DEVICES:
+        return DEVICES[word]
+    if word == "cpu":
+        total = machine_bytes() / GIB
+        return Device("cpu", round(total / ranks, 2), is_gpu=False, per_node=1 << 30)
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = 0.0
+    check(gib > 0, "--device", word, "no such device", f"use {', '.join(NAMES)}, or GiB of a GPU")
+    return Device(f"GPU of {gib:g} GiB", gib)
+
+
+def machine_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that processes of this machine may use together: of a container or a
+    batch job, the limit of its control group.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _limit_files(root):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Yield the files that may hold a limit: of this process's control group, and of all above it
+    (man 7 cgroups: version 2, then 1)."""
+    groups = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            top, name = groups, "memory.max"
+            if "memory" in controllers.split(","):
+                top, name = groups / "memory", "memory.limit_in_bytes"
+            group = top / path.lstrip("/")
+            while group != top:
+                yield group / name
+                group = group.parent
+            yield top / name
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Memory besides tensors, modelled: a range in bytes."""
+
+    what: str
+    low: float
+    high: float
+
+
+FRAGMENTED = 0.05
+"""Most that the CUDA allocator loses between blocks, as a part of the peak."""
+
+
+MALLOC_KEEPS, MALLOC_KEEPS_BY_GLOO = 0.4, 1.5
+"""Most that malloc keeps of freed tensors, as a part of the peak, with the launcher's thresholds:
+at a vocabulary of 131,072 it was 0.33 with shared memory, and 1.44 where gloo's own buffers come
+and go between the tensors."""
+
+
+SLOTS_USED = 3
+"""Slots of shared memory that the largest tensor of FSDP2 may have been in: gathered for forward,
+gathered ahead for backward, and reduced."""
+
+
+def overheads(
+    device: Device,
+    peak: int,
+    rounded: int,
+    num_groups: int,
+    *,
+    shared: int = 0,
+    staged: int = 0,
+    sends_by_gloo: bool = False,
+) -> list[Overhead]:
+    """Model a rank's memory besides its tensors.
+
+    Args:
+        peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
+        num_groups: process groups of more than one rank, each with an NCCL communicator.
+        shared: bytes of the largest tensor that FSDP2 communicates through the memory of a CPU.
+        staged: bytes of the copy in host memory that an asynchronous save is written from.
+        sends_by_gloo: on CPUs FSDP2's tensors go through gloo, and not through shared memory.
+    """
+    if not device.is_gpu:
+        kept = MALLOC_KEEPS_BY_GLOO if sends_by_gloo else MALLOC_KEEPS
+        found = [
+            Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
+            Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
+        ]
+        if shared:  # pages that were written once stay, whether or not their slot is in use
+            found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * shared)))
+        if staged:
+            found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
+        return found
+    mib = 2**20
+    return [
+        Overhead("allocator: rounding", rounded - peak, rounded - peak),
+        Overhead("allocator: fragmentation", 0.0, FRAGMENTED * peak),
+        Overhead("CUDA context and kernels", 0.4 * GIB, 0.8 * GIB),
+        Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
+        Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
+    ]
+
+
+def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:
+    """Return "fits", "tight" (it depends on the modelled part) or "does not fit"."""
+    memory = device.memory_gib * GIB
+    if peak + sum(part.high for part in modelled) <= memory:
+        return "fits"
+    return "tight" if peak + sum(part.low for part in modelled) <= memory else "does not fit"

@@ -1,0 +1,229 @@
+"""Counts the bytes of live tensors, operator by operator, and attributes each tensor to a purpose.
+
+A tensor's purpose may become known late: a gradient is one when the optimizer meets it, an
+activation when the forward that made it is over and it is still there. So the ledger notes births,
+sizes and deaths, and purposes are settled when the step is over. Every event then has a purpose,
+and purposes sum to the total at every event.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.commands.plan import torch_names
+from meshwright.commands.plan.torch_names import FakeTensor, FakeTensorMode
+from meshwright.commands.plan.trace import Scope
+
+PURPOSES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "logits and loss",
+    "gathered parameters",
+    "communication buffers",
+    "temporary",
+    "unattributed",
+)
+"""Of tensors. Parameters include buffers; gradients include those of gathered parameters."""
+
+
+@dataclass
+class Item:
+    """One storage from its birth to its death."""
+
+    purpose: str
+    operator: str
+    born: Moment
+
+
+HOST = "host"
+"""Purpose of tensors that are not on the device."""
+
+
+class Moment(NamedTuple):
+    """Where in a step something happens."""
+
+    phase: str
+    module: str
+    microbatch: int
+
+
+AT_START = Moment("at start", "", 0)
+"""Of tensors made before the step."""
+
+
+class Event(NamedTuple):
+    """A change of the bytes that live."""
+
+    item: int
+    delta: int
+    place: Moment
+
+
+@dataclass
+class Record:
+    """Everything that happened from one `begin` to the next."""
+
+    items: list[Item] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def leave_out(self, purpose: str) -> None:
+        """Forget the events of tensors of one purpose."""
+        self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
+
+
+class Ledger(torch_names.TorchDispatchMode):
+    """Within, every tensor is counted.
+
+    Args:
+        scope: knows which module and phase runs.
+        fake: tensors of this mode count; None: all real ones.
+        has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
+            TensorIterator); GPUs convert it element by element.
+    """
+
+    def __init__(
+        self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._has_copies = has_copies
+        self._scope, self._fake = scope, fake
+        self._number: dict[int, int] = {}  # storage -> index in items
+        self._size: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._pending: list[int] = []  # made by the forward that runs
+        self._place = AT_START
+        self._is_shadow = False
+        self._stack = ExitStack()
+        self.record = Record()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """torch.compile refuses to run within other modes."""
+        return True
+
+    def begin(self) -> None:
+        """Begin a new record, with the tensors that live now as its first events."""
+        old, self.record = self.record, Record()
+        for key, number in self._number.items():
+            item = old.items[number]
+            item.born = AT_START
+            self._number[key] = len(self.record.items)
+            size = self._size[key]
+            self.record.events.append(Event(len(self.record.items), size, AT_START))
+            self.record.items.append(item)
+        self._pending.clear()
+
+    def note(self, tensors: Iterable[Tensor], purpose: str) -> None:
+        """Settle the purpose of `tensors`, for all of their life."""
+        for tensor in tensors:
+            self._count(tensor, purpose, "")
+            key = torch_names.storage_key(_plain(tensor).untyped_storage())
+            if key in self._number:
+                self.record.items[self._number[key]].purpose = purpose
+
+    def __enter__(self) -> Ledger:
+        self._stack.enter_context(torch_names.resizes_seen(self._resized))
+        self._stack.enter_context(torch_names.shadows_marked(self._mark_shadow))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def _mark_shadow(self, is_shadow: bool) -> None:
+        self._is_shadow = is_shadow
+
+    def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = torch_names.storage_key(storage)
+        if key in self._number:
+            delta = num_bytes - self._size[key]
+            self._size[key] = num_bytes
+            self.record.events.append(Event(self._number[key], delta, self._place))
+
+    def _count(self, tensor: Tensor, purpose: str, operator: str) -> None:
+        tensor = _plain(tensor)
+        mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        if tensor.device.type == "meta" or mode is not self._fake:
+            return
+        storage = tensor.untyped_storage()
+        key = torch_names.storage_key(storage)
+        if key in self._number:
+            return
+        scope, number = self._scope, len(self.record.items)
+        self.record.items.append(Item(purpose, operator, self._place))
+        self._number[key], self._size[key] = number, storage.nbytes()
+        self._references[key] = weakref.ref(storage, partial(self._free, key))
+        self.record.events.append(Event(number, storage.nbytes(), self._place))
+        if scope.phase in ("forward", "recomputation"):
+            self._pending.append(key)
+
+    def _free(self, key: int, _: object) -> None:
+        self._references.pop(key, None)
+        number = self._number.pop(key, None)
+        if number is not None:
+            self.record.events.append(Event(number, -self._size.pop(key), self._place))
+
+    def settle(self) -> None:
+        """Attribute tensors that a forward made and left behind to its activations."""
+        for key in self._pending:
+            if key in self._number:
+                item = self.record.items[self._number[key]]
+                if item.purpose in ("temporary", "communication buffers"):
+                    item.purpose = "activations"
+        self._pending.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        namespace = getattr(func, "namespace", "")
+        if self._is_shadow or namespace == "prim":  # a fake tensor is asked for its device
+            return func(*args, **kwargs)
+        scope = self._scope
+        scope.look(inspect.currentframe())
+        if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
+            self.settle()
+        self._place = Moment(scope.phase, scope.module, scope.microbatch)
+        name = getattr(func, "__name__", str(func))
+        if namespace == "fsdp" and name.startswith("chunk_cat"):  # into what is reduced
+            self.note(args[0], "gradients")
+        output = func(*args, **kwargs)
+        purpose = scope.purpose
+        if purpose == "temporary" and namespace in ("_c10d_functional", "c10d"):
+            purpose = "communication buffers"
+        for leaf in torch_names.tree_iter(output):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, purpose, name)
+        if self._has_copies and name == "add_.Tensor":
+            self._count_copy(*args[:2])
+        scope.seen(func, args, kwargs, output)
+        return output
+
+    def _count_copy(self, total: Tensor, summand: object) -> None:
+        """Count the copy of `summand` that an addition makes, and frees."""
+        if not isinstance(summand, Tensor) or summand.dtype == total.dtype or not summand.dim():
+            return
+        number, size = len(self.record.items), summand.numel() * total.element_size()
+        self.record.items.append(Item(self._scope.purpose, "add_", self._place))
+        self.record.events += [Event(number, size, self._place), Event(number, -size, self._place)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of a DTensor, or of one that a collective still writes."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    elem = getattr(tensor, "elem", None)
+    return elem if isinstance(elem, Tensor) and not isinstance(tensor, FakeTensor) else tensor

@@ -1,0 +1,278 @@
+"""A plan as text, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from meshwright.commands.plan import figures as analysis
+from meshwright.commands.plan.devices import GIB, Device, Overhead, verdict
+from meshwright.commands.plan.figures import Peak, StepTime, Traffic, step_time
+from meshwright.commands.plan.ledger import PURPOSES
+from meshwright.commands.plan.predict import beside_tensors, figures_of
+from meshwright.commands.plan.rates import ERROR, Assumed, Rates
+from meshwright.commands.plan.simulate import Simulation
+from meshwright.metrics.planned import job_identity
+from meshwright.metrics.report.charts import Chart, Curve, draw
+from meshwright.metrics.report.document import document
+from meshwright.train.preflight import Plan
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Step time at one set of rates."""
+
+    source: str
+    step: StepTime
+    mfu: float
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All figures of one rank."""
+
+    rank: int
+    stages: list[int]
+    peak: Peak
+    most: dict[str, int]
+    """Most bytes of each purpose over the step."""
+    overheads: list[Overhead]
+    verdict: str
+    traffic: list[Traffic]
+    flops: dict[str, int]
+    timings: list[Timing]
+    """By measured rates; or estimated, and bounded; or none, if nothing is published."""
+    simulated: int
+    """Microbatches that were simulated."""
+    curve: list[dict[str, int]]
+
+
+def summarize(
+    plan: Plan, simulation: Simulation, device: Device, rates: list[Rates], stages: list[int]
+) -> RankPlan:
+    """Return the figures of a simulated rank."""
+    record, count = simulation.record, plan.num_microbatches
+    peak = analysis.find_peak(record)
+    traffic = analysis.traffic(simulation, count, device.per_node)
+    modelled = beside_tensors(figures_of(simulation, count, device, None), plan, device)
+    timings = []
+    for rate in rates:
+        step = step_time(simulation, count, rate, device.per_node)
+        timings.append(Timing(rate.source, step, _mfu(plan, device, rate, step.seconds)))
+    return RankPlan(
+        simulation.rank,
+        stages,
+        peak,
+        analysis.most_by_purpose(record),
+        modelled,
+        verdict(device, peak.num_bytes, modelled),
+        traffic,
+        analysis.flops(simulation, count),
+        timings,
+        simulation.simulated,
+        analysis.curve(record),
+    )
+
+
+def tokens_per_step(plan: Plan) -> int:
+    """Return the tokens of a step, over all ranks."""
+    return plan.config.training.global_batch_size * plan.config.training.seq_len
+
+
+def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
+    """Model FLOPs utilization; at most 1: the bound skips masked pairs of attention, which MFU
+    counts."""
+    dtype = plan.config.training.mixed_precision_param
+    is_by_sheet = isinstance(rates, Assumed) or (device.flops_per_s and dtype == "bfloat16")
+    peak = device.peak(dtype) if is_by_sheet else rates.peak[dtype]
+    per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
+    return min(1.0, tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak)
+
+
+def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
+    """Return the plan for programs; figures at the top are those of the rank that needs most.
+
+    `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
+    device. `bound` has their limits by the data sheet, and is null if the rates are measured.
+    """
+    shown, timings = most_needed(ranks), slowest(ranks)
+    at_peak = shown.peak.by_purpose
+    return {
+        "peak_bytes": shown.peak.num_bytes,
+        "parameters_bytes": at_peak["parameters"],
+        "optimizer_bytes": at_peak["optimizer"],
+        "gradients_bytes": at_peak["gradients"],
+        "activations_bytes": at_peak["activations"],
+        "step_seconds": timings[0].step.seconds if timings else None,
+        "mfu": timings[0].mfu if timings else None,
+        "bound": {"step_seconds": timings[1].step.seconds, "mfu": timings[1].mfu}
+        if len(timings) > 1
+        else None,
+        "fits": shown.verdict == "fits",
+        "verdict": shown.verdict,
+        "step_seconds_source": timings[0].source if timings else "",
+        "job": job_identity(plan.config),
+        "rank": shown.rank,
+        "world_size": plan.dims.num_ranks,
+        "device": asdict(device),
+        "mesh": asdict(plan.dims),
+        "samples_per_step": plan.config.training.global_batch_size,
+        "tokens_per_step": tokens_per_step(plan),
+        "microbatches": plan.num_microbatches,
+        "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(
+            plan.config.training.seq_len
+        ),
+        "ranks": [asdict(rank) for rank in ranks],
+        "remedies": remedies,
+    }
+
+
+def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
+    """Return the plan for people."""
+    shown, count = most_needed(ranks), plan.num_microbatches
+    of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
+    lines = [
+        f"{shown.verdict}{of}: {_parameters(plan.model_args.table.num_params)} parameters on "
+        f"{plan.dims.num_ranks} x {device.name} ({str(plan.dims) or 'one rank'})",
+        f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
+        f"step, in {count} microbatch{'es' * (count > 1)} per rank",
+    ]
+    for rank in ranks:
+        lines += ["", *_rank_lines(rank, device)]
+    if len(ranks) == 1 and plan.dims.pp > 1:
+        lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
+    per_rank = tokens_per_step(plan) / plan.dims.num_ranks
+    lines += ["", *_timing_lines(slowest(ranks), per_rank, device)]
+    return "\n".join(lines)
+
+
+def most_needed(ranks: list[RankPlan]) -> RankPlan:
+    """Return the plan of the rank that needs most memory, modelled memory included: its verdict is
+    the job's."""
+    return max(ranks, key=lambda rank: rank.peak.num_bytes + sum(x.high for x in rank.overheads))
+
+
+def slowest(ranks: list[RankPlan]) -> list[Timing]:
+    """Return the times of the rank with the longest step; empty without rates."""
+    timed = [rank.timings for rank in ranks if rank.timings]
+    return max(timed, key=lambda timings: timings[0].step.seconds, default=[])
+
+
+def _parameters(count: int) -> str:
+    """Return a number of parameters with three digits: 8.03 B, 5.77 M."""
+    unit, size = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
+    return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
+
+
+def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
+    peak = rank.peak
+    stage = f", stage {', '.join(map(str, rank.stages))}" if rank.stages else ""
+    low, high = (sum(getattr(part, end) for part in rank.overheads) for end in ("low", "high"))
+    lines = [
+        f"rank {rank.rank}{stage}: {_gib(peak.num_bytes)} GiB of tensors at the peak of a step "
+        f"(eager; compiled blocks need less)",
+        f"  at {peak.operator} in {peak.module or 'the step'}, {peak.phase} of microbatch "
+        f"{peak.microbatch}",
+        f"  {'GiB':32} at the peak   most in the step",
+    ]
+    for purpose in PURPOSES:
+        if rank.most[purpose]:
+            at_peak, most = _gib(peak.by_purpose[purpose]), _gib(rank.most[purpose])
+            lines.append(f"  {purpose:32} {at_peak:>11} {most:>18}")
+    lines.append(f"  {'sum':32} {_gib(peak.num_bytes):>11}")
+    if peak.by_module:
+        lines.append("  activations at the peak:")
+    for name, size in list(peak.by_module.items())[:6]:
+        lines.append(f"    {name:30} {_gib(size):>11}")
+    lines.append(f"  modelled besides: {_gib(low)} to {_gib(high)} GiB")
+    lines += [
+        f"    {part.what:30} {_gib(part.low):>11} to {_gib(part.high)}" for part in rank.overheads
+    ]
+    total = f"{_gib(peak.num_bytes + low)} to {_gib(peak.num_bytes + high)}"
+    lines.append(f"  {rank.verdict}: {total} of {device.memory_gib:g} GiB")
+    if rank.traffic:
+        lines.append(f"  {'sent per step':32} {'calls':>11} {'GiB':>18}")
+    for row in rank.traffic:
+        where = "in a node" if row.is_in_node else "across nodes"
+        lines.append(
+            f"  {f'{row.axis} {row.kind}, {where}':32} {row.calls:>11} {_gib(row.sent_bytes):>18}"
+        )
+    lines.append(f"  {'TFLOP per step':32}")
+    lines += [f"  {kind:32} {count / 1e12:>11.3f}" for kind, count in rank.flops.items()]
+    return lines
+
+
+def _timing_lines(timings: list[Timing], tokens: float, device: Device) -> list[str]:
+    """Return the step time in words.
+
+    Args:
+        tokens: per step and rank.
+    """
+    if not timings:
+        return ["step time: not known; --calibrate measures a device of this machine"]
+    shown, step = timings[0], timings[0].step
+    is_like_published = device.name.startswith("H100")
+    is_estimate = len(timings) > 1
+    error = f" (+-{100 * ERROR:.0f} %)" * (is_estimate and is_like_published)
+    unlike = "; no run on this device was compared" * (is_estimate and not is_like_published)
+    lines = [
+        f"step: {step.seconds:.4g} s{error}, {tokens / step.seconds:,.0f} tokens/s per rank, "
+        f"{100 * shown.mfu:.1f} % MFU: {shown.source}{unlike}",
+        f"  exposed communication {step.exposed_s:.3g} s, "
+        f"pipeline bubble {100 * step.bubble:.1f} %",
+    ]
+    for bound in timings[1:]:
+        lines.append(f"  no step is shorter than {bound.step.seconds:.4g} s: {bound.source}")
+    return lines
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3f}" if num_bytes < 0.1 * GIB else f"{num_bytes / GIB:.2f}"
+
+
+def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
+    """Return a page that needs no other file."""
+    title = f"{plan.config.model.flavor} on {device.name}"
+    curves = "".join(_curve(rank, device) for rank in ranks)
+    return document(
+        title,
+        f'<h1>{escape(title)}</h1>{_mesh(plan, ranks)}<h2>Memory</h2><div class="charts">{curves}'
+        f'</div><div class="card"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
+    )
+
+
+def _curve(rank: RankPlan, device: Device) -> str:
+    """Return a chart of the bytes over the step, stacked by purpose."""
+    curves = [
+        Curve(purpose, [(i, point[purpose] / GIB) for i, point in enumerate(rank.curve, 1)])
+        for purpose in PURPOSES
+    ]
+    title = f"Rank {rank.rank}: {rank.peak.num_bytes / GIB:.2f} GiB of tensors, {rank.verdict}"
+    unit = "GiB over the operators of step 2"
+    return draw(
+        Chart(title, unit, curves, is_stacked=True, limit=device.memory_gib, x_name="moment")
+    )
+
+
+def _mesh(plan: Plan, ranks: list[RankPlan]) -> str:
+    """Return the axes of the mesh, and the stages with their modules."""
+    tiles = [
+        f'<div class="tile"><span>{axis}</span><b>{size}</b></div>'
+        for axis, size in asdict(plan.dims).items()
+    ]
+    shown = {stage for rank in ranks for stage in rank.stages}
+    rows = [
+        f"<li>{'<b>' if i in shown else ''}stage {i}{'</b>' if i in shown else ''}: "
+        f"{escape(_first_to_last(names))}</li>"
+        for i, names in enumerate(plan.stage_modules)
+    ]
+    stages = f'<ol start="0">{"".join(rows)}</ol>' if len(rows) > 1 else ""
+    return f'<div class="tiles">{"".join(tiles)}</div>{stages}'
+
+
+def _first_to_last(names: list[str]) -> str:
+    layers = [name for name in names if name.startswith("layers.")]
+    others = [name for name in names if not name.startswith("layers.")]
+    span = f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else layers[0]
+    return ", ".join([span, *others])

@@ -1,0 +1,260 @@
+"""One rank of a job in this process, by the trainer's own functions, without data or memory."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.commands.plan import torch_names
+from meshwright.commands.plan.as_gpu import as_gpu
+from meshwright.commands.plan.ledger import HOST, Ledger, Record
+from meshwright.commands.plan.torch_names import Action, FakeTensorMode
+from meshwright.commands.plan.trace import Collective, Operator, Scope, Trace
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.section import BYTES
+from meshwright.config.training import Training, WeightedSource
+from meshwright.models.batch import Batch
+from meshwright.parallelisms.local_model import allocate
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.system.errors import check
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.optim.optimizers import update
+from meshwright.train.preflight import Plan, preflight
+from meshwright.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The first update of one rank, and its step 2, when the optimizer has its state."""
+
+    rank: int
+    record: Record
+    """Of both; with the optimizer in backward of step 2 alone."""
+    entries: list[Operator | Collective]
+    """In the order of the program."""
+    simulated: int
+    """Microbatches that were simulated; more repeat one of them."""
+    actions: dict[int, list[Action]]
+    """Of every rank of the pipeline, for all microbatches; without one, empty."""
+
+
+def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulation:
+    """Simulate a step of `rank` on fake tensors.
+
+    Args:
+        is_gpu: choose kernels as on a GPU.
+    """
+    torch_names.start_fake_process_group(rank, world_size)
+    try:
+        meshes = build_meshes(plan.dims, "cpu")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            if is_gpu:
+                stack.enter_context(as_gpu())
+            stack.enter_context(torch_names.static_pipelines())
+            return run_step(plan, meshes, fake, is_gpu=is_gpu)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_step(
+    plan: Plan, meshes: Meshes, fake: FakeTensorMode | None, *, is_gpu: bool = False
+) -> Simulation:
+    """Take a step of this rank with a ledger.
+
+    Args:
+        is_gpu: offloaded tensors are not in the planned memory.
+        fake: mode of the tensors; None: real ones.
+    """
+    simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
+    if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
+        plan = with_microbatches(plan, simulated)
+    trace = Trace(meshes)
+    scope = Scope(trace.see)
+    ledger = Ledger(scope, fake, has_copies=not is_gpu)
+    trace.scope = scope
+    with scope, ledger:
+        rank = Rank(plan, meshes, fake)
+        scope.name_modules(rank.model.stages)
+        # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
+        is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
+        ledger.note(rank.model.parameters(), HOST if is_offloaded else "parameters")
+        for stage in rank.model.stages:  # the model itself has none
+            ledger.note(stage.buffers(), "parameters")
+
+        def note_gradients(*_: object) -> None:
+            for group in rank.optimizer.param_groups:
+                grads = (p.grad for p in group["params"] if p.grad is not None)
+                ledger.note(grads, HOST if is_offloaded else "gradients")
+
+        rank.optimizer.register_step_pre_hook(note_gradients)
+        batches = rank.batches(num_microbatches)
+        left_out = rank.buffers_of(num_microbatches - simulated) if plan.dims.pp > 1 else []
+        ledger.note(left_out, "communication buffers")
+        for batch in batches:
+            ledger.note([x for x in vars(batch).values() if x is not None], "activations")
+        if not plan.config.optimizer.early_step_in_backward:  # it would have all gradients at once
+            ledger.begin()  # the first update is in the plan: making its state takes memory
+        rank.give_optimizer_state()
+        for state in rank.optimizer.state.values():
+            tensors = (x for x in state.values() if isinstance(x, Tensor))
+            ledger.note(tensors, HOST if is_offloaded else "optimizer")
+        trace.begin()
+        if plan.config.optimizer.early_step_in_backward:
+            ledger.begin()
+        rank.step(2, batches[:simulated])
+        ledger.settle()
+    ledger.record.leave_out(HOST)
+    pipeline = rank.model.pipeline
+    actions = {}
+    if pipeline is not None:
+        actions = torch_names.pipeline_actions(pipeline.schedule, num_microbatches)
+    return Simulation(dist.get_rank(), ledger.record, trace.entries, simulated, actions)
+
+
+def with_microbatches(plan: Plan, count: int) -> Plan:
+    """Return `plan` with `count` microbatches in a step."""
+    batch = plan.config.training.global_batch_size // plan.num_microbatches * count
+    config = changed(plan.config, {"training": {"global_batch_size": batch}})
+    return replace(plan, config=config)
+
+
+def num_simulated(plan: Plan) -> int:
+    """Return how many microbatches stand for all of a step.
+
+    The first makes the sums of gradients, the second adds to them, and the last reduces them. In a
+    pipeline, 1F1B and its kin reach a steady state; GPipe and schedules that go as a V do not, or
+    late, and are simulated whole.
+    """
+    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    if ranks == 1:
+        return min(plan.num_microbatches, 3)
+    steady = {"1F1B": ranks + 2, "Interleaved1F1B": 3 * ranks}.get(schedule)
+    # microbatches are left out in whole rounds over the ranks, as Interleaved1F1B takes them
+    left_out = max(0, plan.num_microbatches - steady) // ranks * ranks if steady else 0
+    return plan.num_microbatches - left_out
+
+
+class Rank:
+    """The trainer of this rank, and its batches.
+
+    Args:
+        fake: None: tensors are real; their values are arbitrary.
+    """
+
+    def __init__(self, plan: Plan, meshes: Meshes, fake: FakeTensorMode | None) -> None:
+        self._plan = plan
+        self._mode = fake or nullcontext()
+
+        def allocate_in_mode(
+            model: nn.Module, parameters: torch.device, buffers: torch.device
+        ) -> None:
+            with self._mode:
+                allocate(model, parameters, buffers)
+
+        # meshes and modules outside of fake mode, which is for tensors with memory
+        self.trainer = Trainer(plan, meshes, CPU, allocate=allocate_in_mode)
+        self.model, self.optimizer = self.trainer.model, self.trainer.optimizer
+        with self._mode:
+            self.detector = BadStepDetector(CPU, plan.config.bad_steps)
+
+    def batches(self, count: int) -> list[Batch]:
+        """`count` microbatches, with three documents in each sequence if they are masked."""
+        training = self._plan.config.training
+        shape = (training.local_batch_size, training.seq_len)
+        with self._mode:
+            found = []
+            for _ in range(count):
+                tokens = torch.zeros(shape, dtype=torch.int64)
+                documents = None
+                if training.mask_documents:
+                    documents = (torch.arange(shape[1]) * 3 // shape[1]).int().repeat(shape[0], 1)
+                found.append(Batch(tokens, torch.zeros_like(tokens), documents))
+            return found
+
+    def give_optimizer_state(self) -> None:
+        """Make the state that the optimizer has after its first step, by an update without one."""
+        with self._mode:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            update(self.optimizer, torch.ones((), dtype=torch.bool))
+            self.optimizer.zero_grad()
+
+    def buffers_of(self, left_out: int) -> list[Tensor]:
+        """Return the memory that a pipeline keeps for each of `left_out` microbatches not
+        simulated.
+
+        torch makes buffers for the activations and gradients that a stage receives, for every
+        microbatch at the start; and a step makes one batch of all.
+        """
+        training, found = self._plan.config.training, []
+        last = len(self._plan.stage_modules) - 1
+        pipeline = self.model.pipeline
+        assert pipeline is not None
+        batch = (training.local_batch_size, training.seq_len // self._plan.dims.cp)
+        with self._mode:
+            for _ in range(left_out):
+                found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
+                for index in pipeline.stages:
+                    received = (index > 0) + (index < last)
+                    shape, dtype = pipeline.activation.shape, pipeline.activation.dtype
+                    found += [torch.empty(shape, dtype=dtype) for _ in range(received)]
+        return found
+
+    def step(self, number: int, batches: list[Batch]) -> None:
+        """Take one optimizer step, as the job does."""
+        with self._mode:
+            self.trainer.step(number, batches, self.detector)
+
+
+def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
+    """Check `config` for `world_size` ranks, but not for files, and not for memory.
+
+    Raises:
+        ConfigError: if the job cannot run, or if only the compiler knows its memory.
+    """
+    check(
+        config.activation_checkpoint.mode != "memory_budget",
+        "activation_checkpoint.mode",
+        "memory_budget",
+        "only the compiler knows what it keeps",
+        'plan mode = "none" for the most, and "full" for the least',
+    )
+    check(
+        not config.float8.enable,
+        "float8.enable",
+        True,
+        "a plan does not count the casts to float8, nor the speed of its products",
+        "plan without it: weights, gradients and optimizer take the same memory",
+    )
+    plain = JobConfig()
+    of_data = {
+        name: getattr(plain.training, name)
+        for name in (*WeightedSource.model_fields, "datasets")
+        if name in Training.model_fields
+    }
+    of_data |= {name: getattr(plain.training, name) for name in ("max_epochs", "max_bad_records")}
+    config = changed(
+        config,
+        {
+            "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
+            "model": {"tokenizer_path": BYTES, "chat_template_path": ""},
+            "training": of_data,
+            "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
+        },
+    )
+    given = config.checkpoint
+    left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
+    config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
+    saving = {name: getattr(given, name) for name in ("enable", "async_mode")}
+    # a plan is of eager blocks
+    config = changed(config, {"compile": {"enable": False}, "checkpoint": saving})
+    return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)

@@ -1,0 +1,186 @@
+"""Every private name of torch that planning uses, each with its failure mode if it is removed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.attention import flex_attention as flex
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "flop_registry",
+    "storage_key",
+    "tree_iter",
+    "unset_fake_temporarily",
+]
+
+
+def start_fake_process_group(rank: int, world_size: int) -> None:
+    """Make this process rank `rank` of `world_size`, whose collectives send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a key that tells live storages apart. Gone: AttributeError at the first operator."""
+    return storage._cdata
+
+
+def sequence_number() -> int:
+    """Return the number that the next node of autograd gets. Gone: AttributeError at once."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def backward_number() -> int | None:
+    """Return the number of the node whose backward runs; None outside. Gone: AttributeError."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Within, operators with a kernel for some devices are not taken apart on others.
+
+    Gone: AttributeError at the first norm of a plan for GPUs.
+    """
+    below: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return below
+
+
+def group_name(argument: object) -> str | None:
+    """Return the name of the process group that an operator of c10d takes; None: it is not one.
+
+    `unbox` gone: AttributeError at the first collective of FSDP2.
+    """
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument).group_name
+    return None
+
+
+@contextmanager
+def resizes_seen(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call `seen` before every `UntypedStorage.resize_`, by which FSDP2 frees and allocates.
+
+    Public, but replaced. If FSDP2 frees in another way, plans exceed the allocator's figures, and
+    tests/distributed/test_planning.py fails.
+    """
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        seen(storage, num_bytes)
+        return plain(storage, num_bytes)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
+
+
+@contextmanager
+def shadows_marked(mark: Callable[[bool], None]) -> Iterator[None]:
+    """Call `mark(True)` and `mark(False)` around DTensor's propagation of shapes.
+
+    It makes whole-size tensors. Method gone: AttributeError at once.
+    """
+    plain = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(propagator: Any, schema: Any) -> Any:
+        mark(True)
+        try:
+            return plain(propagator, schema)
+        finally:
+            mark(False)
+
+    name = "_propagate_tensor_meta_non_cached"
+    with mock.patch.object(ShardingPropagator, name, propagate):
+        yield
+
+
+class Action(NamedTuple):
+    """One action of a rank of a pipeline."""
+
+    kind: str
+    """F: forward; B: backward; I, W: backward of inputs, of weights, apart."""
+    stage: int
+    microbatch: int
+
+
+def pipeline_actions(schedule: Any, num_microbatches: int) -> dict[int, list[Action]]:
+    """Return the actions of every rank of a schedule like `schedule`.
+
+    Returns:
+        Empty if torch does not tell (2.11, of schedules with one stage a rank; or if
+        `pipeline_order` is gone): the plan then has no figure for the bubble.
+    """
+    stages = getattr(schedule, "_stages", None) or getattr(schedule, "_stage", None)
+    try:
+        order = type(schedule)(stages, num_microbatches, scale_grads=False).pipeline_order
+    except (AttributeError, TypeError):
+        return {}
+    found: dict[int, list[Action]] = {}
+    for rank, actions in (order or {}).items():
+        flat: list[Any] = []
+        for action in actions:
+            flat += getattr(action, "sub_actions", None) or [action]
+        # Every schedule takes the microbatches of a stage in order. torch's own numbers are wrong
+        # for the last stage of 1F1B, whose forwards it counts from 1 (2.13).
+        counts = Counter[tuple[str, int]]()
+        found[rank] = []
+        for action in flat:
+            kind = "" if action is None else action.computation_type.value
+            if kind in ("F", "B", "I", "W"):
+                stage = action.stage_index
+                found[rank].append(Action(kind, stage, counts[kind, stage]))
+                counts[kind, stage] += 1
+    return found
+
+
+@contextmanager
+def static_pipelines() -> Iterator[None]:
+    """Let pipeline schedules take the given shapes without asking the other stages.
+
+    Stages vote on it by a message, and fake messages carry no number. torch 2.11 has no vote: its
+    schedules have no `_warmup_p2p`, and nothing is replaced. Renamed later: `.item()` of a fake
+    tensor raises DataDependentOutputException in the first step of a pipeline.
+    """
+
+    def warm_up(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> Any:
+        mode = schedules.InferenceMode.STATIC
+        for stage in stages:
+            stage._inference_mode = mode
+        return mode
+
+    patch: AbstractContextManager[object] = nullcontext()
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        patch = mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)
+    with patch:
+        yield
+
+
+def flex_attention_operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: flex.BlockMask,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Do flex attention as one operator, as compiled code does.
+
+    `flex_attention_hop` or its options changed: an error in plans with training.mask_documents.
+    """
+    options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
+    mask, scale = block_mask.as_tuple(), q.shape[-1] ** -0.5 if scale is None else scale
+    return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]

@@ -1,0 +1,367 @@
+"""The work of a step: one entry for each operator and collective."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+import meshwright
+from meshwright.commands.plan import torch_names
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.meshes import Meshes
+
+LOSS = "loss"
+"""Stands for a module: the loss is a function."""
+
+
+LOGITS = ("output", LOSS)
+
+
+OTHER, UPDATE, FORWARD, BACKWARD, AGAIN = "other", "update", "forward", "backward", "recomputation"
+
+
+LAST_FRAME = "train_step"
+"""Frames outside of it say nothing."""
+
+
+TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
+"""Folders of the packages, since a folder above them may have any name."""
+
+
+_Seen = Callable[[Any, Any, Any, Any], None]
+
+
+class Scope:
+    """Follows modules by hooks, and the rest by looking at the frames of the Python stack.
+
+    Frames are told apart by the names of files, so if torch moves one, bytes get another purpose
+    but no count changes.
+
+    Args:
+        seen: called with each operator, its arguments and its output.
+    """
+
+    def __init__(self, seen: _Seen) -> None:
+        self.seen = seen
+        self.phase, self.module, self.purpose, self.microbatch = OTHER, "", "unattributed", 0
+        self.is_fsdp = False
+        """Whether the operator is one of FSDP2's own."""
+        self._names: dict[int, str] = {}
+        self._modules: list[str] = []
+        self._forwards: dict[int, int] = {}  # of each stage
+        self._numbers: list[int] = []  # of autograd's nodes, rising
+        self._places: list[tuple[str, int]] = []  # module and microbatch from each number on
+
+    def name_modules(self, stages: Iterable[nn.Module]) -> None:
+        """Learn the names of the modules of this rank's stages."""
+        for stage in stages:
+            for name, module in stage.named_modules():
+                self._names[id(module)] = name
+
+    def __enter__(self) -> Scope:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_module(self, module: nn.Module, _: object) -> None:
+        if isinstance(module, Decoder):
+            self._forwards[id(module)] = self._forwards.get(id(module), 0) + 1
+            self.microbatch = self._forwards[id(module)]
+        outer = self._modules[-1] if self._modules else ""
+        self._modules.append(self._names.get(id(module), outer) or outer)
+
+    def _leave_module(self, *_: object) -> None:
+        self._modules.pop()
+
+    def look(self, frame: FrameType | None) -> None:
+        """Find out where the operator that runs is called from."""
+        phase, purpose, is_loss, self.is_fsdp = OTHER, "", False, False
+        while frame is not None:
+            kind, detail = _kind_of(frame.f_code.co_filename, frame.f_code.co_name)
+            if kind == "":
+                pass
+            elif kind == "fsdp":
+                self.is_fsdp = True
+                purpose = purpose or detail
+            elif kind == AGAIN:
+                phase = AGAIN
+            elif kind in (BACKWARD, UPDATE):
+                phase = kind if phase == OTHER else phase
+            elif kind == "receive":
+                purpose = purpose or detail
+            elif kind == LOSS:
+                is_loss = True
+            else:
+                break
+            frame = frame.f_back
+        if phase == OTHER and (self._modules or is_loss):
+            phase = FORWARD
+        self.phase = phase
+        self._find_module(LOSS if is_loss else "")
+        if not purpose and self.module in LOGITS and phase in (FORWARD, BACKWARD):
+            purpose = "logits and loss"
+        self.purpose = purpose or ("unattributed" if phase == OTHER else "temporary")
+
+    def _find_module(self, function: str) -> None:
+        if self.phase in (FORWARD, AGAIN, OTHER):
+            if function or self._modules:
+                self.module = function or self._modules[-1]
+            elif self.phase == OTHER:
+                self.module = ""
+        if self.phase == FORWARD:
+            place = (self.module, self.microbatch)
+            if not self._places or self._places[-1] != place:
+                self._numbers.append(torch_names.sequence_number() - 1)
+                self._places.append(place)
+        elif self.phase == BACKWARD:
+            number = torch_names.backward_number()
+            if number is not None and self._numbers:
+                index = bisect_right(self._numbers, number) - 1
+                self.module, self.microbatch = self._places[max(index, 0)]
+
+
+@cache
+def _kind_of(file: str, name: str) -> tuple[str, str]:
+    """Return the kind of a frame of this function, and the purpose of tensors made in it."""
+    if file.startswith(f"{TORCH}/distributed/fsdp/_fully_shard/"):
+        return "fsdp", _purpose_in_fsdp(file, name)
+    if file == f"{TORCH}/utils/checkpoint.py" and name == "unpack_hook":
+        return AGAIN, ""
+    if file == f"{TORCH}/autograd/graph.py":
+        return BACKWARD, ""
+    if file.startswith(f"{TORCH}/distributed/pipelining/") and "recv" in name:
+        return "receive", "communication buffers"
+    if file.startswith((f"{TORCH}/optim/", f"{OURS}/train/optim/")):
+        return UPDATE, ""
+    if file == f"{OURS}/models/loss.py":
+        return LOSS, ""
+    return (LAST_FRAME if name == LAST_FRAME else ""), ""
+
+
+def _purpose_in_fsdp(file: str, function: str) -> str:
+    if "all_gather_outputs" in function:
+        return "gathered parameters"
+    if "accumulated_grad" in function:
+        return "gradients"
+    return "communication buffers" if file.endswith("_collectives.py") else ""
+
+
+SENT: dict[str, Callable[[int], float]] = {
+    # bytes that a rank sends, of a ring over n ranks, per byte of its larger tensor
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "send": lambda n: 1.0,
+    "recv": lambda n: 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of this rank."""
+
+    name: str
+    phase: str
+    module: str
+    microbatch: int
+    flops: int
+    """Of matrix products and attention; a multiply-add is two."""
+    num_bytes: int
+    """Of all tensors that it reads and writes."""
+    dtype: str
+    is_fsdp: bool
+    """It is one of FSDP2's own."""
+
+    @property
+    def is_copy_out(self) -> bool:
+        """It takes parameters out of FSDP2's gathered buffer, so it waits for the gather."""
+        return self.is_fsdp and self.name == "split_with_sizes_copy"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, or message, of this rank."""
+
+    kind: str
+    axis: str
+    ranks: range
+    """Of the group: along an axis of the mesh they are evenly spaced."""
+    num_bytes: int
+    """Of the larger of input and output, on one rank."""
+    sent_bytes: float
+    """That this rank sends, in a ring."""
+    phase: str
+    module: str
+    microbatch: int
+    is_fsdp: bool
+    """It is FSDP2's, and overlaps with computation."""
+
+
+def is_in_node(ranks: range, per_node: int) -> bool:
+    """Return whether all of `ranks` are in one node."""
+    return ranks[0] // per_node == ranks[-1] // per_node
+
+
+@cache
+def ranks_in_node(ranks: range, per_node: int) -> int:
+    """Return how many of `ranks` are in the node that has the fewest of them."""
+    return min(Counter(rank // per_node for rank in ranks).values())
+
+
+class Trace:
+    """The operators and collectives of a step, in the order of the program."""
+
+    scope: Scope
+
+    def __init__(self, meshes: Meshes) -> None:
+        self._groups = _axes(meshes)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all entries."""
+        self.entries: list[Operator | Collective] = []
+
+    def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Take note of an operator."""
+        namespace = getattr(func, "namespace", "")
+        if namespace in ("c10d", "_c10d_functional"):
+            self._see_collective(func, args, output)
+        elif namespace == "meshwright" and "ring_attention" in func.__name__:
+            self._see_ring(func.__name__, args)
+        if namespace in ("c10d", "_c10d_functional") or _is_view(func):
+            return
+        scope = self.scope
+        outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
+        leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        first = next((x for x in outputs if x.is_floating_point()), None)
+        if "attention" in name and first is not None:  # its rate depends on the width of heads
+            name += f"_{first.shape[-1]}"
+        self.entries.append(
+            Operator(
+                name,
+                scope.phase,
+                scope.module,
+                scope.microbatch,
+                _flops(func, args, kwargs, output),
+                sum(x.numel() * x.element_size() for x in tensors),
+                str(first.dtype if first is not None else "").removeprefix("torch."),
+                scope.is_fsdp,
+            )
+        )
+
+    def _see_collective(self, func: Any, args: Any, output: Any) -> None:
+        name = func.__name__.partition(".")[0]
+        kind = next((kind for kind in SENT if kind.replace("_", "") in name.replace("_", "")), None)
+        if kind is None:  # wait_tensor, barrier
+            return
+        group = self._group(args)
+        tensors = [x for x in torch_names.tree_iter((args, output)) if isinstance(x, Tensor)]
+        num_bytes = max((x.numel() * x.element_size() for x in tensors), default=0)
+        self._add(kind, group, num_bytes)
+
+    def _add(self, kind: str, group: tuple[str, range], num_bytes: float) -> None:
+        axis, ranks = group
+        if len(ranks) == 1:
+            return
+        scope = self.scope
+        sent = num_bytes * SENT[kind](len(ranks))
+        self.entries.append(
+            Collective(
+                kind,
+                axis,
+                ranks,
+                int(num_bytes),
+                sent,
+                scope.phase,
+                scope.module,
+                scope.microbatch,
+                scope.is_fsdp,
+            )
+        )
+
+    def _see_ring(self, name: str, args: Any) -> None:
+        """Keys and values go around; in backward their fp32 gradients do, too."""
+        is_backward = "backward" in name
+        group = next(self._groups[x] for x in args if isinstance(x, str) and x in self._groups)
+        keys = args[2 if is_backward else 1]
+        one_turn = 2 * keys.numel() * (keys.element_size() + 4 * is_backward)
+        for _ in range(len(group[1]) - 1):
+            self._add("send", group, one_turn)
+
+    def _group(self, args: Any) -> tuple[str, range]:
+        for argument in args:
+            name = argument if isinstance(argument, str) else torch_names.group_name(argument)
+            if name in self._groups:
+                return self._groups[name]
+        return ("unknown", range(2))
+
+
+def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
+    """Axis and ranks of every group, by its name; a group of several axes has the first."""
+    found: dict[str, tuple[str, range]] = {}
+    parameters = meshes.parameters
+    lines = {
+        "tp": meshes.tp,
+        "cp": meshes.cp,
+        "pp": meshes.pp,
+        "dp_replicate": parameters["dp_replicate"],
+        "fsdp": parameters["fsdp"],
+        "loss": meshes.loss,
+        "dp": meshes.dp,
+        "world": meshes.world,
+    }
+    for axis, mesh in lines.items():
+        group = mesh.get_group()
+        ranks = torch.distributed.get_process_group_ranks(group)
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        found.setdefault(group.group_name, (axis, range(ranks[0], ranks[-1] + 1, step)))
+    return found
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return whether all outputs are memory of the inputs, unwritten."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    aliases = [value.alias_info for value in schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    packet = getattr(func, "overloadpacket", func)
+    name = getattr(packet, "__name__", "")
+    if name.startswith(("_scaled_dot_product", "flex_attention")):
+        # torch has no formula for CPU's and flex; torch 2.11's refuses grouped heads
+        return _attention_flops(args, is_backward="backward" in name)
+    formula = torch_names.flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _attention_flops(args: Any, *, is_backward: bool) -> int:
+    """Return the FLOPs of all pairs, as if not causal: two products forward, five backward."""
+    tensors = [x for x in torch_names.tree_iter(args) if isinstance(x, Tensor) and x.ndim == 4]
+    q, k, v = tensors[1:4] if is_backward and tensors[0].shape == tensors[1].shape else tensors[:3]
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    widths = (3 * q.shape[3] + 2 * v.shape[3]) if is_backward else (q.shape[3] + v.shape[3])
+    return 2 * pairs * widths

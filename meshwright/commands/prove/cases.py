@@ -1,0 +1,314 @@
+"""The meshes and options that a proof runs."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.commands.prove.shrink import GLOBAL_BATCH, MAX_RANKS, largest_tp, small_parts
+from meshwright.config.job_config import JobConfig, changed
+from meshwright.config.parallelism import Parallelism
+from meshwright.models.args import DecoderArgs
+from meshwright.parallelisms.rules.compile_choice import recomputes_attention
+from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.system.errors import ConfigError
+from meshwright.train.preflight import preflight
+
+LARGEST_DEGREE = 4
+
+
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Config key of each axis of the mesh."""
+
+
+ONLY_WITH = {
+    "pp": "pipeline_parallel_schedule",
+    "cp": "context_parallel_attention",
+}
+"""Keys that are of no use without an axis."""
+
+
+STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
+
+
+RING = {"context_parallel_attention": "ring"}
+
+
+RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
+
+
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+
+
+FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
+
+
+Degrees = Mapping[str, int]
+
+
+Sections = Mapping[str, Any]
+
+
+Kind = Literal["fp32", "bf16 sums", "bf16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small job that must equal the one on a single process."""
+
+    name: str
+    config: JobConfig
+    world_size: int
+    kind: Kind = "fp32"
+    """Names the reference that it is held against, and the bounds. "bf16 sums": it multiplies the
+    reference's own numbers, one sequence at a time, and only adds up in another order. Cases in
+    bf16 multiply in float8 where the config does, and have wider bounds."""
+
+    @property
+    def bounds(self) -> str:
+        """Their name in `BOUNDS`."""
+        return self.kind.replace("bf16", "float8") if self.config.float8.enable else self.kind
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Degrees above 1, by axis."""
+        degrees = {axis: getattr(self.config.parallelism, key) for axis, key in KEYS.items()}
+        return {axis: degree for axis, degree in degrees.items() if degree > 1}
+
+
+def reference_case(small: JobConfig, kind: Kind = "fp32") -> Case:
+    """One process, nothing parallel, nothing recomputed, nothing compiled."""
+    return build_case("one process", small, {}, kind="bf16 sums" if kind == "bf16" else kind)
+
+
+def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> list[Case]:
+    """Return the config's own shape, each of its axes alone, and options that users switch."""
+    used = _used_axes(config, args)
+    cases = _own_cases(config, small, args, used)
+    shape = cases[0].mesh
+    for axis in used:
+        cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
+    if "cp" in used and not config.training.mask_documents:
+        cases.append(
+            build_case("ring attention", small, {"cp": 2}, parallelism=RING)
+        )  # GPUs' default
+    modes: dict[str, dict[str, Any]] = {
+        "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
+        "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
+        "compiled": {"compile": {"enable": True}},
+    }
+    for name, sections in modes.items():
+        cases.append(build_case(name, small, _compilable(shape), **sections))
+    if "pp" not in shape:
+        cases.append(build_case("4 microbatches", small, {}, num_microbatches=4))
+        cases.append(build_case("2 microbatches", small, _within_batch(shape), num_microbatches=2))
+    cases.append(build_case("HSDP", small, HSDP))
+    cases.append(build_case("bf16", small, HSDP, kind="bf16 sums"))
+    if "pp" in used:
+        cases.append(build_case("bf16", small, {"pp": 2, "dp_shard": 2}, kind="bf16 sums"))
+    if "tp" in shape or "cp" in shape:
+        cases.append(build_case("bf16", small, shape, kind="bf16"))
+    if config.float8.enable:
+        for name, sections in modes.items():
+            case = build_case(f"float8, {name}", small, {"dp_shard": 2}, kind="bf16", **sections)
+            cases.append(case)
+    return distinct(cases)
+
+
+def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
+    """Return all meshes of 2, 4 and 8 ranks with degrees up to 4 (data parallel: 8) that can run,
+    every schedule with every policy of resharding, and some in bf16."""
+    cases = []
+    for degrees in itertools.product((1, 2, 4, 8), repeat=len(KEYS)):
+        mesh = {axis: degree for axis, degree in zip(KEYS, degrees, strict=True) if degree > 1}
+        if not 1 < math.prod(degrees) <= MAX_RANKS:
+            continue
+        if any(mesh.get(axis, 1) > LARGEST_DEGREE for axis in ("pp", "cp", "tp")):
+            continue
+        if mesh.get("tp", 1) <= largest_tp(args):
+            cases.append(build_case("mesh", small, mesh))
+    each = {"fsdp_reduce_gradients": "every_microbatch"}  # "auto" of large models
+    for mesh in ({"dp_shard": 2}, HSDP):
+        name = "2 microbatches, each reduced"
+        cases.append(build_case(name, small, mesh, num_microbatches=2, parallelism=each))
+    for name in SCHEDULES:
+        mesh, schedule = {"pp": 2, "dp_shard": 2}, {"pipeline_parallel_schedule": name}
+        cases.append(build_case(name, small, mesh, parallelism=schedule))
+        if SCHEDULES[name].splits_backward:  # gradients of weights go a way of their own
+            cases.append(
+                build_case(f"{name}, bf16", small, mesh, kind="bf16 sums", parallelism=schedule)
+            )
+        for policy in RESHARD:
+            keys = schedule | {"fsdp_reshard_after_forward": policy}
+            case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
+            cases += [case] * can_run(case)  # some pairs are refused
+    if not small.training.mask_documents:
+        for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
+            cases.append(build_case("ring attention", small, mesh, parallelism=RING))
+    for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
+        cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
+    for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
+        if mesh.get("tp", 1) <= largest_tp(args):
+            cases.append(build_case("bf16", small, mesh, kind="bf16"))
+    return distinct(case for case in cases if not (args.tie_embeddings and "pp" in case.mesh))
+
+
+def _used_axes(config: JobConfig, args: DecoderArgs) -> list[str]:
+    used = [axis for axis, key in KEYS.items() if getattr(config.parallelism, key) not in (0, 1)]
+    if "tp" in used and largest_tp(args) == 1:
+        used.remove("tp")
+    return used
+
+
+def _own_cases(
+    config: JobConfig, small: JobConfig, args: DecoderArgs, used: Collection[str]
+) -> list[Case]:
+    """Return the config's axes with its options: three at a time if it has more, or two where three
+    leave its schedule too few microbatches."""
+    options, name = own_options(config), "as configured"
+    has_budget = config.activation_checkpoint.mode == "memory_budget"
+    if config.compile.enable == "auto" and not has_budget:  # a case of its own is compiled
+        options["compile"]["enable"] = False
+    elif config.compile.enable is True and "tp" in used and recomputes_attention(config):
+        # which CPUs cannot compile
+        options["compile"] = {"enable": False}
+        name = "as configured, but eager"
+    cases: list[Case] = []
+    for count in (3, 2):
+        groups = itertools.combinations(used, min(count, len(used)))
+        cases = [_largest(name, config, small, args, axes, options) for axes in groups]
+        if all(map(can_run, cases)):
+            break
+    return cases
+
+
+def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return the config's options, without its degrees and those tied to the size of the model."""
+    left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
+    left_out.add("enable_async_tensor_parallel")  # needs GPUs
+    idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
+    return {
+        "parallelism": config.parallelism.model_dump(exclude=left_out | idle),
+        "activation_checkpoint": config.activation_checkpoint.model_dump(),
+        "compile": config.compile.model_dump(),
+        "training": {"enable_cpu_offload": config.training.enable_cpu_offload},
+        "optimizer": {"early_step_in_backward": config.optimizer.early_step_in_backward},
+    }
+
+
+def _largest(
+    name: str,
+    config: JobConfig,
+    small: JobConfig,
+    args: DecoderArgs,
+    axes: Collection[str],
+    options: Sections,
+) -> Case:
+    """Return the case that can run and has most of the config's degrees, then most ranks, then its
+    list of stages, then its stages per rank. If none can run: the smallest."""
+    idle = {key for axis, key in ONLY_WITH.items() if axis not in axes}
+    kept = {k: v for k, v in options.get("parallelism", {}).items() if k not in idle}
+    case = None
+    for mesh in _degrees(config.parallelism, axes):
+        for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:
+            sections: dict[str, Any] = {**options, "parallelism": kept | stages}
+            case = build_case(name, small, mesh, **sections)
+            if can_run(case):
+                return case
+    assert case is not None
+    return case
+
+
+def _degrees(parallelism: Parallelism, axes: Collection[str]) -> list[Degrees]:
+    """Degrees of 2 up to the config's that make at most `MAX_RANKS`, the best ones first."""
+    wanted = {axis: getattr(parallelism, KEYS[axis]) for axis in axes}
+    if wanted.get("dp_shard") == -1:  # as many ranks as there will be
+        wanted["dp_shard"] = 4 if len(axes) == 1 else 2
+    choices = [
+        [d for d in range(2, min(wanted[axis], MAX_RANKS) + 1) if axis == "pp" or d in (2, 4, 8)]
+        for axis in axes
+    ]
+    meshes = [dict(zip(axes, degrees, strict=True)) for degrees in itertools.product(*choices)]
+
+    def rank(mesh: Degrees) -> tuple[int, int]:
+        return -sum(mesh[axis] == wanted[axis] for axis in axes), -math.prod(mesh.values())
+
+    return sorted((m for m in meshes if math.prod(m.values()) <= MAX_RANKS), key=rank)
+
+
+def _own_stages(parallelism: Parallelism, args: DecoderArgs) -> Iterator[dict[str, Any]]:
+    per_rank = {STAGES_PER_RANK: parallelism.pipeline_parallel_stages_per_rank}
+    if parts := parallelism.module_fqns_per_model_part:
+        yield {STAGES: small_parts(parts, args.n_layers), **per_rank}
+    if per_rank[STAGES_PER_RANK] != -1:
+        yield per_rank
+    yield {}
+
+
+def can_run(case: Case) -> bool:
+    """Return whether nothing about the case is refused."""
+    try:
+        preflight(case.config, case.world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _compilable(shape: Degrees) -> Degrees:
+    """`shape`, or the first axes of it at degree 2: eight compilers on one machine take minutes."""
+    if math.prod(shape.values()) <= 4:
+        return shape
+    return dict.fromkeys(itertools.islice(shape, 2), 2)
+
+
+def _within_batch(shape: Degrees) -> Degrees:
+    """`shape`, or less of data parallelism where that leaves one sequence for two microbatches."""
+    dp = math.prod(shape.get(axis, 1) for axis in HSDP)
+    return shape if 2 * dp <= GLOBAL_BATCH else dict.fromkeys(shape, 2)
+
+
+def build_case(
+    name: str,
+    small: JobConfig,
+    mesh: Degrees,
+    *,
+    num_microbatches: int = 0,
+    kind: Kind = "fp32",
+    **sections: Mapping[str, Any],
+) -> Case:
+    """`small` on `mesh`, with the keys of `sections` over its own.
+
+    Args:
+        num_microbatches: of a rank in a step; 0: a single one, or with a pipeline as many as can
+            be. A sum in bf16 has its reference's.
+    """
+    dp = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    if kind == "bf16 sums" or ("pp" in mesh and not num_microbatches):
+        num_microbatches = GLOBAL_BATCH // dp
+    updates: dict[str, dict[str, Any]] = {key: dict(values) for key, values in sections.items()}
+    degrees = {key: mesh.get(axis, 1) for axis, key in KEYS.items()}
+    updates["parallelism"] = updates.get("parallelism", {}) | degrees
+    local = {"local_batch_size": GLOBAL_BATCH // (dp * max(num_microbatches, 1))}
+    precision = FP32 if kind == "fp32" else {}
+    if small.float8.enable:
+        updates["float8"] = {"enable": kind != "fp32"}
+        name = name.replace("bf16", "float8")
+    updates["training"] = updates.get("training", {}) | local | precision
+    config = changed(small, updates)
+    shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
+    return Case(f"{name}: {shape}" if shape else name, config, math.prod(mesh.values()), kind)
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """Without cases that would run the same as an earlier one."""
+    found: dict[str, Case] = {}
+    for case in cases:
+        found.setdefault(case.config.model_dump_json(), case)
+    return list(found.values())

@@ -1,0 +1,76 @@
+"""`meshwright prove`: show that a config trains the same model on every mesh."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.commands.prove import report
+from meshwright.commands.prove.cases import Case, default_cases, distinct, every_mesh
+from meshwright.commands.prove.prove import Row, prove
+from meshwright.commands.prove.shrink import shrink
+from meshwright.config.contradictions import check_contradictions
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import config_errors, load_given
+from meshwright.parallelisms.rules.compile_choice import why_no_compiler
+from meshwright.parallelisms.rules.degrees import check_divisible
+from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
+from meshwright.system.errors import check, config_error
+from meshwright.train.preflight import check_installed
+from meshwright.train.resolve_model import resolve_model
+
+
+def run(given: Namespace) -> None:
+    """Run the proof; exit with 1 if a case differs from one process.
+
+    Raises:
+        ConfigError: if the config could not run on any number of ranks, or the output cannot be
+            written.
+    """
+    config, provenance = load_given(given)
+    with config_errors(provenance):
+        check_contradictions(config)
+        check_installed("float8.enable", config.float8.enable, "torchao")
+        check_split_float8(config)
+        _, args = resolve_model(config)
+        check_divisible(config, args.table)
+        assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
+        if config.training.mask_documents:  # then every case compiles, the reference included
+            reason = why_no_compiler()
+            rule = f"its attention is compiled, and {reason}"
+            check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
+    small = shrink(config, args)
+    cases = default_cases(config, small, args)
+    if given.every_mesh:
+        cases = distinct([*cases, *every_mesh(small, args)])
+    folder = given.output or Path(config.job.dump_folder) / "proof"
+
+    rows: list[Row] = []
+    _write(folder, small, rows, len(cases))  # a folder that cannot be written to is found now
+    print(report.explanation(report.ON_CONSOLE))
+    print(f"{folder}/proof.html has more columns.\n")
+    print(report.line(" " * len(_number(0, cases)), report.COLUMNS))
+    for row in prove(small, cases):
+        rows.append(row)
+        print(report.line(_number(len(rows), cases), report.cells(row)), flush=True)
+        not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
+        for line in (*row.verdict.failures, *not_run):
+            print(f"    {line}")
+        _write(folder, small, rows, len(cases))  # later cases take minutes, and may be interrupted
+    print(f"\n{report.summary(rows, len(cases))}; see {folder}/proof.html")
+    if any(row.verdict.failures for row in rows):
+        sys.exit(1)
+
+
+def _number(index: int, cases: Sequence[Case]) -> str:
+    """Return e.g. " 3/11"."""
+    total = str(len(cases))
+    return f"{index:>{len(total)}}/{total}"
+
+
+def _write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:
+    try:
+        report.write(folder, small, rows, num_cases)
+    except OSError as error:
+        rule = f"cannot be written to: {error.strerror}"
+        raise config_error("--output", str(folder), rule, "name another folder") from None

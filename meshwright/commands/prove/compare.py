@@ -1,0 +1,264 @@
+"""From the measurements of all ranks to a verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.commands.prove.measure import Measurement, ShardComparison
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Relative errors up to which a case equals its reference; docs/proof.md has reasons."""
+
+    loss: float
+    """Of step 1."""
+    grad_norm: float
+    """Of step 1."""
+    gradient: float
+    """For a parameter: norm of the difference over the norm."""
+    update: float
+    """For a parameter, of its change by the first steps: norm of the difference over the
+    norm."""
+    later_loss: float
+    """Of the steps after the first, when weights differ by rounding; and of
+    the validation, which is after it."""
+    later_grad_norm: float
+    rounding: float = 0.0
+    """Added to `gradient`: times the parameter's own error of rounding, in the reference."""
+
+
+BF16 = 2.0**-8
+"""Unit roundoff of bfloat16: the largest relative error of one rounding."""
+
+
+NAMED = 3
+"""Tensors of a checkpoint in one line."""
+
+
+BOUNDS = {
+    "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4),
+    # products of the same numbers, whose sums are in fp32
+    "bf16 sums": Bounds(1e-5, 1e-4, 1e-4, 16 * BF16, BF16 / 8, BF16),
+    # and of numbers that were added up in parts, and rounded
+    "bf16": Bounds(BF16, 4 * BF16, 1e-4, 0.5, BF16, 4 * BF16, rounding=2.0),
+    # rounded to numbers 16 times as far apart: errors are 4 times as large
+    "float8 sums": Bounds(1e-5, 1e-4, 1e-4, 64 * BF16, BF16 / 2, 4 * BF16),
+    "float8": Bounds(4 * BF16, 16 * BF16, 1e-4, 1.0, 4 * BF16, 16 * BF16, rounding=2.0),
+}
+"""By `Case.bounds`."""
+
+
+@dataclass
+class Verdict:
+    """How far a case is from the reference, where, and the failures."""
+
+    failures: list[str] = field(default_factory=list)
+    """One line each, naming the quantity or the parameter; none: the case is proved, if it ran."""
+    not_run: str = ""
+    """The reason, if this machine cannot run the case."""
+    num_different_weights: int = 0
+    num_different_samples: int = 0
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+    gradient_error: float = 0.0
+    worst_gradient: str = ""
+    """Name of the parameter."""
+    update_error: float = 0.0
+    validation_error: float = 0.0
+    num_different_resumed: int = 0
+    """Tensors and figures that a save and a resume have changed, over all ranks."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The measurements of one process."""
+
+    seen: Measurement
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter."""
+    gradient_norms: Mapping[str, float]
+    """2-norm of every parameter's gradient."""
+    update_norms: Mapping[str, float]
+    """2-norm of every parameter's change by the first steps."""
+    roundings: Mapping[str, float] = field(default_factory=dict)
+    """Relative error of every parameter's gradient against one process in fp32: the largest among
+    the layers' parameters of its name."""
+
+
+def compare(
+    reference: Reference, ranks: Sequence[Measurement], bounds: Bounds = BOUNDS["fp32"]
+) -> Verdict:
+    """Hold every rank's measurement against the reference."""
+    verdict = Verdict()
+    _compare_weights(verdict, reference, ranks)
+    _compare_samples(verdict, reference.seen, ranks)
+    verdict.loss_error = _compare_series(
+        verdict,
+        "loss",
+        reference.seen.losses,
+        [rank.losses for rank in ranks],
+        (bounds.loss, bounds.later_loss),
+    )
+    verdict.norm_error = _compare_series(
+        verdict,
+        "gradient norm",
+        reference.seen.grad_norms,
+        [rank.grad_norms for rank in ranks],
+        (bounds.grad_norm, bounds.later_grad_norm),
+    )
+    _compare_gradients(verdict, reference, ranks, bounds)
+    _compare_updates(verdict, reference, ranks, bounds.update)
+    _compare_validation(verdict, reference.seen, ranks, bounds.later_loss)
+    _compare_resume(verdict, ranks)
+    return verdict
+
+
+def _compare_weights(verdict: Verdict, reference: Reference, ranks: Sequence[Measurement]) -> None:
+    for name, shape in reference.shapes.items():
+        boxes = [(i, rank.weights[name]) for i, rank in enumerate(ranks) if name in rank.weights]
+        held = {(box.offset, box.shape) for _, box in boxes}
+        num_held = sum(math.prod(shape) for _, shape in held)
+        if num_held != math.prod(shape):
+            verdict.failures.append(
+                f"initial {name}: ranks hold {num_held} of {math.prod(shape)} elements"
+            )
+        wrong = [i for i, box in boxes if box.num_different]
+        if wrong:
+            verdict.num_different_weights += sum(box.num_different for _, box in boxes)
+            verdict.failures.append(f"initial {name}: differs on rank {_ranks(wrong)}")
+
+
+def _compare_samples(
+    verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement]
+) -> None:
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        for place, sample in rank.samples.items():
+            if sample != reference.samples.get(place):
+                found.setdefault(place, []).append(number)
+    verdict.num_different_samples = len(found)
+    if found:
+        (step, index), wrong = min(found.items())
+        verdict.failures.append(
+            f"batches: {len(found)} samples differ; the first is sample {index} of step {step}, "
+            f"on rank {_ranks(wrong)}"
+        )
+    read = {place for rank in ranks for place in rank.samples}
+    if missing := reference.samples.keys() - read:
+        verdict.failures.append(f"batches: {len(missing)} samples are read by no rank")
+
+
+def _compare_series(
+    verdict: Verdict,
+    quantity: str,
+    wanted: Sequence[float],
+    ranks: Sequence[Sequence[float]],
+    bounds: tuple[float, float],
+) -> float:
+    """Return the largest relative error over steps and ranks.
+
+    Args:
+        bounds: of the first step, and of those after it.
+    """
+    errors = [
+        (_relative(abs(got - want), want), step, rank, got, want)
+        for rank, series in enumerate(ranks)
+        for step, (got, want) in enumerate(zip(series, wanted, strict=True), 1)
+    ]
+    bad = [entry for entry in errors if not entry[0] <= bounds[entry[1] > 1]]
+    if bad:
+        error, step, rank, got, want = min(bad, key=lambda entry: entry[1])
+        verdict.failures.append(
+            f"{quantity}: {got:.7g} instead of {want:.7g} at step {step} on rank {rank}, "
+            f"relative error {error:.1e}"
+        )
+    return max(error for error, *_ in errors)
+
+
+def _compare_gradients(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bounds: Bounds
+) -> None:
+    errors = _errors(reference.gradient_norms, [rank.gradients for rank in ranks])
+    bad = []
+    for name, error in errors.items():
+        if not error <= verdict.gradient_error:
+            verdict.gradient_error, verdict.worst_gradient = error, name
+        rounding = bounds.rounding and bounds.rounding * reference.roundings[name]
+        if not error <= bounds.gradient + rounding:
+            bad.append((error, name))
+    for error, name in sorted(bad, reverse=True):
+        verdict.failures.append(f"gradient of {name}: relative error {error:.1e}")
+
+
+def _compare_updates(
+    verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
+) -> None:
+    errors = _errors(reference.update_norms, [rank.updates for rank in ranks])
+    verdict.update_error = max(errors.values(), key=lambda error: (math.isnan(error), error))
+    bad = [(error, name) for name, error in errors.items() if not error <= bound]
+    if bad:
+        error, name = max(bad)
+        verdict.failures.append(
+            f"update: wrong for {len(bad)} of {len(errors)} parameters; most for {name}, "
+            f"relative error {error:.1e}"
+        )
+
+
+def _errors(
+    norms: Mapping[str, float], ranks: Sequence[Mapping[str, ShardComparison]]
+) -> dict[str, float]:
+    """Return the relative error of every tensor, put together from the ranks' shards."""
+    errors = {}
+    for name, norm in norms.items():
+        worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
+        for boxes in ranks:
+            if (box := boxes.get(name)) is not None:
+                worst[box.offset] = _larger(worst.get(box.offset, 0.0), box)
+        errors[name] = _relative(math.sqrt(sum(worst.values())), norm)
+    return errors
+
+
+def _compare_validation(
+    verdict: Verdict, reference: Measurement, ranks: Sequence[Measurement], bound: float
+) -> None:
+    for name, want in reference.validation.items():
+        got = [rank.validation.get(name, math.nan) for rank in ranks]
+        errors = [_relative(abs(figure - want), want) for figure in got]
+        verdict.validation_error = max(verdict.validation_error, *errors)
+        # the perplexity's error is the loss's, times the loss
+        limit = bound * max(1, reference.validation["validation/loss"])
+        if wrong := [number for number, error in enumerate(errors) if not error <= limit]:
+            first = wrong[0]
+            verdict.failures.append(
+                f"{name}: {got[first]:.7g} instead of {want:.7g} on rank {_ranks(wrong)}, "
+                f"relative error {errors[first]:.1e}"
+            )
+
+
+def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
+    for number, rank in enumerate(ranks):
+        repeated = {place: rank.samples.get(place) for place in rank.resumed_samples}
+        samples = ["samples"] if rank.resumed_samples != repeated else []
+        for what, wrong in (
+            ("checkpoint: does not hold", rank.wrong_in_checkpoint),
+            ("loaded: not as it was saved:", rank.wrong_after_load),
+            ("resume: not as without it:", samples + rank.wrong_after_resume),
+        ):
+            verdict.num_different_resumed += len(wrong)
+            if wrong:
+                more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+                names = ", ".join(wrong[:NAMED])
+                verdict.failures.append(f"{what} {names}{more}, on rank {number}")
+
+
+def _larger(error: float, box: ShardComparison) -> float:
+    return box.error if math.isnan(box.error) else max(error, box.error)
+
+
+def _relative(difference: float, of: float) -> float:
+    return difference / of if of else (0.0 if difference == 0 else math.inf)
+
+
+def _ranks(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))

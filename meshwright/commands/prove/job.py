@@ -1,0 +1,212 @@
+"""The trainer's own parts, put together as it does, for a few steps."""
+
+import hashlib
+import zlib
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.state import RNG, TrainingTensors
+from meshwright.config.training import Source, Training
+from meshwright.datasets.documents import Entry, IndexedDocuments
+from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
+from meshwright.datasets.sample import NO_LOSS, Encoder, Tokens
+from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
+from meshwright.datasets.tokenizers.kinds import ByteTokenizer
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.build import build_loader
+from meshwright.train.preflight import Plan
+from meshwright.train.trainer import Trainer
+
+STRETCH = (8.0, 16.0)
+"""Of queries and keys at the first and at the last position."""
+
+
+STRETCH_NORMALISED = (1.0, 2.0)
+"""The same, of queries and keys that the model normalises."""
+
+
+EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
+"""Of the embedding and of the norms' weights where blocks have their norms at the end. Powers of
+two, so exact."""
+
+
+class Job:
+    """One rank's part of a small job. Its weights are arbitrary until somebody sets them.
+
+    Args:
+        source: in the place of the config's.
+        cursor: where it begins to read.
+    """
+
+    def __init__(
+        self, plan: Plan, meshes: Meshes, source: OpenSource, cursor: Cursor | None = None
+    ) -> None:
+        device = torch.device("cpu")
+        self._plan, self._meshes = plan, meshes
+        self._trainer = Trainer(plan, meshes, device)
+        self.model, self.optimizer = self._trainer.model, self._trainer.optimizer
+        self.cursor = cursor or Cursor()
+        self._loader = build_loader(plan, [source], meshes, device, self.cursor)
+        self._detector = BadStepDetector(device)
+
+    def step(self, step: int, samples: dict[tuple[int, int], str]) -> tuple[float, float]:
+        """One optimizer step: its loss, and its gradient norm. Collective.
+
+        Args:
+            samples: gets the hashes of this rank's, by step and index in the global batch.
+        """
+        data, dims = next(self._loader), self._plan.dims
+        self.cursor = data.cursor
+        for number, batch in enumerate(data.batches):
+            first = (number * dims.dp + self._meshes.dp.get_local_rank()) * len(batch.tokens)
+            parts = [p for p in (batch.tokens, batch.labels, batch.documents) if p is not None]
+            for index, sample in enumerate(zip(*parts, strict=True), first):
+                samples[step, index] = _hash(*sample)
+        # the first step shows gradients as they are
+        max_norm = None if step > 1 else float("inf")
+        result = self._trainer.step(step, data.batches, self._detector, max_norm)
+        return result.loss.item(), result.grad_norm.item()
+
+    @property
+    def tensors(self) -> TrainingTensors:
+        """Everything that a checkpoint holds as tensors."""
+        return self._trainer.tensors
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the model's and the optimizer's `tensors`."""
+        state = self.tensors.state_dict()
+        return {name: tensor for name, tensor in state.items() if not name.startswith(RNG)}
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._loader.close()
+
+
+def show_attention(stage: Decoder) -> None:
+    """Stretch the rotary cache of `stage`, more towards its end, in place.
+
+    Initial queries and keys are so small that attention is nearly a mean of its inputs: which
+    token is where would hardly show. And rotary attention sees nothing but distances: if documents
+    did not begin at position 0, each query would still see its own keys at the right ones. Here
+    scores are of order 1, and depend on places. Queries and keys that are normalised make such
+    scores by themselves: stretched as far, attention would be chaotic, and rounding would grow.
+    """
+    is_normalised = any(block.attention.qk_norm for block in stage.table.blocks)
+    stretch = STRETCH_NORMALISED if is_normalised else STRETCH
+    for cache in stage.buffers():  # (S, H/2) each
+        cache *= torch.linspace(*stretch, len(cache)).unsqueeze(1)
+
+
+@torch.no_grad()
+def calm_post_norms(stage: Decoder) -> None:
+    """If the blocks of `stage` have their norms at the end, scale embedding and norms, in place.
+
+    Such a block adds a vector of size 1, however small its attention's output, to a residual stream
+    that begins at 0.02: so each rounding would grow from block to block. At these scales blocks add
+    to the stream about as much as the blocks of other families do.
+    """
+    if all(block.norm == "pre" for block in stage.table.blocks):
+        return
+    if stage.tok_embeddings is not None:
+        stage.tok_embeddings.weight.mul_(EMBEDDING_SCALE)
+    for name, parameter in stage.named_parameters():
+        if name.endswith((".attention_norm.weight", ".ffn_norm.weight")):
+            parameter.mul_(BRANCH_SCALE)
+
+
+def _hash(*parts: Tensor) -> str:
+    data = torch.cat(parts).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+NUM_DOCUMENTS = 1500
+"""More than one block of a cache."""
+
+
+SHORTEST, LONGEST = 3, 20
+"""Tokens of a document."""
+
+
+MISSING = (0.0, 0.0, 0.5, 1.0)
+"""Share of a document's tokens that are no labels; each document draws one of these."""
+
+
+@lru_cache(maxsize=8)  # a rank has one case after another, and most have the same data
+def documents(vocab_size: int, seed: int) -> list[Tokens]:
+    """uint32 ids from the whole vocabulary, some with `NO_LOSS`.
+
+    The next id is mostly the last one plus a number that the document keeps: attention within a
+    document has something to learn, and from other documents it would learn something else.
+    """
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(NUM_DOCUMENTS):
+        length = random.integers(SHORTEST, LONGEST + 1)
+        ids = random.integers(vocab_size) + random.integers(1, 8) * np.arange(length)
+        ids = np.where(random.random(length) < 0.2, random.integers(vocab_size, size=length), ids)
+        is_missing = random.random(length) < random.choice(MISSING)
+        found.append((ids % vocab_size + NO_LOSS * is_missing).astype(np.uint32))
+    return found
+
+
+class MemoryCache(TokenCache):
+    """A token cache that lies in memory: nothing is tokenised, and every rank makes the same."""
+
+    def __init__(self, pieces: list[Tokens]) -> None:  # not the base's: there is no folder
+        self._all = np.concatenate(pieces)
+        self._all_lengths = np.array([len(piece) for piece in pieces], np.uint32)
+        self.content = f"{zlib.crc32(self._all.data):08x}"
+        self.num_documents, self.num_tokens = len(pieces), len(self._all)
+        ends = np.cumsum(self._all_lengths, dtype=np.int64)
+        self.block_starts = np.array(
+            [0, *ends[BLOCK_DOCUMENTS - 1 : -1 : BLOCK_DOCUMENTS], ends[-1]]
+        )
+
+    def lengths(self, block: int) -> npt.NDArray[np.uint32]:
+        """As the base's."""
+        begin = block * BLOCK_DOCUMENTS
+        return self._all_lengths[begin : begin + BLOCK_DOCUMENTS]
+
+    def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
+        """As the base's."""
+        return self._all[begin:end]
+
+
+class _Numbered(Encoder):
+    """Gives the tokens of a document whose text is its number."""
+
+    def __init__(self, pieces: list[Tokens]) -> None:
+        self._pieces = pieces
+
+    def encode(self, document: object) -> Tokens:
+        return self._pieces[int(str(document))]
+
+
+class Vocabulary(ByteTokenizer):
+    """In the place of a tokenizer: every id of the model stands for some bytes of text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @cached_property
+    def token_bytes(self) -> list[int]:
+        """Of each of the V ids, as validations ask for it."""
+        return [number % 5 for number in range(self.vocab_size)]
+
+
+def open_source(training: Training, vocab_size: int, seed: int) -> OpenSource:
+    """Documents in memory, streamed or not as `training` says."""
+    entry = Entry("training", "synthetic", Source())
+    pieces = documents(vocab_size, seed)
+    if training.dataset_mode != "streamed":
+        return CachedSource(entry, MemoryCache(pieces))
+    numbered = IndexedDocuments(len(pieces), str)
+    shards, window = training.stream_shards, training.shuffle_window
+    return StreamedSource(entry, numbered, _Numbered(pieces), shards, window, outline="")

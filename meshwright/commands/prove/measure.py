@@ -1,0 +1,301 @@
+"""One rank's figures of a few steps, compared with the reference."""
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.reader import SafeCheckpointReader
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.commands.prove.job import (
+    Job,
+    Vocabulary,
+    calm_post_norms,
+    open_source,
+    show_attention,
+)
+from meshwright.config.job_config import Checkpoint, JobConfig
+from meshwright.datasets.loader import whole_cursor
+from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample_stream import Cursor
+from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes, build_meshes
+from meshwright.parallelisms.shards import local_box
+from meshwright.system.files import Place
+from meshwright.train.preflight import Plan, preflight
+from meshwright.train.validation import build_validation
+
+NOTHING: dict[str, Any] = {
+    "tokens_seen": 0,
+    "loss": None,
+    "frozen": [],
+    **{key: {} for key in ("data_identity", "data_content", "model_args", "mesh")},
+    **{key: {} for key in ("versions", "config")},
+}
+"""Manifest keys by which a resume tells another job; this is the same job."""
+
+
+@functools.cache  # it makes a process group, which is never freed: one for all cases of a pool
+def _manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, Checkpoint(enable=True))
+
+
+class SmallCheckpoint:
+    """Where all cases on so many ranks save, one after the other. Every method is collective.
+
+    Args:
+        root: a folder that all ranks share.
+    """
+
+    def __init__(self, root: Path, world_size: int) -> None:
+        self._folder = root / f"checkpoints of {world_size}"
+        self._manager = _manager(self._folder)
+        if dist.get_rank() == 0:  # from the case before, or from one that broke off
+            shutil.rmtree(self._folder, ignore_errors=True)
+        dist.barrier()
+
+    def save(self, job: Job, step: int) -> list[str]:
+        """Save; names of the tensors that are not, where this rank holds them, as in `job`.
+
+        Where a part of a tensor lies in the whole is known from the initial values, which one
+        process agrees with. So a checkpoint that equals the job is one that any mesh can load.
+        """
+        data = dataclasses.asdict(whole_cursor(job.cursor))
+        manifest = NOTHING | {"step": step, "data": data}
+        self._manager.save(step, job.tensors, manifest, is_last=True)
+        path, local = commit.step_folder(self._folder, step), job.state_dict()
+        names = _names(path)
+        whole = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype)
+            for name, tensor in local.items()
+            if name in names
+        }
+        CheckpointWeights(Place("proof", path), str).load(whole)
+        saved = {name: part_of(tensor, local[name]) for name, tensor in whole.items()}
+        wrong = different(local, saved)  # missing ones included
+        dist.barrier()  # no rank continues, and saves anew, while another reads
+        return wrong
+
+    def resume(
+        self, plan: Plan, meshes: Meshes, source: OpenSource
+    ) -> tuple[Job | None, list[str]]:
+        """Return a new job that resumes from the checkpoint; or None, if some rank misses
+        something, and the names that this rank misses."""
+        manifest = self._manager.select_and_verify()
+        assert manifest is not None
+        job = Job(plan, meshes, source, Cursor.from_json(manifest["data"]))
+        for parameter in job.model.parameters():  # memory might still hold the job before
+            local_box(parameter.detach())[0].fill_(torch.nan)
+        path = commit.step_folder(self._folder, manifest["step"])
+        missing = sorted(job.state_dict().keys() - _names(path))
+        of_ranks: list[list[str]] = [missing] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, missing)
+        if any(of_ranks):  # one rank would stop, and the others wait for it
+            job.close()
+            return None, missing
+        self._manager.load(job.tensors, manifest)
+        for stage in job.model.stages:
+            stage.init_buffers()
+            show_attention(stage)
+        return job, []
+
+
+def _names(checkpoint: Path) -> set[str]:
+    return {*SafeCheckpointReader(checkpoint).read_metadata().state_dict_metadata}
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of `whole` that this rank holds of `like`, which is sharded or not."""
+    mine, offset = local_box(like)
+    for dim, (start, length) in enumerate(zip(offset, mine.shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
+def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors whose parts on this rank differ in a bit, or that one of the two
+    lacks."""
+    return [
+        name
+        for name in sorted(mine.keys() | wanted.keys())
+        if name not in mine
+        or name not in wanted
+        or not torch.equal(local_box(mine[name])[0], local_box(wanted[name])[0])
+    ]
+
+
+VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
+
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ShardComparison:
+    """A rank's shard of a tensor, and its distance from the same part of the reference."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    num_different: int
+    """Elements that are not equal to the bit."""
+    error: float
+    """Square of the 2-norm of the difference."""
+
+
+@dataclass
+class Measurement:
+    """Of one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    samples: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By step and index in the global batch: hash of the sample."""
+    weights: dict[str, ShardComparison] = field(default_factory=dict)
+    """Initial ones, by name."""
+    gradients: dict[str, ShardComparison] = field(default_factory=dict)
+    """Of step 1, before clipping, by name."""
+    updates: dict[str, ShardComparison] = field(default_factory=dict)
+    """Weights after step `LAST_RESUMED_STEP` minus initial ones, by name."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Figures of the validation, by name."""
+    wrong_in_checkpoint: list[str] = field(default_factory=list)
+    """Tensors that differ, where this rank holds them, between the checkpoint and the job."""
+    wrong_after_load: list[str] = field(default_factory=list)
+    """Tensors that differ between the job that has loaded it and the one that has saved it."""
+    wrong_after_resume: list[str] = field(default_factory=list)
+    """Differences, to the bit, between the resumed job and the one that continued."""
+    resumed_samples: dict[tuple[int, int], str] = field(default_factory=dict)
+    """As `samples`, of the steps after the resume."""
+
+
+_meshes = functools.cache(build_meshes)  # groups are never freed: one set for all cases of a mesh
+
+
+def record_reference(config: JobConfig, file: Path) -> Measurement:
+    """Train on this one process; write weights, gradients and updates to `file`."""
+    measurement, tensors = _measure(config, 1, file.parent)
+    whole = {
+        kind: {name: local_box(tensor)[0] for name, tensor in of.items()}
+        for kind, of in tensors.items()
+    }
+    torch.save(whole, file)
+    return measurement
+
+
+def measure(config: JobConfig, world_size: int, file: Path) -> Measurement:
+    """Train on this rank's part of the mesh and compare with `file`. Collective."""
+    reference = torch.load(file, weights_only=True)
+    measurement, tensors = _measure(config, world_size, file.parent)
+    measurement.weights = _boxes(tensors["weights"], reference["weights"])
+    measurement.gradients = _boxes(tensors["gradients"], reference["gradients"])
+    measurement.updates = _boxes(tensors["updates"], reference["updates"])
+    return measurement
+
+
+def _measure(
+    config: JobConfig, world_size: int, folder: Path
+) -> tuple[Measurement, dict[str, Tensors]]:
+    """Train, validate, save, and resume; and of this rank's parameters the "weights" and the
+    "gradients" at step 1, and the "updates", by which the first steps have changed them.
+
+    Args:
+        folder: where the checkpoint goes, the same on every rank.
+    """
+    torch.compiler.reset()  # graphs of other cases in this process count against a limit
+    plan = preflight(config, world_size)
+    vocabulary = Vocabulary(plan.model_args.vocab_size)
+    plan, seen = dataclasses.replace(plan, tokenizer=vocabulary), Measurement()
+    training = plan.config.training
+    source, held_out = (
+        open_source(training, vocabulary.vocab_size, training.seed + n) for n in (0, 1)
+    )
+    torch.manual_seed(training.seed)
+    meshes, cpu = _meshes(plan.dims, "cpu"), torch.device("cpu")
+    job = Job(plan, meshes, source)
+    for stage in job.model.stages:
+        initialize(stage, training.seed)
+        show_attention(stage)
+        calm_post_norms(stage)
+    weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
+    gradients, done = _keep_gradients(job.model, job.optimizer)
+    validate = build_validation(plan, [held_out], meshes, cpu)
+    checkpoint = SmallCheckpoint(folder, world_size)
+    for step in range(1, training.steps + 1):
+        loss, grad_norm = job.step(step, seen.samples)
+        done()
+        seen.losses.append(loss)
+        seen.grad_norms.append(grad_norm)
+        if step == VALIDATED_STEP:  # and the steps after it show whether that disturbed anything
+            seen.validation = validate(job.model, lambda: False, _fail)
+        if step == SAVED_STEP:
+            seen.wrong_in_checkpoint = checkpoint.save(job, step)
+            saved = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
+        if step == LAST_RESUMED_STEP:
+            wanted = {name: _copy(tensor) for name, tensor in job.state_dict().items()}
+            now = dict(job.model.named_parameters())
+            updates = {name: now[name].detach() - before for name, before in weights.items()}
+    job.close()
+    tensors = {"weights": weights, "gradients": gradients, "updates": updates}
+    torch.compiler.reset()
+    resumed, missing = checkpoint.resume(plan, meshes, source)
+    seen.wrong_in_checkpoint = sorted({*seen.wrong_in_checkpoint, *missing})
+    if resumed is None:
+        return seen, tensors
+    seen.wrong_after_load = different(resumed.state_dict(), saved)
+    for step in range(SAVED_STEP + 1, LAST_RESUMED_STEP + 1):
+        figures = resumed.step(step, seen.resumed_samples)
+        if figures != (seen.losses[step - 1], seen.grad_norms[step - 1]):
+            seen.wrong_after_resume.append(f"loss or gradient norm of step {step}")
+    resumed.close()
+    seen.wrong_after_resume += different(resumed.state_dict(), wanted)
+    return seen, tensors
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Another tensor with the same values and placements."""
+    return tensor.detach().clone()
+
+
+def _keep_gradients(
+    model: LocalModel, optimizer: torch.optim.Optimizer
+) -> tuple[Tensors, Callable[[], None]]:
+    """Gradients as `optimizer` gets them, and how to stop keeping; a missing one counts as zero."""
+    kept = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:  # all at once, or one in each call
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept[names[parameter]] = _copy(parameter.grad)
+
+    return kept, optimizer.register_step_pre_hook(keep).remove
+
+
+def _boxes(local: Tensors, whole: Tensors) -> dict[str, ShardComparison]:
+    """Compare this rank's shard of each tensor with that part of the reference's."""
+    boxes = {}
+    for name, tensor in local.items():
+        mine, offset = local_box(tensor)
+        theirs = part_of(whole[name], tensor)
+        difference = (mine.double() - theirs.double()).square().sum().item()
+        different = int((mine != theirs).sum().item())
+        boxes[name] = ShardComparison(tuple(offset), tuple(mine.shape), different, difference)
+    return boxes
+
+
+Measure = Callable[[JobConfig, int, Path], Measurement]

@@ -1,0 +1,141 @@
+"""Run cases one after the other, and judge each."""
+
+import contextlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.commands.prove.cases import Case, Kind, reference_case
+from meshwright.commands.prove.compare import BOUNDS, Reference, Verdict, compare
+from meshwright.commands.prove.measure import Measure, measure, record_reference
+from meshwright.commands.prove.ranks import RankError, RankPool
+from meshwright.config.job_config import JobConfig
+from meshwright.parallelisms.rules.compile_choice import why_no_compiler
+
+RANK_TIMEOUT_S = 300
+"""For a collective: ranks compile side by side on few cores."""
+
+
+Run = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and its result."""
+
+    case: Case
+    verdict: Verdict
+    seconds: float
+
+
+def prove(
+    small: JobConfig, cases: Sequence[Case], measure_case: Measure = measure
+) -> Iterator[Row]:
+    """Run `small` on one process, then every case on real ranks; a row as each is done.
+
+    Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with _pool(1) as pool:
+            references = record_references(
+                pool.run, small, {case.kind for case in cases}, Path(folder)
+            )
+        for world_size in sorted({case.world_size for case in cases}):
+            waiting = [case for case in cases if case.world_size == world_size]
+            while waiting:  # a case that fails on the way takes its ranks with it
+                with _pool(world_size) as pool:
+                    while waiting:
+                        case = waiting.pop(0)
+                        if reason := _why_not(case):
+                            yield Row(case, Verdict(not_run=reason), 0.0)
+                            continue
+                        start = time.perf_counter()
+                        reference, file = references[case.kind]
+                        try:
+                            ranks = pool.run(measure_case, case.config, world_size, file)
+                            bounds = BOUNDS[case.bounds]
+                            verdict, is_broken = compare(reference, ranks, bounds), False
+                        except RankError as error:
+                            verdict, is_broken = Verdict([f"stopped: {error}"]), True
+                        yield Row(case, verdict, time.perf_counter() - start)
+                        if is_broken:
+                            break
+
+
+def _why_not(case: Case) -> str:
+    """Return why this machine cannot run the case; "" if it can."""
+    compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
+    starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
+    return why_no_compiler() if starts_compiler else ""
+
+
+@contextlib.contextmanager
+def _pool(world_size: int) -> Iterator[RankPool]:
+    pool = RankPool(world_size, RANK_TIMEOUT_S)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def record_references(
+    run: Run, small: JobConfig, kinds: set[Kind], folder: Path
+) -> dict[Kind, tuple[Reference, Path]]:
+    """One process's measurement for each of `kinds`, and the file of its tensors.
+
+    Args:
+        run: as `RankPool.run`, of a single rank.
+    """
+    in_fp32 = _record(run, reference_case(small), folder / "fp32.pt")
+    found: dict[Kind, tuple[Reference, Path]] = {"fp32": in_fp32}
+    if kinds - {"fp32"}:
+        in_bf16 = _record(run, reference_case(small, "bf16"), folder / "bf16.pt", in_fp32[1])
+        found |= {"bf16": in_bf16, "bf16 sums": in_bf16}
+    return found
+
+
+def _record(run: Run, case: Case, file: Path, exact: Path | None = None) -> tuple[Reference, Path]:
+    """Run one process and read its output.
+
+    Args:
+        exact: file of the same in fp32, if that is another.
+    """
+    (seen,) = run(record_reference, case.config, file)
+    tensors = torch.load(file, weights_only=True)
+    gradients = tensors["gradients"]
+    norms, update_norms = _norms(gradients), _norms(tensors["updates"])
+    roundings: dict[str, float] = {}
+    if exact is not None:
+        in_fp32 = torch.load(exact, weights_only=True)["gradients"]
+        roundings = _largest_of_layers(
+            {
+                name: (gradient.double() - in_fp32[name].double()).norm().item()
+                / (norms[name] or 1)
+                for name, gradient in gradients.items()
+            }
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
+    return Reference(seen, shapes, norms, update_norms, roundings), file
+
+
+def _largest_of_layers(errors: Mapping[str, float]) -> dict[str, float]:
+    """Return for each parameter the largest error among those of its name in all layers.
+
+    One error is one draw: of a norm with few elements it may be small by chance.
+    """
+    layers = {name: re.sub(r"\.\d+\.", ".*.", name) for name in errors}
+    largest: dict[str, float] = {}
+    for name, error in errors.items():
+        largest[layers[name]] = max(error, largest.get(layers[name], 0.0))
+    return {name: largest[layer] for name, layer in layers.items()}
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: tensor.double().norm().item() for name, tensor in tensors.items()}

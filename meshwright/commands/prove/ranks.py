@@ -1,0 +1,137 @@
+"""Real gloo ranks: processes that are started once and then run many functions."""
+
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+IMPORTED_BY_RANKS = (
+    "torch._dynamo",
+    *("meshwright.parallelisms.tensor_parallel", "meshwright.parallelisms.pipeline"),
+    *("meshwright.checkpoint.reader", "meshwright.checkpoint.writer"),
+)
+"""Modules that jobs import where they need them. Meshes need them all, and imported before the
+fork they take no time of a rank."""
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank."""
+
+
+class RankPool:
+    """`world_size` CPU ranks in one process group, that run functions sent to them.
+
+    Args:
+        timeout_s: for a collective: a deadlock fails after that, not after half an hour.
+    """
+
+    def __init__(self, world_size: int, timeout_s: int = 60) -> None:
+        context = _start_method()
+        self._folder = tempfile.TemporaryDirectory()
+        # the ranks meet at a file: a free port is a race
+        url = f"file://{self._folder.name}/meet"
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, world_size, url, timeout_s, theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()  # else a rank that dies is never noticed
+
+    def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
+        """Call `fn(*args)` on every rank; return each result. `fn` must be a module's own function.
+
+        Raises:
+            RankError: with the traceback of the first rank to fail; the pool is then closed.
+        """
+        results: dict[int, Any] = {}
+        for connection in self._connections:
+            connection.send((fn, args))
+        while len(results) < len(self._connections):
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in results]
+            for ready in wait(waiting):
+                assert isinstance(ready, Connection)
+                rank = self._connections.index(ready)
+                try:
+                    is_ok, results[rank] = ready.recv()
+                except EOFError:
+                    is_ok, results[rank] = False, "its process ended"
+                if not is_ok:
+                    self.close()
+                    raise RankError(f"rank {rank}: {results[rank]}")
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> None:
+        """End the ranks, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _start_method() -> ForkServerContext | SpawnContext:
+    """Ranks fork from one process that imported torch, has no thread and computes nothing.
+
+    Each would take 4 s of a core to import it by itself. Only Linux's libraries bear a fork.
+    """
+    if not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["meshwright.commands.prove.measure", *IMPORTED_BY_RANKS])
+    return context
+
+
+def _share_one_gloo_thread() -> None:
+    """Have all gloo groups of this process use one device.
+
+    Each group makes a device of its own otherwise, whose thread wakes up a hundred times a second
+    for as long as the process lives: the groups of a few meshes take a core from whoever works.
+    torch has no public way to say so. Without the names it would raise here, and nothing is lost
+    if this function goes.
+    """
+    own: Any = dist.ProcessGroupGloo
+    device = own.create_default_device()
+
+    class OnSharedDevice(own):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = own._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+
+
+def _serve(rank: int, world_size: int, url: str, timeout_s: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # or each full collection goes through all of torch's modules, for 0.3 s
+    # torch.compile makes a tqdm bar, whose lock between processes outlives a rank that is killed
+    tqdm.set_lock(threading.RLock())
+    timeout = timedelta(seconds=timeout_s)
+    _share_one_gloo_thread()
+    dist.init_process_group("gloo", url, timeout=timeout, world_size=world_size, rank=rank)
+    while True:
+        try:
+            fn, args = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send((True, fn(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))

@@ -1,0 +1,163 @@
+"""A proof for people (a table, a page) and for programs (JSON)."""
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from html import escape
+from pathlib import Path
+
+import torch
+
+import meshwright
+from meshwright.commands.prove.compare import BOUNDS
+from meshwright.commands.prove.prove import Row
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
+from meshwright.metrics.report.document import document, table
+
+COLUMNS = (
+    *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
+    *("validation", "resume", "seconds", "verdict"),
+)
+
+
+ON_CONSOLE = {
+    "case": 36,
+    "weights": 7,
+    "batches": 7,
+    "loss": 7,
+    "gradient": 8,
+    "resume": 6,
+    "verdict": 7,
+}
+"""Width of each column that fits a console of 100 columns, after the number of the case."""
+
+
+FP32 = BOUNDS["fp32"]
+
+
+MEANINGS = {
+    "weights": "initial weights that differ, bit by bit (bound: 0)",
+    "batches": "samples that differ, bit by bit (bound: 0)",
+    "loss": "largest relative error of the loss, over all steps and ranks "
+    f"(bound in fp32: {FP32.loss:g})",
+    "norm": f"the same of the gradient norm ({FP32.grad_norm:g})",
+    "gradient": "largest relative error of a parameter's gradient at step 1, as norm of the "
+    f"difference over norm ({FP32.gradient:g})",
+    "of": "the parameter with that error",
+    "update": f"the same error of the sum of a parameter's first updates ({FP32.update:g})",
+    "validation": f"largest relative error of its figures ({FP32.later_loss:g})",
+    "resume": "tensors and figures that a save and a resume have changed, bit by bit (bound: 0)",
+}
+"""By column."""
+
+
+def explanation(columns: Collection[str] = COLUMNS) -> str:
+    """Return the meaning of `columns`, one line each."""
+    lines = [f"{name}: {text}" for name, text in MEANINGS.items() if name in columns]
+    head = "Every case trains the same small model as one process does."
+    return "\n".join([head, *lines, "docs/proof.md derives the bounds, and those of bf16."])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the row as text, in the order of `COLUMNS`."""
+    verdict = row.verdict
+    figures: tuple[str, ...] = (
+        str(verdict.num_different_weights),
+        str(verdict.num_different_samples),
+        f"{verdict.loss_error:.1e}",
+        f"{verdict.norm_error:.1e}",
+        f"{verdict.gradient_error:.1e}",
+        verdict.worst_gradient or "-",
+        f"{verdict.update_error:.1e}",
+        f"{verdict.validation_error:.1e}",
+        str(verdict.num_different_resumed),
+        f"{row.seconds:.1f}",
+    )
+    if verdict.not_run:
+        figures = ("-",) * len(figures)
+    result = "FAILED" if verdict.failures else "not run" if verdict.not_run else "equal"
+    return row.case.name, str(row.case.world_size), *figures, result
+
+
+def summary(rows: Sequence[Row], num_cases: int) -> str:
+    """Return how many of `num_cases` are equal, e.g. "9 of 11 cases equal one process, 2 not run".
+
+    Args:
+        rows: of the cases so far.
+    """
+    num_equal = sum(cells(row)[-1] == "equal" for row in rows)
+    num_not_run = num_cases - len(rows) + sum(bool(row.verdict.not_run) for row in rows)
+    text = f"{num_equal} of {num_cases} cases equal one process"
+    return f"{text}, {num_not_run} not run" if num_not_run else text
+
+
+def line(number: str, texts: Sequence[str]) -> str:
+    """Return a row of the table for a console; a long name has a line of its own.
+
+    Args:
+        number: of the case, e.g. "3/11".
+    """
+    shown = dict(zip(COLUMNS, texts, strict=True))
+    name = shown["case"]
+    if len(name) > ON_CONSOLE["case"]:
+        return f"{number}  {name}\n{line(' ' * len(number), ['', *texts[1:]])}"
+    row = "  ".join(shown[column].ljust(width) for column, width in ON_CONSOLE.items())
+    return f"{number}  {row}".rstrip()
+
+
+def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:
+    """Write `proof.json`, `proof.html` and `proof.md` (the table alone, for documents).
+
+    Args:
+        rows: of the cases so far.
+        num_cases: with those that are still to run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    values = _as_json(small, rows, num_cases)
+    (folder / "proof.json").write_text(json.dumps(values, indent=1), "utf-8")
+    (folder / "proof.html").write_text(_as_html(small, rows, num_cases), "utf-8")
+    timeless = [index for index, name in enumerate(COLUMNS) if name != "seconds"]
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
+    table = ["| " + " | ".join(texts[index] for index in timeless) + " |" for texts in lines]
+    (folder / "proof.md").write_text("\n".join(table) + "\n", "utf-8")
+
+
+def _as_json(small: JobConfig, rows: Sequence[Row], num_cases: int) -> dict[str, object]:
+    return {
+        "proved": len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows),
+        "num_cases": num_cases,
+        "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
+        "bounds": {kind: dataclasses.asdict(bounds) for kind, bounds in BOUNDS.items()},
+        "config": small.model_dump(),
+        "cases": [
+            {
+                "name": row.case.name,
+                "ranks": row.case.world_size,
+                "bounds": row.case.bounds,
+                "seconds": round(row.seconds, 2),
+                **dataclasses.asdict(row.verdict),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _as_html(small: JobConfig, rows: Sequence[Row], num_cases: int) -> str:
+    table_cells = [cells(row) for row in rows]
+    kinds = [{"FAILED": "bad", "equal": "good"}.get(texts[-1], "") for texts in table_cells]
+    title = summary(rows, num_cases)
+    failures = "".join(
+        f"<h2>{escape(row.case.name)}</h2><ul>"
+        + "".join(f"<li><pre>{escape(text)}</pre></li>" for text in row.verdict.failures)
+        + "</ul>"
+        for row in rows
+        if row.verdict.failures
+    )
+    return document(
+        title,
+        f"<h1>{title}</h1><p>{escape(explanation()).replace(chr(10), '<br>')}</p>"
+        f"{table(COLUMNS, table_cells, kinds)}{failures}"
+        f"<h2>Versions</h2><p>meshwright {meshwright.__version__}, torch {torch.__version__}</p>"
+        f"<h2>The small job</h2><pre>{escape(to_toml(small, True))}</pre>",
+    )

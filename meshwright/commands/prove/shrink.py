@@ -1,0 +1,189 @@
+"""A user's config as a small job with the same structure."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from meshwright.config.job_config import Checkpoint, JobConfig, Metrics, Profiling, changed
+from meshwright.config.parallelism import ActivationCheckpoint, Compile, Parallelism
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source, Validation
+from meshwright.datasets import find_dataset
+from meshwright.datasets.named_sources import entries, is_streamed
+from meshwright.models.args import DecoderArgs
+from meshwright.train.optim.groups import fitted_groups
+
+GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
+
+
+SEQ_LEN = 32
+
+
+STEPS = 10
+
+
+NUM_VALIDATED = 11  # samples: a whole global batch, and one that is filled up
+
+
+NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
+
+
+MOST_LAYERS = 9
+
+
+VOCAB_SIZE = 259  # odd, and room for bytes
+
+
+HEAD_DIM = 4
+
+
+OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
+
+
+LOSS_CHUNK_TOKENS = 16  # several in every microbatch, but where cp leaves a sequence no more
+
+
+MOST_SHARDS = 16  # of a stream: each has documents for several samples
+
+
+LARGEST_TP, MAX_RANKS = 4, 8
+
+
+HIGHEST_LR = 1e-3
+"""Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
+by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
+differs at step 10 (docs/proof.md has figures). At this rate rounding does not grow."""
+
+
+KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
+"""Fields of the model's args that stay the user's; all others follow from the small size."""
+
+
+def largest_tp(args: DecoderArgs, degree: int = 1) -> int:
+    """Tensor-parallel degree up to which the shrunken model, like the user's, can be cut.
+
+    Args:
+        degree: the user's, if that is above `LARGEST_TP`.
+    """
+    most = MAX_RANKS if degree >= MAX_RANKS else LARGEST_TP
+    return math.gcd(*args.table.parts.values(), most)
+
+
+def small_parts(parts: Sequence[Sequence[str]], num_layers: int) -> list[list[str]]:
+    """Return the stages `parts` of a model of `num_layers`, with few layers each, counted anew."""
+    is_small = num_layers <= MOST_LAYERS
+    most = num_layers if is_small else max(1, MOST_LAYERS // len(parts))
+    small, count = [], 0
+    for part in parts:
+        layers = [name for name in part if name.startswith("layers.")][:most]
+        before = [name for name in part if name == "tok_embeddings"]
+        after = [name for name in part if name in ("norm", "output")]
+        names = [f"layers.{count + index}" for index in range(len(layers))]
+        small.append([*before, *names, *after])
+        count += len(layers)
+    return small
+
+
+def _num_layers(parallelism: Parallelism, num_layers: int) -> int:
+    """Enough for the user's stages, uneven over them."""
+    if parts := parallelism.module_fqns_per_model_part:
+        names = [name for part in small_parts(parts, num_layers) for name in part]
+        return sum(name.startswith("layers.") for name in names)
+    pp = min(parallelism.pipeline_parallel_degree, MAX_RANKS)
+    stages = pp * max(parallelism.pipeline_parallel_stages_per_rank, 1)
+    return max(NUM_LAYERS, min(stages + 1, MOST_LAYERS))
+
+
+def _found(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the patterns that match a name of the small model."""
+    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _optimizer(config: JobConfig, names: Sequence[str]) -> dict[str, object]:
+    """Return the keys of the small job's optimizer; `names` are its parameters."""
+    groups = fitted_groups(config.optimizer.groups, names)
+    highest_lr = HIGHEST_LR / max([1.0, *(group.lr_scale for group in groups)])
+    return {
+        "lr": min(config.optimizer.lr, highest_lr),
+        "early_step_in_backward": False,
+        "groups": groups,
+    }
+
+
+def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
+    """Return the job on one process that every mesh is compared with.
+
+    Kept: family, tied embeddings, rotary scaling, grouped heads, seed, optimizer, schedule,
+    clipping, whether documents are masked and data is streamed. Replaced: dimensions, by small ones
+    that divide where the user's do and are odd where that finds mistakes; data, by that of
+    `data.py`; precision, by bf16, which cases in fp32 change; a rate above `HIGHEST_LR`.
+    """
+    tp = largest_tp(args, config.parallelism.tensor_parallel_degree)
+    kv_heads = tp if tp > 1 else min(args.n_kv_heads, 3)
+    heads = kv_heads * min(args.n_heads // args.n_kv_heads, 2)
+    small_args = dataclasses.replace(
+        args,
+        dim=heads * HEAD_DIM,
+        n_layers=_num_layers(config.parallelism, args.n_layers),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        hidden_dim=22 * max(tp, 2),  # divides by tp, but the rest not by 4 ranks
+        vocab_size=VOCAB_SIZE,
+        head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
+    )
+    user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
+    dimensions = {
+        field.name: getattr(small_args, field.name)
+        for field in dataclasses.fields(small_args)
+        if field.name not in KEPT
+    }
+    first = entries(config.training, "training")[0]
+    has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
+    names = [*small_args.parameter_names()]
+    frozen = _found(config.model.frozen, names)
+    layers = small_args.table.linear_layers()
+    left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
+    model = {
+        "args": user_args | dimensions,
+        "tokenizer_path": BYTES,
+        "frozen": frozen,
+    }
+    training = {
+        **Source().model_dump(),
+        "dataset_mode": "streamed" if has_stream else "cached",
+        "stream_shards": min(config.training.stream_shards, MOST_SHARDS),
+        "datasets": [],
+        "max_epochs": 0,
+        "local_batch_size": GLOBAL_BATCH,
+        "global_batch_size": GLOBAL_BATCH,
+        "seq_len": SEQ_LEN,
+        "steps": STEPS,
+        "dtype": "float32",
+        "mixed_precision_param": "bfloat16",
+        "fp32_modules": _found(config.training.fp32_modules, small_args.module_names),
+        "mixed_precision_reduce": "float32",
+        "loss_chunk_tokens": LOSS_CHUNK_TOKENS,
+        "enable_cpu_offload": False,  # cases have it: it must not change the model
+    }
+    config = changed(
+        config,
+        {
+            "model": model,
+            "training": training,
+            "optimizer": _optimizer(config, names),
+            "lr_scheduler": {"warmup_steps": min(config.lr_scheduler.warmup_steps, 2)},
+            "float8": {"filter_fqns": left_out, "emulate": True},
+        },
+    )
+    return config.model_copy(
+        update={
+            "parallelism": Parallelism(),
+            "activation_checkpoint": ActivationCheckpoint(),
+            "compile": Compile(enable=False),  # cases say otherwise
+            "validation": Validation(num_samples=NUM_VALIDATED),
+            "checkpoint": Checkpoint(),
+            "metrics": Metrics(enable_tensorboard=False),
+            "profiling": Profiling(),
+        }
+    )

@@ -1,0 +1,185 @@
+"""`meshwright train`: check a config, tokenise its data, start the ranks."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.commands import tokenize_data
+from meshwright.commands.check import check_job
+from meshwright.config.loader import find_config
+from meshwright.system.errors import ConfigError, check
+from meshwright.system.machine import Ranks, count_cores, count_ranks
+from meshwright.system.processes import (
+    CHECKED,
+    GPUS_EXPECTED,
+    HOST_SETTINGS,
+    OTHER_MALLOC,
+    exit_when_asked,
+)
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""glibc's: sizes in bytes from which it gives memory back."""
+
+
+WAITING = {"GOMP_SPINCOUNT": "10000"}
+"""How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
+
+
+OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def run(given: Namespace) -> None:
+    """Become torchrun once everything is known to be right; return only by an exception.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    exit_when_asked()
+    ranks = count_ranks(given)
+    _check_gpus(ranks)
+    rendezvous = _rendezvous(given, ranks)
+    log_ranks = _log_ranks(given, ranks)
+    check_job(given, ranks)
+    given.workers, given.verify, given.quiet = 0, False, True
+    tokenize_data.run(given)  # before ranks wait for it
+    os.environ.update(environment(ranks, os.environ))
+    sys.stdout.flush()
+    torchrun = [
+        *rendezvous,
+        *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
+        # ranks of a second attempt would meet those of the first in the store
+        *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
+        *_numa_binding(ranks),
+        "--no-python",
+    ]
+    rank = [
+        sys.executable,
+        "-u",
+        "-P",
+        "-m",
+        "meshwright.train",
+    ]  # -P: as it finds modules, not the folder
+    words = [*rank, "--job.config_file", str(find_config(given.config)), *_overrides(given)]
+    # -u: torchrun does not flush the lines of ranks that it hands on: files got them in blocks
+    python = [sys.executable, "-u", "-P", "-m", "meshwright.launch"]
+    os.execv(sys.executable, [*python, *torchrun, *words])
+
+
+def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks need beside those that they inherit."""
+    chosen = host_settings(ranks, inherited)
+    return chosen | {
+        CHECKED: "1",  # the check's notes are not repeated
+        GPUS_EXPECTED: str(ranks.gpus),  # ranks compare it with the number that torch can use
+        HOST_SETTINGS: " ".join(f"{name}={value}" for name, value in chosen.items()),
+    }
+
+
+def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make ranks faster on this machine, and that the user has not set.
+
+    They cannot be set later, from within a process. Their gains: docs/performance.md.
+    """
+    new = {}
+    if ranks.gpus and not any(name in inherited for name in ALLOCATOR):
+        new["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory lost between blocks
+    if "OMP_NUM_THREADS" not in inherited:
+        # torchrun would give each rank a single thread, however many cores there are
+        new["OMP_NUM_THREADS"] = str(max(count_cores() // ranks.per_machine, 1))
+    if not any(name in inherited for name in OTHER_WAITING):
+        # thirty times less than GNU's OpenMP does: whatever else wants the core gets it
+        new |= WAITING
+    if not ranks.gpus and not any(inherited.get(name) for name in OTHER_MALLOC):
+        # glibc gives large blocks back to the kernel when they are freed, and every step gets them
+        # anew, page by page
+        new |= {name: value for name, value in MALLOC.items() if name not in inherited}
+    return new
+
+
+def _check_gpus(ranks: Ranks) -> None:
+    fix = "lower it, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    is_enough = not ranks.gpus or ranks.per_machine <= ranks.gpus
+    check(is_enough, "NGPU", ranks.per_machine, f"there are {ranks.gpus} GPUs", fix)
+
+
+def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
+    """torchrun's options for how the machines of a job meet."""
+    if ranks.machines == 1:
+        return ["--standalone"]
+    endpoint = given.rdzv_endpoint or os.environ.get("RDZV_ENDPOINT")
+    if not endpoint:
+        raise ConfigError(
+            "",
+            f"RDZV_ENDPOINT: not set, but there are {ranks.machines} machines\n"
+            "  fix: set it to host:port of one of the machines, the same on all",
+        )
+    host, _, port = endpoint.rpartition(":")
+    check(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+        *("RDZV_ENDPOINT", endpoint, "must be host:port"),
+        f"write {host or endpoint.strip(':') or 'node1'}:29500, the same on all machines",
+    )
+    _check_host_name()
+    name = given.rdzv_id or os.environ.get("RDZV_ID") or "meshwright"
+    return [
+        *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", endpoint, "--rdzv-id", name),
+    ]
+
+
+def _check_host_name() -> None:
+    """Check that this machine's name leads to it: torchrun and gloo hand the name to the others,
+    which would try it for minutes."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        raise ConfigError(
+            "",
+            f"host name = {name}: this machine cannot look up its own name, so that others cannot "
+            "reach it\n  fix: add a line with the machine's address and that name to /etc/hosts",
+        ) from None
+
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def _numa_binding(ranks: Ranks) -> list[str]:
+    """Return torchrun's option that keeps each rank on the cores beside its GPU.
+
+    It needs numactl, and ends a job whose cores it may not use: so only on a whole machine.
+    """
+    has_nodes = len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
+    is_whole = len(os.sched_getaffinity(0)) == os.cpu_count()
+    numactl = shutil.which("numactl")
+    if not (ranks.gpus and has_nodes and is_whole and numactl):
+        return []
+    # a container may not let it bind
+    tried = subprocess.run([numactl, "--physcpubind=0", "true"], capture_output=True, check=False)
+    return ["--numa-binding", "node"] if tried.returncode == 0 else []
+
+
+def _log_ranks(given: Namespace, ranks: Ranks) -> str:
+    """Return the ranks of this machine whose log the console shows."""
+    shown: str = given.log_rank or os.environ.get("LOG_RANK") or "0"
+    chosen = shown.replace(",", " ").split()
+    if not chosen or not all(r.isdecimal() and int(r) < ranks.per_machine for r in chosen):
+        last = ranks.per_machine - 1
+        raise ConfigError("", f"LOG_RANK = {shown}: must be ranks from 0 to {last}")
+    return ",".join(chosen)
+
+
+def _overrides(given: Namespace) -> list[str]:
+    words = []
+    for key, value in given.overrides.items():
+        name = f"--{'.'.join(key)}"
+        words += [f"{name}={value}"] if value.startswith("-") else [name, value]
+    return words

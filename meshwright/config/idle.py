@@ -1,0 +1,157 @@
+"""Questions about a config, and one table of the options that are idle in it.
+
+An idle option has nothing to act on here, and would have on another mesh or beside another value:
+the same TOML may run on any mesh, so it is a line in the log. A new rule is a row.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshwright.config.changes import shown
+from meshwright.config.job_config import (
+    JobConfig,
+    has_fsdp,
+    num_data_ranks,
+    num_decay_steps,
+    suits_cpu_attention,
+)
+from meshwright.config.training import Source
+
+
+def _has_one_microbatch(c: JobConfig) -> bool:
+    training = c.training
+    return training.global_batch_size == num_data_ranks(c) * training.local_batch_size
+
+
+SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
+
+
+def _is_one(value: object) -> bool:
+    return value == 1
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("parallelism.tensor_parallel_degree", _is_one, "enable_async_tensor_parallel"),
+    ("parallelism.context_parallel_degree", _is_one, "context_parallel_attention"),
+    (
+        "parallelism.pipeline_parallel_degree",
+        _is_one,
+        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part",
+    ),
+    ("training.mixed_precision_param", lambda dtype: dtype == "float32", "fp32_modules"),
+    ("training.datasets", bool, SOURCE_KEYS),
+    (
+        "validation.enable",
+        _is_off,
+        f"freq num_samples datasets dataset {SOURCE_KEYS} sample_prompts sample_tokens",
+    ),
+    ("validation.sample_prompts", _is_off, "sample_tokens"),
+    ("validation.datasets", bool, SOURCE_KEYS),
+    ("optimizer.weight_decay", _is_off, "decay_norm_and_bias"),
+    ("bad_steps.policy", lambda policy: policy == "stop", "budget"),
+    ("bad_steps.spike_std", _is_off, "spike_window"),
+    (
+        "activation_checkpoint.mode",
+        lambda mode: mode != "selective",
+        "selective_ac_option saved_ops",
+    ),
+    ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
+    ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
+    ("compile.enable", _is_off, "backend cpu_attention cpu_products"),
+    ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
+    (
+        "checkpoint.enable",
+        _is_off,
+        "folder interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
+        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+    ),
+    (
+        "checkpoint.load_only",
+        bool,
+        "interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
+        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+    ),
+    ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
+    ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
+    ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
+)
+"""A key, the values of it beside which others of its section have no effect, and these others."""
+
+
+IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
+    (
+        "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
+        "parallelism.fsdp_cpu_backend parallelism.fsdp_reduce_gradients "
+        "training.mixed_precision_reduce",
+        lambda c: not has_fsdp(c),
+        "one rank with float32 weights and gradients uses no FSDP",
+    ),
+    (
+        "training.attention_kernel",
+        lambda c: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
+        "documents and context parallelism have kernels of their own",
+    ),
+    ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
+    (
+        "compile.cpu_attention",
+        lambda c: not suits_cpu_attention(c.training, c.parallelism),
+        "it is for attention without mask_documents and context parallelism",
+    ),
+    (
+        "compile.cpu_products",
+        lambda c: c.training.mixed_precision_param != "float32",
+        "the model computes in bfloat16",
+    ),
+    (
+        "profiling.profile_freq",
+        lambda c: not (c.profiling.enable_profiling or c.profiling.enable_memory_snapshot),
+        "profiling.enable_profiling = False",
+    ),
+    (
+        "checkpoint.export_dtype",
+        lambda c: not (c.checkpoint.last_save_model_only or c.checkpoint.last_save_in_hf),
+        "the last save is a whole checkpoint",
+    ),
+    (
+        "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
+        lambda c: num_decay_steps(c) == 0,
+        "no step is left for a decay",
+    ),
+)
+
+
+def idle_options(config: JobConfig) -> Iterator[str]:
+    """Say which options differ from their default and have no effect, each once, and why.
+
+    Args:
+        config: with every -1 filled in.
+    """
+    reasons: dict[str, str] = {}
+    for cause, is_met, keys in IDLE_BESIDE:
+        value, (section, _) = value_of(config, cause), cause.split(".")
+        for key in keys.split() if is_met(value) else ():
+            reasons.setdefault(f"{section}.{key}", f"{cause} = {shown(value)}")
+    for keys, is_met, why in IDLE_WHERE:
+        for key in keys.split() if is_met(config) else ():
+            reasons.setdefault(key, why)
+    defaults = JobConfig()
+    for key, why in reasons.items():
+        value = value_of(config, key)
+        if value != value_of(defaults, key):
+            yield f"{key} = {shown(value)} has no effect: {why}"
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > steps:
+        yield (
+            f"optimizer.lr = {config.optimizer.lr} is never reached: lr_scheduler.warmup_steps = "
+            f"{warmup}, and the job has {steps}"
+        )
+
+
+def value_of(config: JobConfig, key: str) -> object:
+    """Return the value of a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

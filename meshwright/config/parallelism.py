@@ -1,0 +1,176 @@
+"""TODO: a line."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from meshwright.config.section import OrFilledIn, Section
+
+
+class Parallelism(Section):
+    """[parallelism] Degrees of the mesh; their product is the number of ranks."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the sharded model (HSDP when above 1)."""
+
+    data_parallel_shard_degree: OrFilledIn = -1
+    """Ranks that share one copy's parameters (FSDP2). -1: every rank that the others leave over."""
+
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that share every matrix, and the sequence between matrices; best within a node."""
+
+    enable_async_tensor_parallel: bool = False
+    """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
+    collectives and the products beside them into pieces that overlap."""
+
+    context_parallel_degree: PositiveInt = 1
+    """Ranks that share each sequence; for sequences whose activations do not fit one device."""
+
+    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
+    """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
+    and again in backward. Only with `training.mask_documents` does it keep them. ring: keys and
+    values pass from rank to rank, not with documents. auto: gather."""
+
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that share the layers; microbatches travel through them."""
+
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """In which order a rank computes its microbatches, forward and backward. GPipe, and the
+    schedules of two backward passes (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV), keep the
+    gradient of the output's weight for every microbatch in flight, 4 bytes x vocabulary x width
+    each. The last three cannot be compiled."""
+
+    pipeline_parallel_stages_per_rank: OrFilledIn = -1
+    """Pieces of the model on each rank of the pipeline. -1: the fewest that the schedule takes."""
+
+    module_fqns_per_model_part: list[list[str]] = []
+    """Modules of each stage, e.g. [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]].
+    Absent: layers are dealt out so that stages are even in parameters."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free a block's gathered parameters between forward and backward. default: all but the last
+    block, whose backward comes next; with a pipeline none, because every microbatch would gather
+    them again. never: they are gathered once per step, and stay until its last microbatch."""
+
+    fsdp_prefetch_layers: PositiveInt = 1
+    """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
+    and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
+
+    fsdp_cpu_backend: Literal["auto", "gloo"] = "auto"
+    """How CPU ranks exchange FSDP2's tensors. auto: through memory that they share, if they are on
+    one machine; otherwise by gloo. Sums over three ranks or more may differ in the last bit."""
+
+    fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
+    """When gradients are reduce-scattered. last_microbatch: once per step, the fastest; until then
+    each rank holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps
+    only the sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto, which
+    is best for most: every_microbatch if there are several and whole gradients would be summed in
+    bfloat16, or take more, beyond the shard, than a quarter of the memory that weights and
+    optimizer leave of a device (`job.device_memory_gib`, or 80 GiB). Otherwise last_microbatch, and
+    always with a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
+
+
+SAVED_OPS = [
+    "aten.mm",
+    "aten._scaled_mm",
+    "aten.amax",
+    "aten.max",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "meshwright.cpu_attention",
+    "meshwright.ring_attention",
+    "higher_order.flex_attention",
+    "higher_order.inductor_compiled_code",
+    "_c10d_functional.reduce_scatter_tensor",
+]
+
+
+class ActivationCheckpoint(Section):
+    """[activation_checkpoint] Activations that backward recomputes instead of keeping them."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """Activations that backward computes again. none: none, the fastest. full: every block, the
+    least memory. selective: between them (`selective_ac_option`). memory_budget: those that the
+    compiler finds cheapest; not with `compile.enable` = false."""
+
+    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
+    """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
+    number n recomputes every n-th block whole."""
+
+    saved_ops: list[Annotated[str, Field(pattern=r"^\w+\.\w+$")]] = SAVED_OPS
+    """Operators of torch.ops whose outputs selective "op" keeps: those that cost much for the
+    memory that they need. Norms and pointwise steps are cheap. "aten.amax" and "aten.max" give the
+    scales of float8. "higher_order" holds flex attention,
+    as compiled blocks and as eager ones call it; "_c10d_functional" collectives."""
+
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """With mode = memory_budget: the share kept of a compiled block's usual activations.
+    1: as without recomputation; 0: as with full."""
+
+
+def _check_bool_or_auto(value: object) -> object:
+    """Refuse other values with one error: pydantic would give one for each type of the union."""
+    if not (isinstance(value, bool) or value == "auto"):
+        raise PydanticCustomError("bool_or_auto", 'must be true, false or "auto"')
+    return value
+
+
+class Compile(Section):
+    """[compile] torch.compile, block by block."""
+
+    enable: Annotated[bool | Literal["auto"], BeforeValidator(_check_bool_or_auto)] = "auto"
+    """Compile every block, for faster steps; one graph serves all of them. The first step then
+    takes longer. auto: if an option needs it, or if the whole job computes 100 TFLOP or more, a
+    C++ compiler is there, and no option is incompatible; the log says why."""
+
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of torch.compile; all but inductor are for finding faults."""
+
+    cpu_attention: Literal["auto", "torch"] = "auto"
+    """Causal attention on CPUs. auto: our kernel in C++, if the job is compiled, attention
+    has no masks, there is a C++ compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2),
+    on every rank; otherwise torch's. torch: torch's."""
+
+    cpu_products: Literal["auto", "torch"] = "auto"
+    """Matmuls in float32 on CPUs. auto: by oneDNN, if the job is compiled, there is a C++ compiler,
+    and the CPUs have AVX-512 and are not Intel's, on every rank; otherwise torch's, by MKL. torch:
+    torch's."""
+
+
+class Float8(Section):
+    """[float8] Matrix products of the blocks in 8 bits, forward and backward, by torchao (pip
+    install 'meshwright[float8]'). On GPUs of compute capability 8.9 or newer; best compiled."""
+
+    enable: bool = False
+    """Multiply in float8. Weights, gradients, optimizer, communication and all other layers, the
+    output among them, stay as they are."""
+
+    recipe_name: Literal["rowwise", "tensorwise"] = "rowwise"
+    """rowwise: each row and column that is multiplied has a scale, a power of two, so that the
+    model does not depend on the mesh beyond rounding. tensorwise: one scale for a whole tensor,
+    which is faster, and depends on the mesh and on `training.local_batch_size`: a token's result
+    changes with the tokens beside it."""
+
+    filter_fqns: list[str] = ["attention.wk", "attention.wv"]
+    """Parts of names of layers that stay in `training.mixed_precision_param`. The default ones, the
+    projections of keys and values, are small in models with grouped heads: casts would cost more
+    than they gain."""
+
+    emulate: bool = False
+    """Round to float8, but multiply in fp32: on any device, and slow. For tests and proofs."""
+
+
+class Comm(Section):
+    """[comm] Limits on collectives."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Seconds that a collective may take, up to the end of the first step, compilation included."""
+
+    train_timeout_seconds: PositiveInt = 100
+    """Seconds that a collective may take after that, or that a rank may be stopped. Then the job
+    ends with exit code 6, and names the rank that the others wait for."""

@@ -1,0 +1,78 @@
+"""TODO: a line."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def check_is_path(value: str) -> str:
+    """Refuse an address: taken for a path, "s3://bucket" is a folder called "s3:"."""
+    if match := ADDRESS.match(value):
+        raise ValueError(
+            f"{match[0]} begins an address, and a path of this machine's file systems is needed"
+            "\n  fix: "
+            + (
+                "leave out file://"
+                if match[1].lower() == "file"
+                else "mount it as a file system, or copy it, and name the path"
+            )
+        )
+    return value
+
+
+LOCAL_PATH = "local path"
+
+
+LocalPath = Annotated[str, AfterValidator(check_is_path), LOCAL_PATH]
+
+
+INPUT_PATH = "input path"
+
+
+InputPath = Annotated[LocalPath, INPUT_PATH]
+"""A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
+the working directory. The loader makes it absolute."""
+
+
+BYTES = "bytes"
+"""Stands where a tokenizer's path would, for the one that has no file."""
+
+
+MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
+"""`package.module:function` stands where a path to a Python file and its function would."""
+
+
+PATH_OR_NAME = "path or name"
+"""Marks an `InputPath` that may be a name instead: without a slash, and without .py at its end."""
+
+
+OUTPUT_PATH = "output path"
+
+
+OrFilledIn = Annotated[int, Field(ge=-1)]
+"""A positive number, or -1 for the one that follows from the rest of the config (0 is refused
+where it is filled in)."""
+
+
+class Section(BaseModel):
+    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_fits(cls, value: object) -> object:
+        """Refuse a number that TOML has not: tensors and files hold 64 bits."""
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must be a number of 64 bits, so below 2^63")
+        return value

@@ -1,0 +1,276 @@
+"""TODO: a line."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshwright.config.section import (
+    OUTPUT_PATH,
+    PATH_OR_NAME,
+    InputPath,
+    LocalPath,
+    OrFilledIn,
+    Section,
+)
+
+
+class Source(Section):
+    """Where text comes from: the same keys for training, for validation, and in a mixture."""
+
+    dataset: str = "python_stdlib"
+    """text, json, parquet, arrow: local files of texts. megatron, tokens: local files of token ids
+    (.bin with .idx of Megatron-LM; .npy or .bin of OLMo, nanoGPT or llm.c). c4, fineweb,
+    fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib: the
+    library of the running Python, for trying."""
+
+    dataset_path: InputPath = ""
+    """File, folder or glob for local data; for a named dataset a local copy of it."""
+
+    dataset_subset: str = ""
+    """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
+
+    dataset_revision: str = ""
+    """Commit, tag or branch of a dataset of the hub. Absent: the newest when the job starts; the
+    log and its checkpoints name the commit."""
+
+    dataset_split: str = "train"
+    """Part of a dataset of the hub; of python_stdlib "train", or "validation": every 20th file."""
+
+    dataset_column: str = "text"
+    """Column that holds the text, or a conversation: a list of {role, content}, of which only the
+    assistant's tokens count in the loss."""
+
+    dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
+    """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
+    "messages"; or a function of yours from a row (a dict), "package.module:function" or
+    "path/to/file.py:function"."""
+
+    dataset_mode: Literal["auto", "cached", "streamed"] = "auto"
+    """cached: tokenised once, into files that every later job maps into memory; any sample can be
+    read, and all are shuffled. streamed: tokenised as it is read, for data too large to be
+    tokenised first. auto: streamed for datasets of the hub, otherwise cached."""
+
+
+class NamedSource(Source):
+    """[[validation.datasets]] One of several."""
+
+    name: str = ""
+    """Its name in figures. Absent: the dataset's name."""
+
+
+class WeightedSource(NamedSource):
+    """[[training.datasets]] One part of a mixture."""
+
+    weight: PositiveFloat | None = None
+    """Its share of all samples is its weight over the sum of weights."""
+
+    tokens: PositiveInt | None = None
+    """Tokens to take from it in the whole job, instead of a weight."""
+
+
+class Training(Source):
+    """[training] Data, batch, length and precision."""
+
+    datasets: list[WeightedSource] = []
+    """A mixture, instead of `dataset` and its keys: tables [[training.datasets]], each with the
+    keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
+    the whole job). At any moment the samples drawn from each are within one of its share."""
+
+    max_epochs: NonNegativeInt = 0
+    """Times that any source may be read through; training ends on all ranks before the step that
+    would need more. 0: no limit."""
+
+    mask_documents: bool = False
+    """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
+    and the loss leaves out the first token of each."""
+
+    max_bad_records: NonNegativeInt = 0
+    """Records of streamed sources (a line that is no JSON, a row without its text, ...) that may be
+    passed over in the whole job, each epoch counting; one more stops it. They are counted in the
+    metrics and named in the logs of the ranks that meet them. 0: the first stops it."""
+
+    shuffle_window: PositiveInt = 256
+    """Documents that each shard of a streamed source reads at once, to shuffle them. More: better
+    shuffled, more memory."""
+
+    stream_shards: PositiveInt = 64
+    """Independent parts that a streamed source is read in, whatever the number of ranks; at most
+    one per file. Best a multiple or a divisor of the global batch: a rank then reads no more than
+    it needs."""
+
+    token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
+    """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
+
+    local_batch_size: PositiveInt = 8
+    """Sequences per data-parallel rank and microbatch: as many as fit the memory."""
+
+    global_batch_size: OrFilledIn = -1
+    """Sequences per optimizer step over all ranks: a multiple of data-parallel ranks x
+    `local_batch_size`, and gradients are accumulated where it is more. Set it for a result that
+    does not depend on the number of ranks. -1: that product, with a pipeline as many times that as
+    it has stages."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens per sequence."""
+
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    """Bound on the global gradient norm: larger gradients are scaled down to it. inf: no bound."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps of the whole job, those before a resume included."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
+    but updates below about 2^-9 of a weight are lost."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of parameters and activations in forward and backward."""
+
+    fp32_modules: list[str] = []
+    """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
+    stay fp32; their outputs are cast to mixed_precision_param, except the output's logits."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
+    in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
+
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens of a microbatch whose logits exist at once, to save memory. 0, which is best for most:
+    as many as the model is wide, half as many if the output computes in fp32, so that logits take
+    no more memory than its weight would in bf16; with a small vocabulary as many as have 16 Mi
+    logits."""
+
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
+    there; the device gets parameters layer by layer. Slow: for models that do not fit otherwise."""
+
+    gc_freq: PositiveInt = 50
+    """Steps between Python garbage collections, which happen at no other time."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Fixes the initial weights and the order of the data."""
+
+    attention_kernel: Literal["auto", "cudnn", "flash", "fa3"] = "auto"
+    """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
+    is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
+    or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
+    package is installed. The log names the kernel. Documents and context parallelism have kernels
+    of their own."""
+
+    deterministic: bool = False
+    """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of
+    GPUs, attention among them, add up in an order that changes from run to run."""
+
+
+class Validation(Source):
+    """[validation] The loss on data that is not trained on."""
+
+    enable: bool = False
+    """Validate every `freq` steps and after the last."""
+
+    freq: PositiveInt = 500
+    """Steps between validations."""
+
+    num_samples: OrFilledIn = -1
+    """Sequences of each dataset, of `training.seq_len` tokens, the same each time. -1: all (not of
+    a streamed one)."""
+
+    datasets: list[NamedSource] = []
+    """Several datasets, each with its own loss, instead of `dataset` and its keys: tables
+    [[validation.datasets]], each with the keys of a dataset and `name` (in figures)."""
+
+    sample_prompts: list[str] = []
+    """Prompts that the model continues at each validation, always by the likeliest token."""
+
+    sample_tokens: PositiveInt = 32
+    """Most tokens after each prompt. Each takes a forward of one microbatch."""
+
+
+class ParameterGroup(Section):
+    """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: Annotated[list[str], Field(min_length=1)]
+    """Glob patterns of parameter names: ["tok_embeddings.*"], ["layers.[01].*", "*norm.weight"]. A
+    parameter is in the first group that matches it."""
+
+    lr_scale: PositiveFloat = 1.0
+    """Factor on the learning rate of every step."""
+
+    weight_decay: NonNegativeFloat | None = None
+    """Instead of the parameter's usual one. Absent: the usual one."""
+
+
+class Optimizer(Section):
+    """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW subtracts weight decay from the weights, Adam adds it to the gradient."""
+
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay per step of the gradient's running mean."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay per step of the squared gradient's running mean."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator of the update."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of parameters with two dimensions: matrices and embeddings."""
+
+    decay_norm_and_bias: bool = False
+    """Apply weight decay to parameters with one dimension too: weights of norms, biases."""
+
+    groups: list[ParameterGroup] = []
+    """Parameters with settings of their own: tables [[optimizer.groups]], each with `parameters`
+    (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate)
+    or `weight_decay`. The first group that matches a parameter counts."""
+
+    early_step_in_backward: bool = False
+    """Update each parameter during backward, as soon as its gradient is final, and free that: the
+    gradients of the whole model are never in memory together. Needs `training.max_norm = inf`."""
+
+
+class BadSteps(Section):
+    """[bad_steps] Steps whose loss or gradient norm cannot be right."""
+
+    policy: Literal["stop", "skip"] = "stop"
+    """stop: the job ends at the next report or save (exit code 3), with the weights as they were
+    before the step. skip: the step's update is left out, but data and learning rate move on;
+    skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl, with the samples'
+    indices. Not with `optimizer.early_step_in_backward`."""
+
+    budget: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
+
+    spike_std: NonNegativeFloat = 0.0
+    """A step is bad, too, if its loss or its gradient norm is more than so many standard deviations
+    above its running mean; 6 is usual. 0: only figures that are not finite are bad."""
+
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Good steps that the running means and deviations look back over; before there have been as
+    many, no step is a spike."""
+
+
+class LRScheduler(Section):
+    """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Optimizer steps from 0 to the peak."""
+
+    total_steps: PositiveInt | None = None
+    """Steps of the schedule, if it belongs to a longer job: `training.steps` then ends it early.
+    Absent: `training.steps`."""
+
+    decay_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Part of all steps spent decaying; absent: decay begins when the warm-up ends."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the peak that the decay ends at, one step after the last: a decay to 0 leaves the
+    last step a rate above 0."""

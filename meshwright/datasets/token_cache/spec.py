@@ -1,0 +1,115 @@
+"""Everything that a source's tokens depend on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from meshwright.datasets import find_dataset
+from meshwright.datasets.conversations.template_file import find_template
+from meshwright.datasets.documents import Documents, Entry
+from meshwright.datasets.sample import Conversation, Encoder
+from meshwright.datasets.sources import DatasetSpec
+from meshwright.datasets.sources.files import fingerprint
+from meshwright.datasets.sources.token_files import TokenFiles
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.system.errors import ConfigError
+from meshwright.system.modules import code_of, import_user_module
+
+TODAY = datetime(2024, 7, 26)
+"""For chat templates that write the date, so that a conversation is the same tokens tomorrow. It is
+the date that Meta's templates fall back to."""
+
+
+FORMAT = 1
+"""Of the files; another number is another cache."""
+
+
+@dataclass(frozen=True)
+class TokenizationSpec:
+    """Everything that the tokens of a source depend on."""
+
+    entry: Entry
+    tokenizer_path: str
+    chat_template_path: str = ""
+    custom_import: str = ""
+    """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
+
+    @property
+    def _spec(self) -> DatasetSpec:
+        name = self.entry.source.dataset
+        found = self._own_datasets.get(name, find_dataset(name))
+        assert found is not None  # preflight has looked
+        return found
+
+    @property
+    def _own_datasets(self) -> Mapping[str, DatasetSpec]:
+        """Of the user's module."""
+        module = import_user_module(self.custom_import) if self.custom_import else None
+        found: Mapping[str, DatasetSpec] = getattr(module, "DATASETS", {})
+        return found
+
+    @property
+    def _own_code(self) -> list[str]:
+        """Hash of the user's module, if the dataset is from there."""
+        is_own = self.entry.source.dataset in self._own_datasets
+        code = code_of(self.custom_import) if is_own else ""
+        return [code] if code else []
+
+    def open(self, streamed: bool) -> Documents | TokenFiles:
+        """Return the documents."""
+        return self._spec.open(self.entry, streamed)
+
+    def encoder(self) -> Encoder:
+        """Return the encoder of its documents."""
+        tokenizer = build_tokenizer(self.tokenizer_path)
+
+        def open_template() -> Conversation:
+            # not at import: it needs jinja2, and few jobs have conversations
+            from meshwright.datasets.conversations.chat import ChatTemplate
+
+            template = find_template(self.tokenizer_path, self.chat_template_path)
+            return ChatTemplate(tokenizer, template, now=TODAY)
+
+        return Encoder(tokenizer, open_template)
+
+    def files(self) -> list[str]:
+        """Find the files: a walk over folders, or requests to the hub."""
+        return self._spec.files(self.entry)
+
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether its files are addresses of the hub."""
+        return self._spec.path == "optional" and not self.entry.source.dataset_path
+
+    def identity(self) -> str:
+        """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
+        files = fingerprint(self.entry, self._spec.files(self.entry))
+        return short_hash([FORMAT, files, *self._method])
+
+    def method(self) -> str:
+        """Hash of the same without the documents."""
+        return short_hash(self._method)
+
+    @property
+    def _method(self) -> list[object]:
+        tokenizer = build_tokenizer(self.tokenizer_path)
+        parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
+        return [*parts, *self._own_code]
+
+
+def tokenizer_parts(
+    tokenizer: Tokenizer, tokenizer_path: str, chat_template_path: str
+) -> list[object]:
+    """Return everything about a tokenizer that the tokens of a document depend on, for JSON."""
+    try:
+        template = find_template(tokenizer_path, chat_template_path)
+    except ConfigError:  # it matters only if there are conversations, and is raised then
+        template = ""
+    return [tokenizer.fingerprint, tokenizer.bos_id, tokenizer.eos_id, template]
+
+
+def short_hash(parts: list[object]) -> str:
+    """Return 16 hexadecimal digits that tell lists of JSON values apart."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

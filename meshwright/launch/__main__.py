@@ -1,0 +1,25 @@
+"""torchrun with the job's own exit code, and without a second report of its errors.
+
+python -m meshwright.launch.__main__ TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
+"""
+
+import signal
+
+from meshwright.system.log import busy, log_to_console
+from meshwright.system.modules import uncollected
+from meshwright.system.processes import exit_when_asked
+
+
+def main() -> None:
+    """Run the job. A request to stop before there is a rank ends it here."""
+    exit_when_asked()
+    # asks ranks for their stacks; sent to every process of the job, it must not end this one
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    log_to_console()
+    with busy("loading torch"), uncollected():
+        from meshwright.launch.torchrun import launch
+    launch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A run as one HTML file that needs no other, and no network."""
+
+import time
+import tomllib
+from bisect import bisect_left
+from html import escape
+from statistics import median
+from typing import Any
+
+from meshwright.metrics.report.charts import Chart, Curve, draw, short
+from meshwright.metrics.report.document import document
+from meshwright.metrics.report.run import Run
+from meshwright.metrics.report.tables import (
+    best_validation,
+    config_table,
+    duration,
+    environment_table,
+    proof_table,
+    skipped_table,
+    starts_table,
+    texts,
+    validation_table,
+)
+
+PARTS = {  # of a step
+    "time/forward_backward_s": "forward + backward",
+    "time/data_s": "waiting for data",
+    "time/communication_s": "all-reduce",
+    "time/optimizer_s": "optimizer",
+}
+
+
+def page(run: Run) -> str:
+    """Return the report of a run."""
+    title = run.folder.resolve().name
+    config = _config(run)
+    description = config.get("job", {}).get("description", "")
+    sections = (
+        ("", _charts(run)),
+        ("Time", _time_table(run)),
+        ("Validation", validation_table(run)),
+        ("Texts", texts(run)),
+        ("Starts and resumes", starts_table(run)),
+        ("Skipped steps", skipped_table(run)),
+        ("Proof", proof_table(run)),
+        ("Environment", environment_table(run)),
+        ("Config", config_table(run, config)),
+    )
+    body = "".join(
+        (f"<h2>{heading}</h2>" if heading else "") + content
+        for heading, content in sections
+        if content
+    )
+    return document(
+        title,
+        f"""<h1>{escape(title)}</h1>
+<p>{_state(run, config)} <span class="soft">{escape(description)}</span></p>
+{_tiles(run, config)}{body}
+<p class="note">Made by meshwright report from {escape(str(run.folder))},
+{time.strftime("%Y-%m-%d %H:%M")}.</p>""",
+    )
+
+
+def _config(run: Run) -> dict[str, Any]:
+    try:
+        return tomllib.loads(run.config_text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _state(run: Run, config: dict[str, Any]) -> str:
+    """Return whether the run is at its end, as a pill."""
+    step = run.last("step") or 0
+    if run.history and run.history[-1]["event"] == "end":
+        reason = str(run.history[-1].get("reason", ""))
+        kind = "good" if reason == "finished" else "warn"
+        return f'<span class="pill {kind}">{escape(reason)}</span>'
+    steps = config.get("training", {}).get("steps")
+    if step == steps:
+        return '<span class="pill good">finished</span>'
+    return '<span class="pill warn">running, or ended without a word</span>'
+
+
+def _tiles(run: Run, config: dict[str, Any]) -> str:
+    tiles: list[tuple[str, str, str]] = []
+
+    def add(name: str, value: str, detail: str = "") -> None:
+        tiles.append((name, value, detail))
+
+    steps = config.get("training", {}).get("steps", "?")
+    add("step", f"{run.last('step') or 0:,}", f"of {steps:,}" if isinstance(steps, int) else "")
+    tokens = run.last("data/tokens")
+    if tokens is not None:
+        add("tokens", short(tokens), f"{tokens:,}")
+    if run.last("loss/train") is not None:
+        add("training loss", f"{run.last('loss/train'):.4f}", "nats per token")
+    best = best_validation(run)
+    if best is not None:
+        add("best validation loss", f"{best[1]:.4f}", f"at step {best[0]:,}")
+    speeds = [value for _, value in run.series("time/wps")]
+    if speeds:
+        add("tokens per second", f"{median(speeds):,.0f}", "per device, median")
+    shares = [value for _, value in run.series("time/mfu_pct")]
+    if shares:
+        flops = [value for _, value in run.series("time/tflops")]
+        detail = f"{median(flops):.4g} TFLOP/s per device" if flops else "median"
+        add("MFU", f"{median(shares):.1f}%", detail)
+    memory = [value for _, value in run.series("memory/peak_gib")]
+    if memory:
+        add("peak memory", f"{max(memory):.2f} GiB", "first rank")
+    seconds = sum(_totals(run).values())
+    if seconds:
+        resumes = len(run.resumed_steps)
+        add(
+            "training time",
+            duration(seconds),
+            f"resumed {resumes} times" if resumes > 1 else "resumed once" * resumes,
+        )
+    cells = "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>'
+        f"<small>{escape(detail)}</small></div>"
+        for name, value, detail in tiles
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _charts(run: Run) -> str:
+    losses = [Curve("training", run.series("loss/train"))]
+    losses += [
+        Curve(name.removesuffix("/loss"), run.series(name), has_dots=True)
+        for name in run.names("validation/")
+        if name.endswith("/loss")
+    ]
+    parts = [Curve(label, run.series(name)) for name, label in PARTS.items()]
+    parts = [part for part in parts if part.points]
+    parts.append(Curve("other", _rest(run)))
+    groups = [
+        Curve(name.removeprefix("optim/grad_norm/"), run.series(name))
+        for name in run.names("optim/grad_norm/")
+    ]
+    bits = [
+        Curve(name.removesuffix("/bits_per_byte"), run.series(name), has_dots=True)
+        for name in run.names("validation/")
+        if name.endswith("/bits_per_byte")
+    ]
+    charts: tuple[tuple[str, str, list[Curve], dict[str, Any]], ...] = (
+        ("Loss", "nats per token", losses, {}),
+        ("Gradient norm", "before clipping", [Curve("norm", run.series("optim/grad_norm"))], {}),
+        (
+            "Throughput",
+            "tokens per second and device",
+            [Curve("wps", run.series("time/wps"))],
+            {"starts_at_zero": True},
+        ),
+        ("Time of a step", "seconds", parts, {"is_stacked": True}),
+        ("Learning rate", "", [Curve("lr", run.series("optim/lr"))], {"starts_at_zero": True}),
+        (
+            "Peak memory",
+            "GiB, first rank",
+            [Curve("memory", run.series("memory/peak_gib"))],
+            {"starts_at_zero": True},
+        ),
+        ("Validation", "bits per byte", bits, {}),
+        *(
+            ("Gradient norm by group", "before clipping", groups[first : first + 6], {})
+            for first in range(0, len(groups), 6)
+        ),
+    )
+    seams = run.resumed_steps
+    skipped = [int(row["step"]) for row in run.skipped]
+    drawn = "".join(
+        draw(Chart(title, unit, curves, seams, skipped, **options))
+        for title, unit, curves, options in charts
+    )
+    legend = []
+    if seams:
+        legend.append("dashed lines: resumes")
+    if skipped:
+        legend.append("red marks: skipped steps")
+    note = f'<p class="note">{"; ".join(legend).capitalize()}.</p>' if legend else ""
+    return f'<h2>Curves</h2><div class="charts">{drawn}</div>{note}'
+
+
+def _rest(run: Run) -> list[tuple[int, float]]:
+    """Return the seconds of a step in none of its parts."""
+    return [
+        (int(row["step"]), max(row["time/step_s"] - sum(row.get(part, 0.0) for part in PARTS), 0.0))
+        for row in run.records
+        if "time/step_s" in row
+    ]
+
+
+def _totals(run: Run) -> dict[str, float]:
+    """Return the seconds of all logged steps by kind of work."""
+    totals = dict.fromkeys([*PARTS.values(), "other in steps", "validation", "checkpoints"], 0.0)
+    before, seams = 0, sorted(run.resumed_steps)
+    for row in run.records:
+        step = int(row["step"])
+        before = max([before, *seams[: bisect_left(seams, step)][-1:]])
+        count, before = step - before, step
+        for name, label in PARTS.items():
+            totals[label] += row.get(name, 0.0) * count
+        inside = sum(row.get(name, 0.0) for name in PARTS)
+        totals["other in steps"] += max(row.get("time/step_s", 0.0) - inside, 0.0) * count
+        totals["validation"] += row.get("time/validation_s", 0.0)
+        totals["checkpoints"] += row.get("time/checkpoint_s", 0.0)
+    return totals
+
+
+def _time_table(run: Run) -> str:
+    totals = _totals(run)
+    whole = sum(totals.values())
+    if not whole:
+        return ""
+    bar = "".join(
+        f'<i class="c{number}" style="flex:{seconds:.3f}"></i>'
+        for number, seconds in enumerate(totals.values())
+        if seconds
+    )
+    rows = [
+        (
+            f'<i class="c{number}"></i>{escape(name)}',
+            duration(seconds),
+            f"{100 * seconds / whole:.1f}%",
+        )
+        for number, (name, seconds) in enumerate(totals.items())
+        if seconds
+    ]
+    cells = "".join(
+        f'<tr><td class="legend">{name}</td><td>{seconds}</td><td>{share}</td></tr>'
+        for name, seconds, share in rows
+    )
+    return (
+        f'<div class="card"><div class="bar">{bar}</div><div class="scroll"><table>{cells}</table>'
+        "</div><p class='note'>On the first rank, summed over logged steps: starts and the last "
+        "save are not in it. Collectives inside forward and backward count there.</p></div>"
+    )

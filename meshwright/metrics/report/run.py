@@ -1,0 +1,140 @@
+"""Everything that a dump folder tells about its run. No torch: a report can be made anywhere."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.system.errors import check
+
+RENAMED = {  # names before 0.2, in groups since
+    "loss": "loss/train",
+    "grad_norm": "optim/grad_norm",
+    "lr": "optim/lr",
+    "skipped_steps": "optim/skipped_steps",
+    "wps": "time/wps",
+    "mfu_pct": "time/mfu_pct",
+    "step_time_s": "time/step_s",
+    "data_time_s": "time/data_s",
+    "memory_gib": "memory/peak_gib",
+    "tokens_seen": "data/tokens",
+    "bad_records": "data/bad_records",
+}
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its files have it; absent parts are empty."""
+
+    folder: Path
+    records: Sequence[Row]
+    """Logged steps, in rising order, without values that are not finite."""
+    history: Sequence[Row]
+    """Starts and ends of processes."""
+    skipped: Sequence[Row]
+    """Steps that were left out."""
+    texts: Sequence[Row]
+    """Texts that the model wrote at validations."""
+    config_text: str
+    """TOML."""
+    best: Row | None
+    """The checkpoint with the lowest validation loss."""
+    proof: Row | None
+    """`proof.json` of `meshwright prove`."""
+
+    @property
+    def starts(self) -> list[Row]:
+        """Starts of processes, in order."""
+        return [row for row in self.history if row["event"] == "start"]
+
+    @property
+    def resumed_steps(self) -> list[int]:
+        """Steps after which another process resumed."""
+        return [int(row["step"]) for row in self.starts[1:]]
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps and values of a figure."""
+        return [
+            (int(row["step"]), float(row[name]))
+            for row in self.records
+            if row.get(name) is not None
+        ]
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the figures whose names begin with `prefix`, in the order of appearance."""
+        seen = dict.fromkeys(name for row in self.records for name in row)
+        return [name for name in seen if name.startswith(prefix)]
+
+    def last(self, name: str) -> Any:
+        """Return the newest value of a figure; None if there is none."""
+        return next(
+            (row[name] for row in reversed(self.records) if row.get(name) is not None), None
+        )
+
+
+def read_run(folder: Path) -> Run:
+    """Read a dump folder.
+
+    Raises:
+        ConfigError: if it holds no metrics.jsonl.
+    """
+    metrics = folder / "metrics.jsonl"
+    check(
+        metrics.is_file(),
+        "RUN_DIR",
+        str(folder),
+        "holds no metrics.jsonl",
+        "name the job.dump_folder of a run",
+    )
+    records = [
+        {
+            RENAMED.get(_old_prefix(name), _old_prefix(name)): value
+            for name, value in row.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        for row in _rows(metrics)
+    ]
+    return Run(
+        folder,
+        records=sorted(records, key=lambda row: row["step"]),
+        history=[row for row in _rows(folder / "history.jsonl") if "event" in row],
+        skipped=_rows(folder / "skipped_steps.jsonl"),
+        texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
+        config_text=_read(folder / "config.toml", str, ""),
+        best=next((_table(file) for file in sorted(folder.glob("*/best.json"))), None),
+        proof=_table(folder / "proof" / "proof.json"),
+    )
+
+
+def _old_prefix(name: str) -> str:
+    return f"data/{name}" if name.startswith("epochs/") else name
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Lines of JSON that have a step; a line that a kill cut short is left out."""
+    rows = []
+    for line in _read(file, str, "").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _table(file: Path) -> dict[str, Any] | None:
+    table = _read(file, json.loads, None)
+    return table if isinstance(table, dict) else None
+
+
+def _read(file: Path, parse: Callable[[str], Any], otherwise: Any) -> Any:
+    try:
+        return parse(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return otherwise

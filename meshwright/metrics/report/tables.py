@@ -1,0 +1,165 @@
+"""The tables of a run's page, as HTML."""
+
+import time
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from meshwright.config.changes import differences, shown
+from meshwright.config.job_config import JobConfig
+from meshwright.metrics.records import validation_loss
+from meshwright.metrics.report.document import table
+from meshwright.metrics.report.run import Run
+
+
+def validation_table(run: Run) -> str:
+    names = run.names("validation/")
+    rows = [row for row in run.records if any(name in row for name in names)]
+    best = best_validation(run)
+    head = ["step", *(name.removeprefix("validation/").replace("_", " ") for name in names)]
+    cells = []
+    for row in rows:
+        mark = " best" if best is not None and row["step"] == best[0] else ""
+        values = [number(row.get(name)) for name in names]
+        cells.append([f"{row['step']:,}{mark}", *values])
+    if len(cells) > 20:
+        hidden = f"<p class='note'>The last 20 of {len(cells)}; all are in metrics.jsonl.</p>"
+        return table(head, cells[-20:]) + hidden
+    return table(head, cells)
+
+
+def texts(run: Run) -> str:
+    """Return the model's texts of the first and of the last validation, as they are."""
+    steps = [int(row["step"]) for row in run.texts]
+    shown = sorted({steps[0], steps[-1]}) if steps else []
+    parts = [
+        f"<p>Step {step:,}:</p>"
+        + "".join(f"<pre>{escape(row['text'])}</pre>" for row in run.texts if row["step"] == step)
+        for step in shown
+    ]
+    note = "<p class='note'>All are in samples.jsonl.</p>" if len(set(steps)) > 2 else ""
+    return f'<div class="card">{"".join(parts)}{note}</div>' if parts else ""
+
+
+def best_validation(run: Run) -> tuple[int, float] | None:
+    """Return the step with the lowest mean of all validation losses, and that mean."""
+    if run.best is not None:
+        return int(run.best["step"]), float(run.best["validation_loss"])
+    losses = [(validation_loss(row), int(row["step"])) for row in run.records]
+    known = [(loss, step) for loss, step in losses if loss is not None]
+    return min(known)[::-1] if known else None
+
+
+def starts_table(run: Run) -> str:
+    rows = []
+    for index, event in enumerate(run.history):
+        if event["event"] != "start":
+            continue
+        after = run.history[index + 1] if index + 1 < len(run.history) else None
+        if after is not None and after["event"] == "end":
+            until = f"step {after['step']:,}: {after.get('reason', '')}"
+            lasted = duration(after["unix_s"] - event["unix_s"])
+        else:
+            until, lasted = "without a word" if after else "still running, or killed", ""
+        rows.append(
+            [
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["unix_s"])),
+                f"after step {event['step']:,}" if event["step"] else "from the start",
+                until,
+                lasted,
+                f"{event.get('ranks', '?')} on {event.get('host', '?')}",
+                event.get("mesh", ""),
+            ]
+        )
+    changes = "".join(
+        f"<p>Changed at the resume after step {new['step']:,}:</p><pre>{escape(text)}</pre>"
+        for old, new in pairwise(run.starts)
+        if (text := _changes(old.get("config", {}), new.get("config", {})))
+    )
+    head = ("start", "from", "ended", "time", "ranks", "mesh")
+    return table(head, rows) + (f'<div class="card">{changes}</div>' if changes else "")
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return "\n".join(f"{d.key}: {shown(d.old)} -> {shown(d.new)}" for d in differences(old, new))
+
+
+def skipped_table(run: Run) -> str:
+    rows = [
+        [
+            f"{row['step']:,}",
+            str(row.get("reason", "")),
+            number(row.get("loss")),
+            number(row.get("grad_norm")),
+            ", ".join(f"{name} {a:,} to {b:,}" for name, (a, b) in row.get("samples", {}).items()),
+        ]
+        for row in run.skipped
+    ]
+    return table(("step", "reason", "loss", "gradient norm", "samples"), rows)
+
+
+def proof_table(run: Run) -> str:
+    if run.proof is None:
+        return ""
+    cases = run.proof.get("cases", [])
+    num_equal = sum(_verdict(case) == "equal" for case in cases)
+    num_cases = run.proof.get("num_cases", len(cases))
+    kind = "good" if run.proof.get("proved") else "bad"
+    text = f"{num_equal} of {num_cases} cases equal one process"
+    rows = [
+        [case["name"], str(case["ranks"]), number(case.get("loss_error")),
+         number(case.get("gradient_error")), _verdict(case)]
+        for case in cases
+    ]  # fmt: skip
+    cells = table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
+    return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
+
+
+def _verdict(case: dict[str, Any]) -> str:
+    return "FAILED" if case.get("failures") else "not run" if case.get("not_run") else "equal"
+
+
+def environment_table(run: Run) -> str:
+    if not run.starts:
+        return ""
+    last = run.starts[-1]
+    facts = [
+        ("device", last.get("device")),
+        ("ranks", last.get("ranks")),
+        ("mesh", last.get("mesh")),
+        ("host of the first rank", last.get("host")),
+        ("system", last.get("system")),
+        *((f"{name}", version) for name, version in last.get("versions", {}).items()),
+        ("parameters", f"{last['parameters']:,}" if "parameters" in last else None),
+        ("command", last.get("command")),
+    ]
+    rows = [[name, str(value)] for name, value in facts if value]
+    return table((), rows)
+
+
+def config_table(run: Run, config: dict[str, Any]) -> str:
+    if not config:
+        return ""
+    defaults = JobConfig().model_dump(mode="json")
+    rows = [
+        [d.key, shown(d.new), shown(d.old)]
+        for d in differences(defaults, config)
+        if shown(d.new) != shown(d.old) and d.key != "job.config_file" and shown(d.new) != "absent"
+    ]
+    return (
+        table(("key", "value", "default"), rows)
+        + '<details class="card"><summary>The whole config (config.toml)</summary>'
+        + f"<pre>{escape(run.config_text)}</pre></details>"
+    )
+
+
+def number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"

@@ -1,0 +1,146 @@
+"""Causal self-attention with grouped key and value heads."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models.document_mask import Mask, masked_attention
+from meshwright.models.kernels import cpu_attention
+from meshwright.models.layers import Linear, RMSNorm
+from meshwright.models.table import AttentionSpec
+
+
+def rope_cache(
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device | None = None,
+    *,
+    scaling: tuple[float, float, float, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position x frequency, with frequency_i = theta^(-2i / H).
+
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; long wavelengths are stretched
+    as in Grattafiori et al. 2024, arXiv:2407.21783, and Meta's published code: frequencies
+    whose wavelength exceeds original / low are divided by `factor`, those below original / high
+    are kept, and in between the two are mixed linearly in original / wavelength.
+
+    Args:
+        seq_len: positions 0 .. seq_len - 1.
+        head_dim: H, even.
+        scaling: (factor, low, high, original), as in `RopeScaling`.
+
+    Returns:
+        cos and sin, each (seq_len, H/2) fp32.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequency = 1.0 / theta**exponent  # (H/2,)
+    if scaling is not None:
+        factor, low, high, original = scaling
+        periods = original * frequency / (2 * math.pi)  # turns within the original context
+        kept = ((periods - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / factor)
+    position = torch.arange(seq_len, dtype=torch.float32, device=device)
+    angle = torch.outer(position, frequency)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, S, N, H) -> (B, S, N, H)
+    """Rotate each pair (x[2i], x[2i+1]) by its angle, in fp32; pairs lie as in Meta's weights.
+
+    Args:
+        cos, sin: (S, H/2) or (B, S, H/2) fp32.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))
+    even, odd = pairs.unbind(-1)  # (B, S, N, H/2) each
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).type_as(x)
+
+
+class CausalAttention(nn.Module):
+    """softmax(scale Q K^T) V, where a position sees itself and those before it.
+
+    The core of every attention: a module without parameters, named `attention.core`, so that
+    context parallelism, generation and other kernels have one thing to replace. Whatever stands in
+    its place takes these arguments and gives this result. Queries and keys come to it normalised
+    and rotated, heads may be one rank's share, and it keeps nothing from one sequence to the next
+    unless that is its purpose.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_cpu_kernel = False
+        """Whether it is `cpu_attention`'s, where that takes the heads."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+    ) -> Tensor:
+        """(B, N, S, H), (B, K, S, H), (B, K, S, W) -> (B, N, S, W); K divides N.
+
+        Values have a width W of their own.
+
+        Args:
+            mask: from `build_mask`, and causal too; None: only causal.
+            scale: of products of queries with keys.
+        """
+        if mask is None and self.has_cpu_kernel and cpu_attention.takes(q, k, v):
+            return cpu_attention.causal_attention(q, k, v, scale=scale)
+        if mask is None:
+            return causal_attention(q, k, v, scale=scale)
+        return masked_attention(q, k, v, mask, scale=scale)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Causal attention as `CausalAttention` without a mask."""
+    if q.is_cuda and q.dtype == torch.float32:
+        # flash and cuDNN's kernels take 16 bits; the memory-efficient one has no grouped heads
+        # (torch 2.13), and without it SDPA makes an S x S matrix
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """(B, K, S, H) -> (B, N, S, H): each key or value head as often as query heads use it."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+class Attention(nn.Module):
+    """Causal attention of N query heads over K key/value heads, with rotary positions, no biases.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names are Meta's.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
+        self.scale = 1 / math.sqrt(spec.head_dim)
+        query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        self.wq = Linear(spec.dim, query)
+        self.wk = Linear(spec.dim, kv)
+        self.wv = Linear(spec.dim, kv)
+        self.wo = Linear(query, spec.dim)
+        if spec.qk_norm is not None:
+            is_whole = spec.qk_norm == "all"
+            self.q_norm = RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        """(B, S, D) -> (B, S, D)."""
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        # the number of heads follows from the weights, so that each rank may hold some of them
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)  # (B, S, N or K, H)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, N or K, S, H)
+        out = self.core(q, k, v, mask, scale=self.scale)  # (B, N, S, H)
+        return self.wo(out.transpose(1, 2).flatten(-2))

@@ -1,0 +1,24 @@
+"""The model families by name."""
+
+from pkgutil import resolve_name
+
+from meshwright.models.family import Family
+
+FAMILIES: tuple[str, ...] = (
+    "meshwright.models.families.llama",
+    "meshwright.models.families.qwen3",
+    "meshwright.models.families.olmo2",
+)
+"""Modules, free of torch, each with a `FAMILY` of the module's name. `specs.MODELS` loads them. The
+first stays the first: see `FIRST`."""
+
+
+FIRST = FAMILIES[0].rpartition(".")[2]
+"""The family of configs that name none; and of checkpoints that name none, which were saved when it
+was the only one."""
+
+
+MODELS: dict[str, Family] = {
+    family.name: family for family in (resolve_name(f"{module}:FAMILY") for module in FAMILIES)
+}
+"""Read before torch is loaded: a config must not wait seconds for its first mistake."""

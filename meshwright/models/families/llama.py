@@ -1,0 +1,180 @@
+"""Llama 2 and 3, as data. Free of torch, so that a config is checked before torch is loaded.
+
+Source: Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.models.args import STD, DecoderArgs, RopeScaling
+from meshwright.models.family import MODULES, Dimension, Family, HuggingFaceForm, positive
+from meshwright.models.table import DecoderSpec
+
+TIED = "output.weight"
+"""Written out in the files even where it is the embedding once more."""
+
+
+INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads")
+
+
+NUMBERS = {"norm_eps": 1e-5, "rope_theta": 10000.0}
+"""Keys that older files lack, and the defaults of their model's code."""
+
+
+OTHER_MODELS = ("quantization_args", "lora_args", "moe_args", "vision_model", "vision_chunk_size")
+"""Keys of models that ours cannot be."""
+
+
+def read_params(params: Mapping[str, Any]) -> dict[str, Dimension]:
+    """Our dimensions, except the ones that only the tensors give; see `MetaForm`."""
+    for key in OTHER_MODELS:
+        if params.get(key) not in (None, -1):
+            raise ValueError(f"{key} is {params[key]!r}: it is of another kind of model")
+    found = {}
+    for key in INTEGERS:
+        value = params.get(key)
+        if value is None and key == "n_kv_heads":
+            value = params.get("n_heads")
+        found[key] = Dimension(key, positive(key, value))
+    width = found["dim"].value // found["n_heads"].value
+    found["head_dim"] = Dimension("heads of width dim / n_heads, which", width)
+    vocab_size = params.get("vocab_size", -1)
+    if vocab_size != -1:  # which is for the tokenizer to say
+        found["vocab_size"] = Dimension("vocab_size", positive("vocab_size", vocab_size))
+    for key, default in NUMBERS.items():
+        value = params.get(key, default)
+        if type(value) not in (int, float):
+            raise ValueError(f"{key} is {value!r}, not a number")
+        found[key] = Dimension(key, float(value))
+    found["hidden_dim"] = Dimension(
+        "a feed-forward width, by dim, multiple_of and ffn_dim_multiplier,", _hidden_dim(params)
+    )
+    scaling = RopeScaling() if params.get("use_scaled_rope") else None
+    found["rope_scaling"] = Dimension("use_scaled_rope, which in Llama 3.1", scaling)
+    return found
+
+
+def _hidden_dim(params: Mapping[str, Any]) -> int:
+    """Two thirds of 4 D, times the multiplier, up to the next multiple; truncated at each step."""
+    multiple_of = positive("multiple_of", params.get("multiple_of", 256))
+    multiplier = params.get("ffn_dim_multiplier")
+    if multiplier is None:
+        multiplier = 1
+    if type(multiplier) not in (int, float) or not 0 < multiplier < math.inf:
+        raise ValueError(f"ffn_dim_multiplier is {multiplier!r}, not a positive number")
+    hidden = int(multiplier * int(2 * 4 * params["dim"] / 3))
+    return -(-hidden // multiple_of) * multiple_of
+
+
+def same(name: str, ours: object, theirs: object) -> bool:
+    """Return whether a dimension of ours agrees with params.json; see `MetaForm`."""
+    if name == "rope_scaling":  # it does not say by how much: 8 times in Llama 3.1, 32 in 3.2
+        return (ours is None) == (theirs is None)
+    return ours == theirs
+
+
+def copy_of(name: str, args: DecoderArgs) -> str | None:
+    """Under which other name the files may hold the parameter once more; see `MetaForm`."""
+    return TIED if args.tie_embeddings and name == "tok_embeddings.weight" else None
+
+
+def is_needless(name: str) -> bool:
+    """Values that follow from params.json; see `MetaForm`."""
+    return name == "rope.freqs"
+
+
+PREFIXES: tuple[str, ...] = ("", "model.")
+"""Possible prefixes: a saved whole state has the model beside the rest, or below "model"."""
+
+
+RENAMED = {
+    "attention.wq.": "attention.qkv_linear.wq.",
+    "attention.wk.": "attention.qkv_linear.wk.",
+    "attention.wv.": "attention.qkv_linear.wv.",
+    "output.": "lm_head.",
+}
+"""Parts of our names, and their names from its version 0.3 on."""
+
+
+OF_MODEL: tuple[str, ...] = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
+"""Beginnings of parameters' names."""
+
+
+def names(ours: str) -> Iterator[str]:
+    """Yield a parameter's possible names there, without prefix; see `TorchtitanForm`."""
+    yield ours
+    for part, renamed in RENAMED.items():
+        if part in ours:
+            yield ours.replace(part, renamed)
+
+
+@dataclass(frozen=True)
+class LlamaArgs(DecoderArgs):
+    """Dimensions of a Llama."""
+
+    rope_scaling: RopeScaling | None = None
+
+    def expand(self) -> DecoderSpec:
+        """Matrices that end on the residual stream start smaller the more layers there are, so that
+        its variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). The output
+        projection starts so that logits have variance 1 at any width."""
+        return self.decoder(
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+            rope_scaling=self.rope_scaling,
+        )
+
+
+def _llama2(dim: int, layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaArgs:
+    return LlamaArgs(dim, layers, heads, kv_heads, hidden, vocab_size=32000, rope_theta=10000.0)
+
+
+def _llama3(
+    dim: int, layers: int, heads: int, hidden: int, stretch: float | None, tied: bool = False
+) -> LlamaArgs:
+    scaling = RopeScaling(factor=stretch) if stretch else None
+    return LlamaArgs(
+        dim, layers, heads, 8, hidden, 128256, rope_scaling=scaling, tie_embeddings=tied
+    )
+
+
+FLAVORS: dict[str, LlamaArgs] = {
+    "debugmodel": LlamaArgs(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
+    ),
+    "llama2_7b": _llama2(4096, 32, 32, 32, 11008),
+    "llama2_13b": _llama2(5120, 40, 40, 40, 13824),
+    "llama2_70b": _llama2(8192, 80, 64, 8, 28672),
+    "llama3_1b": _llama3(2048, 16, 32, 8192, stretch=32.0, tied=True),  # Llama 3.2 1B
+    "llama3_3b": _llama3(3072, 28, 24, 8192, stretch=32.0, tied=True),  # Llama 3.2 3B
+    "llama3_8b": _llama3(4096, 32, 32, 14336, stretch=None),  # Llama 3 8B
+    "llama3.1_8b": _llama3(4096, 32, 32, 14336, stretch=8.0),
+    "llama3_70b": _llama3(8192, 80, 64, 28672, stretch=None),  # Llama 3 70B
+    "llama3.1_70b": _llama3(8192, 80, 64, 28672, stretch=8.0),
+    "llama3.1_405b": _llama3(16384, 126, 128, 53248, stretch=8.0),
+}
+
+
+FAMILY = Family(
+    name="llama",
+    args=LlamaArgs,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        modules={
+            **MODULES,
+            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        },
+        rotated=("attention.wq", "attention.wk"),
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        defaults={"rms_norm_eps": 1e-6},
+        stretched_rope_type="llama3",
+    ),
+    meta=sys.modules[__name__],
+    torchtitan=sys.modules[__name__],
+)

@@ -1,0 +1,67 @@
+"""Qwen3, the dense sizes, as data. Free of torch.
+
+Source: Qwen Team 2025, arXiv:2505.09388; dimensions come from the config.json of Qwen/Qwen3-0.6B
+to Qwen/Qwen3-32B.
+"""
+
+import math
+from dataclasses import dataclass
+
+from meshwright.models.args import STD, DecoderArgs
+from meshwright.models.family import MODULES, Family, HuggingFaceForm
+from meshwright.models.table import DecoderSpec
+
+
+@dataclass(frozen=True)
+class Qwen3Args(DecoderArgs):
+    """Dimensions of a Qwen3."""
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+
+    def expand(self) -> DecoderSpec:
+        """Queries and keys are normalised, each head on its own. The report gives no
+        initial values; these make logits of variance 1 at any width."""
+        return self.decoder(
+            qk_norm="head",
+            out_std=STD / math.sqrt(2 * self.n_layers),
+            output_std=1 / math.sqrt(self.dim),
+        )
+
+
+def _qwen3(dim: int, layers: int, heads: int, hidden: int, tied: bool = False) -> Qwen3Args:
+    return Qwen3Args(dim, layers, heads, 8, hidden, 151936, tie_embeddings=tied, head_dim=128)
+
+
+FLAVORS: dict[str, Qwen3Args] = {
+    "debugmodel": Qwen3Args(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048, head_dim=48
+    ),
+    "qwen3_0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3_1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3_4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3_8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3_14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3_32b": _qwen3(5120, 64, 64, 25600),
+}
+
+
+FAMILY = Family(
+    name="qwen3",
+    args=Qwen3Args,
+    flavors=FLAVORS,
+    hf=HuggingFaceForm(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        modules={
+            **MODULES,
+            "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+            "layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+            "layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+            "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        },
+        rotated=("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"),
+        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-6},
+    ),
+)

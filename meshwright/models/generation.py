@@ -1,0 +1,142 @@
+"""Text from a model: one sequence, its keys and values kept, on one device."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwright.models.attention import causal_attention
+from meshwright.models.decoder import Decoder
+from meshwright.models.document_mask import Mask
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of attention but cuDNN's, which plans anew for each length of the keys: every token."""
+
+
+Choose = Callable[[Tensor], int]
+"""(V,) fp32 logits of the next token -> a token."""
+
+
+class NotFiniteError(ValueError):
+    """Logits are infinite, or not numbers: there is no next token."""
+
+
+class CachedAttention(nn.Module):
+    """Attention of new positions to themselves and to all before, whose keys and values it keeps.
+
+    It replaces `CausalAttention`, and keeps its contract.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__()
+        self._max_len, self._len = max_len, 0
+        self._keys = self._values = torch.empty(0)  # made when it is known how wide they are
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
+    ) -> Tensor:
+        """As `CausalAttention`: all positions at first, then one by one."""
+        assert mask is None
+        assert self._len == 0 or q.shape[2] == 1  # else it would take an offset causal mask
+        if self._len == 0:
+            shape = (*k.shape[:2], self._max_len)
+            self._keys = k.new_empty(*shape, k.shape[3])
+            self._values = v.new_empty(*shape, v.shape[3])
+        end = self._len + k.shape[2]
+        self._keys[:, :, self._len : end] = k
+        self._values[:, :, self._len : end] = v
+        is_first, self._len = self._len == 0, end
+        if is_first:
+            return causal_attention(q, k, v, scale=scale)
+        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
+        return F.scaled_dot_product_attention(
+            q, keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+@contextmanager
+def _cached(model: Decoder, max_len: int) -> Iterator[None]:
+    """Within, `model` continues where its last call ended."""
+    attentions = [block.get_submodule("attention") for block in model.layers.values()]
+    before = [attention.core for attention in attentions]
+    for attention in attentions:
+        attention.core = CachedAttention(max_len)
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, before, strict=True):
+            attention.core = core
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    choose: Choose,
+    stop: Collection[int] = (),
+) -> Iterator[int]:
+    """Yield the tokens that follow `prompt`, one by one, up to and with the first of `stop`.
+
+    Memory for keys and values: 2 * layers * K * H * (prompt + new tokens) elements.
+
+    Args:
+        model: whole, on one device, made for sequences as long as prompt and new tokens together.
+        prompt: at least one token.
+
+    Raises:
+        NotFiniteError: if the model gives no probabilities.
+    """
+
+    def logits_of(tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        with sdpa_kernel(WITHOUT_PLANS):
+            return model(tokens, positions=positions)
+
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    with _cached(model, len(prompt) + max_new_tokens):
+        if len(prompt) > 1:  # without logits, which would be (S, V) for nothing
+            output, model.output = model.output, None
+            logits_of(tokens[:, :-1])
+            model.output = output
+        for position in range(len(prompt) - 1, len(prompt) - 1 + max_new_tokens):
+            here = torch.tensor([position], device=device)
+            logits = logits_of(tokens[:, -1:], here)  # (1, 1, V)
+            if not logits.isfinite().all():
+                raise NotFiniteError(f"logits after {position + 1} tokens are not finite")
+            token = choose(logits[0, -1].float())
+            yield token
+            if token in stop:
+                return
+            tokens = torch.tensor([[token]], device=device)
+
+
+def greedy(logits: Tensor) -> int:
+    """Return the likeliest token."""
+    return int(logits.argmax())
+
+
+def sampler(temperature: float, top_p: float, seed: int) -> Choose:
+    """Draws from softmax(logits / temperature), among the likeliest tokens that together have a
+    probability of `top_p` or more.
+
+    Source: Holtzman et al. 2020, arXiv:1904.09751, section 3.1 (nucleus sampling). It draws on the
+    CPU, so that a seed means the same tokens on any device that gives the same logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        # the largest becomes 0, so that a temperature near 0 makes no infinity of it; in float64,
+        # which has no temperature above 0 that is 0
+        wide = logits.cpu().double()
+        scaled = ((wide - wide.max()) / temperature).float()
+        chance, order = scaled.softmax(-1).sort(descending=True)
+        before = chance.cumsum(-1) - chance  # of all likelier tokens; so the first always stays
+        chance[before >= top_p] = 0.0
+        return int(order[torch.multinomial(chance, 1, generator=generator)])
+
+    return choose

@@ -1,0 +1,109 @@
+"""Layers that compute in the type of their input, whatever their weights are kept in.
+
+Weights may be fp32, as the optimizer has them, and activations bfloat16. A weight is then cast
+where it is used, and again where backward computes a layer again. Its gradient is cast back, and
+microbatches are added up in the type of the weight. If the types are equal, nothing is copied.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.table import FeedForwardSpec
+
+
+class Linear(nn.Linear):
+    """A matrix product without a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Division by the root mean square, then a weight.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., D)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Embedding(nn.Embedding):
+    """A table of vectors. Ids have no type to follow, so `dtype` gives the activations' type.
+
+    A token's gradients are added up in the type of the vectors, as by FSDP2, which casts tables.
+    """
+
+    dtype: torch.dtype | None = None
+    """None: the type of the table."""
+
+    def reset_parameters(self) -> None:
+        """Draw values if the table has memory. On meta torch's code would import the compiler
+        (0.8 s)."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+    def forward(self, tokens: Tensor, *, table: Tensor | None = None) -> Tensor:
+        """(B, S) int64 -> (B, S, D).
+
+        Args:
+            table: the result of `cast_table`, if it is used elsewhere, too.
+        """
+        if table is None and self.dtype not in (None, self.weight.dtype):
+            cast_vectors: Callable[..., Tensor] = _CastVectors.apply
+            return cast_vectors(self.weight, tokens, self.dtype)
+        return F.embedding(tokens, self.weight if table is None else table)
+
+    def cast_table(self) -> Tensor:
+        """Return the table in `dtype`, (V, D)."""
+        return self.weight.to(self.dtype or self.weight.dtype)
+
+
+class _CastVectors(torch.autograd.Function):
+    """Vectors in another type than their table's: the same as from a table that was cast, to the
+    bit, forward and backward, without a second table."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape, ctx.dtype = table.shape, table.dtype
+        return F.embedding(tokens, table).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        tokens, grad = tokens.flatten(), grad.flatten(0, 1)
+        # a small table instead: equal tokens share the row of one of their places
+        places = tokens.new_empty(ctx.shape[0])
+        places[tokens] = torch.arange(len(tokens), device=tokens.device)
+        rows = places[tokens]
+        sums = torch.ops.aten.embedding_dense_backward(grad, rows, len(rows), -1, False)
+        of_table = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+        of_table[tokens] = sums[rows].to(ctx.dtype)
+        return of_table, None, None
+
+
+class FeedForward(nn.Module):
+    """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
+
+    Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Names of weights are Meta's.
+    """
+
+    def __init__(self, spec: FeedForwardSpec) -> None:
+        super().__init__()
+        dim, hidden_dim = spec.dim, spec.hidden_dim
+        self.w1 = Linear(dim, hidden_dim)
+        self.w2 = Linear(hidden_dim, dim)
+        self.w3 = Linear(dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

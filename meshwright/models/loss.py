@@ -1,0 +1,271 @@
+"""The next-token loss of hidden states, in chunks of tokens: whole logits never exist.
+
+The gradient of a chunk's logits is computed at once, and multiplied into the gradients of the
+hidden states and of the weight: nothing is computed twice. Source: Hsu et al. 2024,
+arXiv:2410.10989, section 3.2 (fused linear cross entropy); theirs adds the weight's gradient up in
+its own type, and has chunks as large as the hidden states.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""Label of a position without loss."""
+
+
+SMALL_LOGITS = 1 << 24
+"""Elements of logits that need not be cut further: 32 MiB in bf16."""
+
+
+BLOCKS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Elements at a time, where there are temporaries for each: on CPUs they stay in the cache."""
+
+
+class SummedLoss:
+    """Cross entropy of the logits x weight^T, added up over the labels that count.
+
+    Products are in the type of x. Sums over the vocabulary, and sums of the weight's gradient over
+    chunks, are in fp32. A chunk's part of that gradient comes from one product and is rounded to
+    the type of x; so is the result, as if the weight were cast outside, as FSDP2 does. Tensor
+    parallelism puts a loss on parts of the vocabulary in its place.
+
+    Args:
+        chunk_tokens: tokens whose logits exist at once; 0: as many as the model is wide, half as
+            many if the logits are in fp32, so that they take no more memory than the weight would
+            in bf16; or as `SMALL_LOGITS` allows, if that is more.
+    """
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._log_sums, self._exponentiate = _log_sums_in_blocks, _exponentiate_in_blocks
+        self._add: Callable[[Tensor, Tensor], object] = add_
+
+    def compile(self, backend: Any) -> None:
+        """Compile the passes over logits and gradients between matrix products.
+
+        A process that meets more shapes than torch compiles for one function runs the others
+        eagerly, and torch warns of it: with `fullgraph` it would raise an error.
+        """
+        self._log_sums = torch.compile(log_sums, backend=backend)
+        self._exponentiate = torch.compile(exponentiate_, backend=backend)
+        self._add = torch.compile(add_, backend=backend)
+
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None = None) -> Tensor:
+        """(B, S, D), (V, D) -> (B, S, V): for generation, and to compare with other code.
+
+        Args:
+            at: (B,) int64, a position in each sequence. Only its logits are computed: (B, 1, V).
+        """
+        return F.linear(rows_at(x, at), weight.to(x.dtype))
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """(B, S, D), (V, D), (B, S) -> () fp32; differentiable once, by `x` and `weight`.
+
+        Args:
+            labels: int64; `IGNORE` marks positions without loss. The loss of any other label that
+                is not in the vocabulary is infinite.
+
+        Raises:
+            ValueError: if `labels` is not `x` without its last dimension.
+        """
+        chunk_tokens = self.tokens_per_chunk(weight, x.dtype)
+        return self.of_rows(x, weight, labels, chunk_tokens=chunk_tokens)
+
+    def tokens_per_chunk(self, weight: Tensor, dtype: torch.dtype) -> int:
+        """Return the size of chunks for a whole weight, (V, D), and logits of a type: the same on
+        any mesh."""
+        vocab_size, dim = weight.shape
+        # in fp32 as many bytes as in bf16: products hide the more frequent passes over W's gradient
+        return self.chunk_tokens or max(2 * dim // dtype.itemsize, SMALL_LOGITS // vocab_size)
+
+    def of_rows(
+        self, x: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int, first: int = 0
+    ) -> Tensor:
+        """The same, where `weight` has the rows of the vocabulary from `first` on."""
+        if x.shape[:-1] != labels.shape:
+            raise ValueError(f"states {tuple(x.shape)} and labels {tuple(labels.shape)} disagree")
+        needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+        loss, of_x, of_weight = _differentiate(
+            x.flatten(0, 1).detach(),
+            weight.detach().to(x.dtype),
+            labels.flatten(),
+            first,
+            self,
+            chunk_tokens,
+            needed,
+        )
+        # One node for each gradient: schedules that split backward start the weight's part at the
+        # node where both meet, and torch 2.11 takes only nodes of its own there, like additions.
+        with_gradient: Callable[..., Tensor] = _WithGradient.apply
+        for tensor, gradient in ((x, of_x), (weight, of_weight)):
+            if gradient is not None:
+                loss = loss + with_gradient(tensor, gradient.view(tensor.shape), x.dtype)
+        # One for the output: hooks of FSDP2 on it must not be called again at the weight's part.
+        return loss.clone()
+
+    def join(self, log_sum: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """From these rows of the vocabulary to all: the log of the sum of exponentials, and the
+        label's logit, which is -inf where the label is not among the rows; each (tokens,)."""
+        return log_sum, own
+
+    def measure(self, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the arguments of `join`, from logits (tokens, rows) and the labels' rows."""
+        at = places.clamp(0, logits.shape[1] - 1)
+        own = logits.gather(1, at.unsqueeze(1)).squeeze(1).float()
+        return self._log_sums(logits), own.where(at == places, -torch.inf)
+
+    def differentiate_(self, logits: Tensor, places: Tensor, own: Tensor, log_sum: Tensor) -> None:
+        """Replace `logits` by the gradient of the loss with respect to them.
+
+        Args:
+            own: as `measure` gives it for these rows.
+            log_sum: over all rows; inf where the label does not count.
+        """
+        self._exponentiate(logits, log_sum)
+        tokens = torch.arange(len(logits), device=logits.device)
+        at = places.clamp(0, logits.shape[1] - 1)
+        # from the logit in fp32: probability - 1 of a probability that was rounded has lost bits
+        of_label = ((own - log_sum).exp() - 1).to(logits.dtype)
+        logits[tokens, at] = torch.where(at == places, of_label, logits[tokens, at])
+
+    def add_product(self, total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
+        """Add gradient^T x, (tokens, rows) and (tokens, D), to `total`, (rows, D) fp32.
+
+        Args:
+            is_first: `total` is not there yet.
+        """
+        if x.dtype == total.dtype:  # one call multiplies and adds
+            total.addmm_(gradient.t(), x, beta=0 if is_first else 1)
+            return
+        size = _block_size(total)
+        for part, own in zip(total.split(size), gradient.split(size, dim=1), strict=True):
+            product = own.t() @ x
+            part.copy_(product) if is_first else self._add(part, product)
+
+
+@torch.no_grad()
+def _differentiate(
+    x: Tensor,  # (tokens, D)
+    weight: Tensor,  # (rows, D)
+    labels: Tensor,  # (tokens,)
+    first: int,
+    loss: SummedLoss,
+    chunk_tokens: int,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss and, from the same pass, its gradients by `x` and (in fp32) by `weight`; all
+    arguments are of one type."""
+    needs_x, needs_weight = needed
+    of_x = torch.empty_like(x) if needs_x else None
+    losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    # the same memory for all chunks: on CPUs new memory costs as much as the product
+    memory = x.new_empty(min(chunk_tokens, len(x)), len(weight))
+    # after the memory that ends with this function: on CPUs the weight's cast and the logits leave
+    # one hole, where the embedding's gradient fits
+    of_weight = torch.empty_like(weight, dtype=torch.float32) if needs_weight else None
+    for start in range(0, len(x), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        is_counted, places = labels[chunk] != IGNORE, labels[chunk] - first
+        logits = torch.mm(x[chunk], weight.t(), out=memory[: len(places)])
+        log_sum, own = loss.measure(logits, places)
+        log_sum_of_all, own_of_all = loss.join(log_sum, own)
+        losses[chunk] = torch.where(is_counted, log_sum_of_all - own_of_all, 0.0)
+        if not (needs_x or needs_weight):
+            continue
+        log_sum = log_sum_of_all.where(is_counted, torch.inf)
+        loss.differentiate_(logits, places, own, log_sum)
+        if of_x is not None:
+            torch.mm(logits, weight, out=of_x[chunk])
+        if of_weight is not None:
+            loss.add_product(of_weight, logits, x[chunk], is_first=start == 0)
+    return losses.sum(), of_x, of_weight
+
+
+class _WithGradient(torch.autograd.Function):
+    """0, whose gradient by a tensor is known. It is scaled where it lies, if the tensor is of its
+    type: autograd takes a second backward for an error."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor, rounded_to: torch.dtype) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype, ctx.rounded_to = tensor.dtype, rounded_to
+        return torch.zeros((), device=tensor.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        is_own_type = gradient.dtype == ctx.dtype
+        scaled = gradient if is_own_type else torch.empty_like(gradient, dtype=ctx.dtype)
+        if gradient.dtype == ctx.rounded_to:
+            # CUDA would round a factor without dimensions to the type of `gradient` first
+            factor = grad if grad.device.type == "cpu" else grad.view([1] * gradient.dim())
+            torch.mul(gradient, factor, out=scaled)
+        else:
+            for part, into in zip(_blocks(gradient), _blocks(scaled), strict=True):
+                product = part * grad  # copying rounds, too
+                into.copy_(product if ctx.dtype == ctx.rounded_to else product.to(ctx.rounded_to))
+        return scaled, None, None
+
+
+def rows_at(x: Tensor, at: Tensor | None) -> Tensor:
+    """(B, S, D), (B,) -> (B, 1, D); without positions all of `x`."""
+    return x if at is None else x[torch.arange(len(at), device=x.device), at].unsqueeze(1)
+
+
+def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32
+    """Return the logs of the sums of exponentials."""
+    return logits.float().logsumexp(-1)
+
+
+def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (tokens,)
+    """Replace `logits` by probabilities."""
+    logits.copy_((logits.float() - log_sum.unsqueeze(1)).exp())
+
+
+def add_(total: Tensor, part: Tensor) -> None:
+    """Add `part`, maybe of another type, to `total`; compiled, that needs no copy of it."""
+    total.add_(part)
+
+
+def _log_sums_in_blocks(logits: Tensor) -> Tensor:
+    log_sum = torch.empty(len(logits), device=logits.device)
+    for block, into, scratch in _with_scratch(logits, log_sum):
+        largest = scratch.copy_(block).amax(-1)
+        scratch.sub_(largest.unsqueeze(1)).exp_()
+        torch.sum(scratch, -1, out=into)
+        into.log_().add_(largest)
+    return log_sum
+
+
+def _exponentiate_in_blocks(logits: Tensor, log_sum: Tensor) -> None:
+    for block, sums, scratch in _with_scratch(logits, log_sum):
+        block.copy_(scratch.copy_(block).sub_(sums.unsqueeze(1)).exp_())
+
+
+def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Blocks of `logits`, of `per_token`, and fp32 memory for each block, the same for all: to get
+    memory anew takes longer on a CPU than to compute in it."""
+    size = _small_block_size(logits)
+    scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
+    for block, part in zip(logits.split(size), per_token.split(size), strict=True):
+        yield block, part, scratch[: len(block)]
+
+
+def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
+    return matrix.split(_small_block_size(matrix))
+
+
+def _block_size(matrix: Tensor) -> int:
+    """Rows of a matrix that make a block."""
+    return max(1, BLOCKS.get(matrix.device.type, BLOCKS["cpu"]) // matrix.shape[1])
+
+
+def _small_block_size(matrix: Tensor) -> int:
+    """Rows of a block that lies in a CPU's cache beside fp32 and rounded copies of it."""
+    return max(1, _block_size(matrix) // 4)

@@ -1,1 +1,0 @@
-"""Code in C++, compiled on the machine that runs it."""

@@ -1,0 +1,171 @@
+"""Initial weights that depend on the seed, the parameter's name and the element's index alone.
+
+Not on the number of ranks, the mesh, the wrapping, the device, or the order of the parameters: a
+rank computes just the elements that it holds, and any two ranks agree on any element, to the bit.
+"""
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from statistics import NormalDist
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.shards import local_box
+
+TRUNCATION = 3.0  # standard deviations
+
+
+TABLE_BITS = 14
+
+
+FRACTION_BITS = 24  # a float32 holds them exactly
+
+
+GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds it to its state
+
+
+BLOCKS = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Elements at a time. On CPUs temporaries stay in the cache, and a thread fills a block; on GPUs
+few kernels are launched."""
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Fill every parameter and buffer of `model` in place, sharded or not."""
+
+    def blocks() -> Iterator[Callable[[], None]]:
+        for name, parameter in model.named_parameters():
+            local, offset = local_box(parameter)
+            std = model.table.parameters[name].std
+            if std is None:
+                local.detach().fill_(1.0)
+            else:
+                yield from normal_blocks(local, std, seed, name, tuple(parameter.shape), offset)
+
+    fill(blocks(), all(parameter.device.type == "cpu" for parameter in model.parameters()))
+    model.init_buffers()
+
+
+def normal_blocks(
+    box: Tensor,
+    std: float,
+    seed: int,
+    name: str,
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> Iterator[Callable[[], None]]:
+    """Yield functions that fill the blocks of `box`, which lies at `offset` in a tensor of
+    `global_shape`, with truncated normals; in any order, on any thread.
+
+    Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
+    Temporaries of each are a few times a block of `BLOCKS`, or one row where that is longer. Does
+    not wait for the device, but for the first box on it.
+    """
+    if not box.numel():
+        return
+    box, device = box.detach(), box.device
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
+    row = torch.full((), _signed(key + GAMMA), device=device)  # states of the whole's first row
+    for dim in range(1, box.dim()):
+        along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=device)
+        row = row.unsqueeze(-1) + along * steps[dim]
+    rows_per_block = max(1, BLOCKS.get(device.type, BLOCKS["cpu"]) // row.numel())
+
+    def fill_block(start: int) -> None:
+        some = box[start : start + rows_per_block]
+        first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=device)
+        states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
+        some.copy_(_normal(_mix_(states)).mul_(std))
+
+    _quantiles(device)  # before blocks, whose threads would each compute them
+    for start in range(0, box.shape[0], rows_per_block):
+        yield partial(fill_block, start)
+
+
+def fill(blocks: Iterator[Callable[[], None]], is_on_cpu: bool) -> None:
+    """Fill all blocks; on CPUs by as many threads as torch has, which take one after the other."""
+    if not is_on_cpu:
+        for fill_block in blocks:
+            fill_block()
+        return
+    lock = Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                fill_block = next(blocks, None)
+            if fill_block is None:
+                return
+            fill_block()
+
+    count = torch.get_num_threads()
+    with ThreadPoolExecutor(count, initializer=_compute_alone) as threads:
+        for future in [threads.submit(work) for _ in range(count)]:
+            future.result()
+
+
+def _compute_alone() -> None:
+    """Have torch spread no operator of this thread over other threads. On busy cores these wait for
+    each other ten times longer than they compute.
+
+    Not by `torch.set_num_threads`, which changes MKL's choice of threads for the whole process: a
+    job that fills no weights, since it resumes, would round differently.
+    """
+    torch.get_num_threads()  # in a new thread torch sets OpenMP's number when first asked for it
+    if openmp := getattr(ctypes.CDLL(None), "omp_set_num_threads", None):
+        openmp(1)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Replace states of the SplitMix64 generator by their outputs, int64 bits.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 16:
+    its state after i steps is key + i * GAMMA modulo 2^64, so any output can be had on its own.
+    """
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    return x.bitwise_xor_(_shift_right(x, 31))
+
+
+def _signed(bits: int) -> int:
+    return (bits & (2**64 - 1)) - (2**64 if bits & 2**63 else 0)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical shift; torch's own, on int64, copies the sign."""
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _normal(bits: Tensor) -> Tensor:
+    """Truncated standard normals from 64 random bits each: int64 -> fp32 of the same shape.
+
+    Inverse of the cumulative distribution, linear between 2^14 + 1 knots. Only steps that IEEE 754
+    rounds in one way (no log, no erfinv), so that every device and vector width gives equal bits.
+    """
+    knots, rises = _quantiles(bits.device)
+    interval = _shift_right(bits, 64 - TABLE_BITS).flatten()
+    fraction = bits.flatten().bitwise_and_((1 << FRACTION_BITS) - 1).float()
+    # not knots[interval], which torch spreads over threads however few there are
+    values = rises.index_select(0, interval).mul_(fraction)
+    return values.add_(knots.index_select(0, interval)).view(bits.shape)
+
+
+@cache
+def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return quantiles of the normal distribution within +-3 deviations, and how far it is from
+    each to the next over 2^24: fp32, (2^14,) each."""
+    normal, n = NormalDist(), 1 << TABLE_BITS
+    lowest = normal.cdf(-TRUNCATION)
+    left = [normal.inv_cdf(lowest + (1 - 2 * lowest) * i / n) for i in range(n // 2)]
+    knots = torch.tensor([*left, 0.0, *(-x for x in reversed(left))], dtype=torch.float32)
+    rises = knots.diff().mul_(2.0**-FRACTION_BITS)  # a power of two: nothing is rounded
+    both = torch.stack([knots[:-1], rises]).to(device)  # one wait for the device
+    return both[0], both[1]

@@ -1,0 +1,240 @@
+"""Pipeline parallelism: each rank has some of the layers, and microbatches travel through them."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from meshwright.config.training import Training
+from meshwright.models.batch import Batch
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.rules.stages import SCHEDULES, stages_of_rank
+
+
+def forward_all(
+    stages: Mapping[int, Decoder],
+    ranks: Sequence[int],
+    batches: Sequence[Batch],
+    positions: Tensor,
+    activation: Tensor,
+    *,
+    group: ProcessGroup,
+    take: Callable[[Tensor, Batch], None],
+) -> None:
+    """Send every microbatch through all stages; at each beat every one moves on by one stage.
+
+    So in beat t stage s has microbatch t - s. All messages of a beat are exchanged at once and
+    in the order of stages, hence two ranks cannot wait for each other. Collective over `group`.
+
+    Args:
+        stages: this rank's, by index.
+        ranks: of each stage, within `group`.
+        positions: (S/cp,) int64 of the tokens.
+        activation: (B, S/cp/tp, D), a stage's output; only its shape and type count.
+        take: called with the summed loss of each microbatch, on the rank of the last stage.
+    """
+    rank = dist.get_rank(group)
+    inputs: dict[int, Tensor] = {}  # of the next beat, by stage
+    for beat in range(len(batches) + len(ranks) - 1):
+        outputs: dict[int, Tensor] = {}
+        for index, stage in stages.items():
+            if 0 <= beat - index < len(batches):
+                batch = batches[beat - index]
+                x = batch.tokens if index == 0 else inputs.pop(index)
+                # a row for each sequence, as in training, where torch cuts them into microbatches:
+                # compiled blocks are then given the same shapes
+                rows = positions.expand(len(batch.tokens), -1)
+                outputs[index] = stage(x, batch.labels, positions=rows, documents=batch.documents)
+                if index == len(ranks) - 1:
+                    take(outputs.pop(index), batch)
+        operations: list[dist.P2POp] = []
+        for index in range(len(ranks) - 1):  # from each stage to the next
+            if not 0 <= beat - index < len(batches):
+                continue
+            source, target = ranks[index], ranks[index + 1]
+            if rank == source == target:
+                inputs[index + 1] = outputs[index]
+            elif rank == source:
+                sent = outputs[index].contiguous()
+                operations.append(
+                    dist.P2POp(dist.isend, sent, group=group, tag=index, group_peer=target)
+                )
+            elif rank == target:
+                inputs[index + 1] = torch.empty_like(activation, device=positions.device)
+                operations.append(
+                    dist.P2POp(
+                        dist.irecv, inputs[index + 1], group=group, tag=index, group_peer=source
+                    )
+                )
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+class Stage(PipelineStage):
+    """A stage of torch's, with two differences.
+
+    Weight gradients that are computed apart from input gradients are added up in FSDP2's
+    `reduce_dtype`, as others are. And it sends no first message to a stage on its own rank:
+    schedules that go through the ranks as a V have neighbouring stages on one rank; torch 2.11 lets
+    them greet by messages like others, and gloo has no connection from a rank to itself. 2.13 does
+    not call this.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        accumulate_in_reduce_dtype(self.submod)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        messages = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.group_peer != self.group_rank]
+
+
+class Pipeline:
+    """This rank's part of a schedule of `torch.distributed.pipelining`.
+
+    The model was cut by layer, not traced, so whatever a layer does (casts, custom kernels) it
+    still does.
+
+    Args:
+        stages: this rank's, by index.
+        num_stages: over all ranks.
+        first_trained: index of the first stage that has a parameter to train.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Decoder],
+        num_stages: int,
+        meshes: Meshes,
+        training: Training,
+        *,
+        schedule: str,
+        first_trained: int,
+        device: torch.device,
+    ) -> None:
+        mesh, local_batch_size = meshes.pp, training.local_batch_size
+        num_microbatches = training.global_batch_size // (local_batch_size * meshes.dp.size())
+        # shapes are given: torch would find them by an extra forward and backward of every stage
+        seq_len = training.seq_len // meshes.cp.size()
+        dim = next(iter(stages.values())).table.dim
+        with torch.device("meta"):
+            tokens = torch.empty(local_batch_size, seq_len, dtype=torch.int64)
+            loss = torch.empty((), requires_grad=True)
+            activation = torch.empty(  # (B, S/cp/tp, D)
+                local_batch_size,
+                seq_len // meshes.tp.size(),
+                dim,
+                dtype=getattr(torch, training.mixed_precision_param),
+            )
+        # Nothing before `first_trained` needs a gradient. Schedules that split backward get one all
+        # the same: torch finds no gradients of weights where the input needs none (2.13).
+        needs_gradient = 1 if SCHEDULES[schedule].splits_backward else first_trained + 1
+        passed_on = [  # to each stage
+            activation.detach().requires_grad_(index >= needs_gradient)
+            for index in range(num_stages)
+        ]
+        wrapped = [
+            Stage(
+                module,
+                index,
+                num_stages,
+                device,
+                input_args=passed_on[index] if index else tokens,
+                output_args=passed_on[index + 1] if index < num_stages - 1 else loss,
+                group=mesh.get_group(),
+            )
+            for index, module in stages.items()
+        ]
+        cls = get_schedule_class(schedule)
+        self.schedule = cls(
+            wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
+            num_microbatches,
+            loss_fn=self._share,
+            scale_grads=False,  # the loss is divided once, by the global number of labels
+        )
+        self.stages, self._group = stages, mesh.get_group()
+        self._ranks = [
+            rank
+            for index in range(num_stages)
+            for rank in range(mesh.size())
+            if index in stages_of_rank(rank, mesh.size(), num_stages, schedule)
+        ]
+        self.activation = activation
+        """A stage's output, on meta."""
+        self.summary = (
+            f"pipeline: {num_stages} stages on {mesh.size()} ranks, {schedule}, "
+            f"{num_microbatches} microbatches"
+        )
+        """A line for the log."""
+        self._has_last = num_stages - 1 in stages
+        self._num_labels = torch.empty(())
+        # the first call of an NCCL group needs all of its ranks (torch's batch_isend_irecv), and a
+        # schedule's first messages are between two
+        dist.all_reduce(torch.zeros((), device=device), group=self._group)
+
+    def _share(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """Return the share of the mean loss that `loss`, of a microbatch, makes."""
+        return loss / self._num_labels
+
+    def run(self, batches: Sequence[Batch], positions: Tensor, num_labels: Tensor) -> Tensor:
+        """Forward and backward of every microbatch, gradients communicated once at the end.
+
+        Collective: every rank of the pp axis must call it.
+
+        Args:
+            batches: the microbatches, the same on all ranks; tokens and labels are (B, S/cp).
+            positions: (S/cp,) int64 of the tokens.
+            num_labels: () labels that count, over all data-parallel ranks and microbatches.
+
+        Returns:
+            () fp32: sum of the losses, divided by `num_labels`; zero on ranks without the last
+                stage.
+        """
+        # torch wants one batch, and cuts it into microbatches along the first dimension
+        tokens = torch.cat([batch.tokens for batch in batches])
+        labels = torch.cat([batch.labels for batch in batches])
+        # of every stage; the last takes the labels
+        inputs = {"labels": labels, "positions": positions.expand(len(tokens), -1)}
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        if documents:
+            inputs["documents"] = torch.cat(documents)
+        self._num_labels = num_labels
+        losses: list[Tensor] = []
+        self.schedule.step(
+            tokens,
+            **inputs,
+            target=labels,  # without it torch computes no loss
+            losses=losses,
+            return_outputs=False,
+        )
+        if not self._has_last:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def forward_all(
+        self, batches: Sequence[Batch], positions: Tensor, take: Callable[[Tensor, Batch], None]
+    ) -> None:
+        """Forward of every microbatch, for its loss: to be called without gradients.
+
+        Collective: every rank of the pp axis must call it.
+
+        Args:
+            batches, positions: as `run`'s.
+            take: called with the summed loss of each microbatch, where the last stage is.
+        """
+        forward_all(
+            self.stages,
+            self._ranks,
+            batches,
+            positions,
+            self.activation,
+            group=self._group,
+            take=take,
+        )

@@ -1,0 +1,287 @@
+"""Rules across sections, and the values that follow from the rest of the config."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshwright.config.job_config import JobConfig, changed, is_compiled
+from meshwright.models.args import divisors_of
+from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
+from meshwright.system.errors import check
+
+ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
+
+
+CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
+
+
+HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
+"""Names of the modules that share attention's precision."""
+
+
+def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
+    """Return `config` with every -1 replaced by its value on `world_size` ranks.
+
+    Args:
+        num_stages: of the pipeline, over all ranks; a batch that is not given fills them once.
+
+    Raises:
+        ConfigError: if the degrees do not multiply to `world_size`, or the batch does not divide.
+    """
+    parallelism = config.parallelism
+    key = "parallelism.data_parallel_shard_degree"
+    shard = parallelism.data_parallel_shard_degree
+    degrees = {
+        f"parallelism.{axis}_degree": getattr(parallelism, f"{axis}_degree")
+        for axis in (
+            *("data_parallel_replicate", "context_parallel"),
+            *("tensor_parallel", "pipeline_parallel"),
+        )
+    }
+    others = math.prod(degrees.values())
+    if shard == -1:
+        # the one that is too many by itself, or else the largest
+        at_fault = max(degrees, key=lambda name: (world_size % degrees[name] > 0, degrees[name]))
+        check(
+            world_size % others == 0,
+            at_fault,
+            degrees[at_fault],
+            f"this and the other given degrees multiply to {others}, which does not divide "
+            f"{world_size} ranks",
+            f"launch a multiple of {others} ranks, or lower a degree",
+        )
+        shard = world_size // others
+    check(
+        shard * others == world_size,
+        key,
+        shard,
+        f"the degrees multiply to {shard * others}, but there are {world_size} ranks",
+        f"launch {shard * others} ranks (NGPU), or set it to -1"
+        if shard
+        else "set it to -1 for all ranks that the other degrees leave over",
+    )
+    dp = shard * parallelism.data_parallel_replicate_degree
+    training = config.training
+    per_microbatch = dp * training.local_batch_size
+    global_batch_size = training.global_batch_size
+    if global_batch_size == -1:
+        global_batch_size = per_microbatch * num_stages
+    nearest = max(1, round(global_batch_size / per_microbatch)) * per_microbatch
+    check(
+        global_batch_size > 0 and global_batch_size % per_microbatch == 0,
+        "training.global_batch_size",
+        global_batch_size,
+        f"must be a positive multiple of {per_microbatch} = {dp} data-parallel "
+        f"ranks x local_batch_size {training.local_batch_size}",
+        f"the nearest is {nearest}",
+    )
+    return changed(
+        config,
+        {
+            "parallelism": {"data_parallel_shard_degree": shard},
+            "training": {"global_batch_size": global_batch_size},
+        },
+    )
+
+
+def check_device(
+    config: JobConfig,
+    device_type: str,
+    *,
+    has_ring_kernel: bool = True,
+    waits_for_offload: bool = True,
+    has_float8: bool = True,
+    fp32_modules: Sequence[str] = (),
+) -> None:
+    """Rules that only a rank can check, which knows its device.
+
+    Args:
+        waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
+        has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
+        has_float8: the device multiplies in float8.
+        fp32_modules: the result of `find_fp32_modules`.
+
+    Raises:
+        ConfigError: naming the first that is broken.
+    """
+    check(
+        has_float8 or not config.float8.enable or config.float8.emulate,
+        "float8.enable",
+        True,
+        "needs NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper, Blackwell)",
+        "leave it out; or set float8.emulate = true, which is slow, to try it",
+    )
+    is_on = config.parallelism.enable_async_tensor_parallel
+    is_on = is_on and config.parallelism.tensor_parallel_degree > 1  # otherwise it is idle
+    check(
+        not is_on or device_type == "cuda",
+        ASYNC_TENSOR_PARALLEL,
+        is_on,
+        f"needs GPUs, and this machine trains on its {device_type}",
+        "leave it out",
+    )
+    kernel = config.training.attention_kernel
+    check(
+        kernel == "auto" or device_type == "cuda",
+        "training.attention_kernel",
+        kernel,
+        f"is a kernel of GPUs, and this machine trains on its {device_type}",
+        "leave it out",
+    )
+    check(
+        device_type != "cuda"
+        or waits_for_offload
+        or not (config.optimizer.early_step_in_backward and config.training.enable_cpu_offload),
+        "optimizer.early_step_in_backward",
+        True,
+        "with training.enable_cpu_offload it would read gradients that are still being copied from "
+        "the GPU (torch before 2.13)",
+        "use torch 2.13 or newer, or leave one of the two out",
+    )
+    parallelism = config.parallelism
+    check(
+        device_type != "cuda"
+        or not config.training.mask_documents
+        or parallelism.pipeline_parallel_degree == 1
+        or parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B", "Interleaved1F1B"),
+        "training.mask_documents",
+        True,
+        "flex attention, which does it on GPUs, is not known to work with a schedule that goes "
+        f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
+        'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
+    )
+    if parallelism.context_parallel_attention == "ring" and parallelism.context_parallel_degree > 1:
+        _check_ring(config, device_type, has_ring_kernel, fp32_modules)
+    # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
+    # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
+    # functionalize_rng_ops). On CUDA it saves no state.
+    check(
+        device_type != "cpu"
+        or not (recomputes_cut_attention(config) and is_compiled(config.compile))
+        or config.compile.backend == "eager",
+        "activation_checkpoint.mode",
+        config.activation_checkpoint.mode,
+        "torch cannot compile recomputed attention under tensor parallelism on a CPU",
+        'set compile.enable = false, or use mode = "selective" with selective_ac_option = "op"',
+    )
+
+
+def _check_ring(
+    config: JobConfig, device_type: str, has_kernel: bool, fp32_modules: Sequence[str]
+) -> None:
+    check(
+        has_kernel,
+        CONTEXT_PARALLEL_ATTENTION,
+        "ring",
+        "torch has no flash attention for this GPU with mixed_precision_param = "
+        f"{config.training.mixed_precision_param!r} and the model's width of heads",
+        'use "gather", or training.mixed_precision_param = "bfloat16"',
+    )
+    in_fp32 = [name for name in fp32_modules if HAS_ATTENTION.fullmatch(name)]
+    check(
+        device_type != "cuda" or not in_fp32,
+        "training.fp32_modules",
+        config.training.fp32_modules,
+        f"includes {', '.join(in_fp32)}, and ring attention takes no fp32 on GPUs",
+        f'leave attention out, or set {CONTEXT_PARALLEL_ATTENTION} = "auto"',
+    )
+
+
+class HasParts(Protocol):
+    """A model's dimensions that tensor parallelism cuts."""
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Numbers that it must divide, by key of `model.args`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the output, which it need not divide."""
+
+
+def check_divisible(config: JobConfig, model: HasParts) -> None:
+    """Check that every dimension split over ranks is divisible by their number, and that every
+    rank has rows of the vocabulary.
+
+    Raises:
+        ConfigError: naming the first that does not, and the degrees that would do.
+    """
+    cp = config.parallelism.context_parallel_degree
+    seq_len = config.training.seq_len
+    check(
+        cp == 1 or seq_len % (2 * cp) == 0,
+        "parallelism.context_parallel_degree",
+        cp,
+        f"twice it must divide training.seq_len = {seq_len}: a rank has two chunks of a sequence",
+        f"the nearest training.seq_len is {max(1, round(seq_len / (2 * cp))) * 2 * cp}",
+    )
+    degree = config.parallelism.tensor_parallel_degree
+    per_rank = " / context_parallel_degree" if cp > 1 else ""
+    parts = {**model.parts, f"training.seq_len{per_rank}": seq_len // cp}
+    common = math.gcd(*parts.values())
+    for name, size in parts.items():
+        check(
+            size % degree == 0,
+            "parallelism.tensor_parallel_degree",
+            degree,
+            f"does not divide {name} = {size}",
+            f"use {divisors_of(common)}",
+        )
+    rows = -(-model.vocab_size // degree)  # as torch cuts: the last ranks may have fewer, or none
+    check(
+        rows * (degree - 1) < model.vocab_size,
+        "parallelism.tensor_parallel_degree",
+        degree,
+        f"{rows} rows of the vocabulary, model.args.vocab_size = {model.vocab_size}, for each rank "
+        "leave none for the last",
+        f"set model.args.vocab_size = {rows * degree}, or lower the degree",
+    )
+
+
+def _holds_folders(folder: Path) -> bool:
+    """Return whether a folder can be made in `folder`, in which this user may write.
+
+    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
+    """
+    if os.statvfs(folder).f_blocks:
+        return True
+    tried = folder / f".meshwright-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: neighbouring ranks, which share a node, get the axes that communicate most."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Ranks along each axis of the mesh."""
+
+    dp_replicate: int
+    dp_shard: int
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.pp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        """Return the axes that have more than one rank, as "dp_shard 4 x tp 2"."""
+        return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items() if size > 1)

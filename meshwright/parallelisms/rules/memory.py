@@ -1,0 +1,180 @@
+"""The memory that a rank needs at the least, and how it keeps gradients. Free of torch."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.config.job_config import JobConfig, changed, has_fsdp
+from meshwright.parallelisms.rules.stages import stages_of_rank
+from meshwright.system.errors import check
+
+GIB = 2**30
+
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+USUAL_DEVICE_GIB = 80
+
+
+LARGEST_PART = 0.25
+"""Of the memory that weights and optimizer leave of a device: whole gradients may take it between
+microbatches. The rest is for activations, which are not known here."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Parameters of the rank that has most of them, before FSDP2 shards them."""
+
+    parameters: int
+    trained: int
+    trained_in_stage: int
+    """Of one stage, that with most. A rank's stages need not have whole gradients, nor gathered
+    weights, at the same time: torch frees those of a stage that is done."""
+    parameters_in_stage: int
+
+
+def heaviest_load(
+    config: JobConfig,
+    shapes: Mapping[str, Sequence[int]],
+    stage_modules: Sequence[Sequence[str]],
+    frozen: Collection[str],
+) -> Load:
+    """The load of the rank of the pipeline that has most parameters.
+
+    Args:
+        shapes: of all parameters, by name.
+        stage_modules: modules of each stage.
+        frozen: names of the parameters that are not trained.
+    """
+    parallelism = config.parallelism
+    stages: list[tuple[int, int]] = []  # parameters, trained
+    for modules in stage_modules:
+        inside = tuple(f"{module}." for module in modules)
+        sizes = {
+            name: math.prod(shape) // (parallelism.tensor_parallel_degree if len(shape) > 1 else 1)
+            for name, shape in shapes.items()
+            if name.startswith(inside)
+        }
+        trained = sum(size for name, size in sizes.items() if name not in frozen)
+        stages.append((sum(sizes.values()), trained))
+    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    loads = []
+    for rank in range(ranks):
+        mine = [stages[index] for index in stages_of_rank(rank, ranks, len(stages), schedule)]
+        parameters, trained_by_stage = zip(*mine, strict=True)
+        loads.append(
+            Load(sum(parameters), sum(trained_by_stage), max(trained_by_stage), max(parameters))
+        )
+    return max(loads, key=lambda load: load.parameters)
+
+
+def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> JobConfig:
+    """Return `config` with `fsdp_reduce_gradients` chosen if that is "auto" and has an effect.
+
+    "every_microbatch" saves memory, and costs a reduce-scatter of every parameter per microbatch.
+    It is chosen if there are several microbatches, nothing else needs whole gradients, and either
+
+    - whole gradients take more, beyond the rank's shard of them, than `LARGEST_PART` of the memory
+      that weights, optimizer and the shard leave of a device, or
+    - `mixed_precision_reduce` is bfloat16: whole gradients would be added up in that type.
+
+    Raises:
+        ConfigError: if microbatches would be added up in bfloat16.
+    """
+    parallelism, training = config.parallelism, config.training
+    reduction, shards = parallelism.fsdp_reduce_gradients, _num_shards(config)
+    width = BYTES[training.mixed_precision_reduce]
+    saved = load.trained * (width - BYTES[training.dtype] / shards)
+    device = (config.job.device_memory_gib or USUAL_DEVICE_GIB) * GIB
+    # of a config without a choice, so without whole gradients
+    free = device - sum(least_memory(config, load, num_microbatches).values())
+    limit = LARGEST_PART * max(free, 0)
+    if reduction == "auto" and num_microbatches > 1 and has_fsdp(config):
+        is_possible = (
+            parallelism.pipeline_parallel_degree == 1
+            and not config.optimizer.early_step_in_backward
+            and training.dtype == "float32"  # shards are added up in it
+        )
+        is_wanted = saved > limit or training.mixed_precision_reduce == "bfloat16"
+        reduction = "every_microbatch" if is_possible and is_wanted else "last_microbatch"
+    sums_in_fp32 = (
+        reduction == "every_microbatch"
+        and training.dtype == "float32"
+        # FSDP2 adds up what copies have to exchange at the end in the type of the exchange
+        and parallelism.data_parallel_replicate_degree == 1
+    )
+    check(
+        training.mixed_precision_reduce == "float32" or num_microbatches == 1 or sums_in_fp32,
+        "training.mixed_precision_reduce",
+        training.mixed_precision_reduce,
+        f"would also add up the {num_microbatches} microbatches of a step in bfloat16",
+        'set it to "float32" (only FSDP without pipeline, copies (HSDP) and '
+        'optimizer.early_step_in_backward, with fsdp_reduce_gradients = "every_microbatch" and '
+        "fp32 weights, adds them up in fp32)",
+    )
+    return changed(config, {"parallelism": {"fsdp_reduce_gradients": reduction}})
+
+
+def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[str, float]:
+    """Bytes that the rank with the heaviest load surely has on its device at once, by purpose.
+
+    Without activations, buffers and gathered parameters. The moment is the end of the
+    last backward or the optimizer step, whichever needs more.
+
+    Args:
+        config: with `fsdp_reduce_gradients` chosen.
+    """
+    parallelism, training = config.parallelism, config.training
+    shards, width = _num_shards(config), BYTES[training.dtype]
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    adds_up = num_microbatches > 1 and parallelism.fsdp_reduce_gradients == "last_microbatch"
+    whole = load.trained_in_stage * BYTES[training.mixed_precision_reduce] if adds_up else 0
+    policy = parallelism.fsdp_reshard_after_forward
+    stays = policy == "never" or (policy == "default" and has_pipeline)
+    gathered = 0
+    if stays and shards > 1:
+        gathered = load.parameters_in_stage * BYTES[training.mixed_precision_param]
+    in_backward: dict[str, float] = {"gathered weights": gathered, "whole gradients": whole}
+    if training.enable_cpu_offload:
+        return in_backward
+    shard = load.trained * width / shards
+    kept = {
+        "weights": load.parameters * width / shards,
+        "optimizer": 2 * shard,  # two moments
+    }
+    in_step = 0 if config.optimizer.early_step_in_backward else shard
+    return kept | (in_backward if gathered + whole > in_step else {"gradients": in_step})
+
+
+def check_memory(config: JobConfig, needed: Mapping[str, float], device_gib: float) -> None:
+    """Check that the device has the memory that a rank surely needs.
+
+    Args:
+        needed: bytes, by purpose, of `least_memory`.
+        device_gib: memory of a device.
+
+    Raises:
+        ConfigError: if not, with the amount that would do.
+    """
+    parallelism, total = config.parallelism, sum(needed.values()) / GIB
+    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items() if size)
+    ways = ["more ranks, or a higher tensor_parallel_degree"]
+    is_alone = parallelism.pipeline_parallel_degree == 1
+    if needed.get("whole gradients") and is_alone:
+        ways.insert(0, 'parallelism.fsdp_reduce_gradients = "every_microbatch"')
+    if not config.training.enable_cpu_offload:
+        ways.append("training.enable_cpu_offload = true")
+    check(
+        total <= device_gib,
+        "parallelism.data_parallel_shard_degree",
+        parallelism.data_parallel_shard_degree,
+        f"a rank needs at least {total:.1f} GiB of its device's {device_gib:.1f} ({parts}), and "
+        "activations besides",
+        f"use {'; or '.join(ways)}",
+    )
+
+
+def _num_shards(config: JobConfig) -> int:
+    parallelism = config.parallelism
+    return parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree

@@ -1,0 +1,146 @@
+"""The layers that multiply in float8."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from meshwright.config.job_config import JobConfig, is_compiled
+from meshwright.system.errors import check, did_you_mean
+
+
+class HasModules(Protocol):
+    """The modules that a config can name."""
+
+    @property
+    def module_names(self) -> list[str]: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
+    """Return the names of the modules that `training.fp32_modules` matches, without those inside
+    another.
+
+    Raises:
+        ConfigError: if a pattern matches none, or one that cannot differ from its surroundings.
+    """
+    key, patterns = "training.fp32_modules", config.training.fp32_modules
+    if not patterns:
+        return []
+    names = args.module_names
+    valid = {re.sub(r"\d+", "*", name) for name in names}
+    for pattern in patterns:
+        is_found = any(fnmatchcase(name, pattern) for name in names)
+        check(is_found, key, pattern, "matches no module", did_you_mean(pattern, valid))
+    found = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    inside = tuple(f"{name}." for name in found)
+    outermost = [name for name in names if name in found and not name.startswith(inside)]
+    check(
+        not args.tie_embeddings or found.isdisjoint({"tok_embeddings", "output"}),
+        key,
+        patterns,
+        "names the embedding or the output, which are one matrix (model.args.tie_embeddings)",
+        "leave both out, or set model.args.tie_embeddings = false",
+    )
+    return outermost
+
+
+def has_part_of_block(modules: Iterable[str]) -> bool:
+    """Return whether one of these modules is inside a block."""
+    return any(name.count(".") > 1 for name in modules)
+
+
+def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
+    """Check that modules inside a block may stay fp32.
+
+    Args:
+        config: with `compile.enable` resolved.
+        fp32_modules: the result of `find_fp32_modules`.
+
+    Raises:
+        ConfigError: if the block is compiled, or its operations are counted.
+    """
+    key, patterns = "training.fp32_modules", config.training.fp32_modules
+    whole_blocks = 'name whole blocks, as "layers.0", or '
+    has_inside = has_part_of_block(fp32_modules)
+    check(
+        not (has_inside and is_compiled(config.compile)),
+        key,
+        patterns,
+        "names modules inside a block, where torch.compile cannot trace FSDP's hooks",
+        f"{whole_blocks}set compile.enable = false",
+    )
+    checkpoint = config.activation_checkpoint
+    check(
+        not has_inside or (checkpoint.mode, checkpoint.selective_ac_option) != ("selective", "op"),
+        key,
+        patterns,
+        "names modules inside a block, where FSDP's operations differ when it is recomputed, and "
+        'activation_checkpoint.selective_ac_option = "op" counts them',
+        f'{whole_blocks}set activation_checkpoint.mode = "full"',
+    )
+
+
+class HasLayers(Protocol):
+    """The linear layers of a model's blocks."""
+
+    def linear_layers(self, tp: int = 1) -> Mapping[str, tuple[int, int]]: ...
+
+
+def find_float8_layers(
+    config: JobConfig, model: HasLayers, fp32_modules: Sequence[str]
+) -> list[str]:
+    """Return the names of the layers that multiply in float8; without `float8.enable` none.
+
+    Raises:
+        ConfigError: if a filter matches no layer, if none is left, or if GPUs cannot multiply one.
+    """
+    options, parallelism = config.float8, config.parallelism
+    if not options.enable:
+        return []
+    layers = model.linear_layers(parallelism.tensor_parallel_degree)
+    key = "float8.filter_fqns"
+    for part in options.filter_fqns:
+        valid = {re.sub(r"layers\.\d+\.", "", name) for name in layers}
+        is_found = any(part in name for name in layers)
+        check(is_found, key, part, "is part of no layer's name", did_you_mean(part, valid))
+    outside = tuple(f"{name}." for name in fp32_modules)
+    found = [
+        name
+        for name in layers
+        if not any(part in name for part in options.filter_fqns)
+        and not f"{name}.".startswith(outside)
+    ]
+    check(
+        bool(found),
+        key,
+        options.filter_fqns,
+        "leaves no layer to multiply in float8, or training.fp32_modules does",
+        "name fewer, or set float8.enable = false",
+    )
+    if not options.emulate:
+        _check_multiples(config, {name: layers[name] for name in found})
+    return found
+
+
+def _check_multiples(config: JobConfig, layers: Mapping[str, tuple[int, int]]) -> None:
+    """Check that GPUs can multiply parts of these sizes in float8."""
+    rule = "GPUs multiply in float8 if every size is a multiple of 16, and "
+    for name, (rows, columns) in layers.items():
+        check(
+            rows % 16 == columns % 16 == 0,
+            "float8.filter_fqns",
+            config.float8.filter_fqns,
+            f"{rule}a rank's part of {name} is {rows} x {columns}",
+            f'add "{name.split(".", 2)[-1]}"',
+        )
+    tokens = config.training.local_batch_size * config.training.seq_len
+    tokens //= config.parallelism.context_parallel_degree
+    check(
+        tokens % 16 == 0,
+        "float8.enable",
+        True,
+        f"{rule}a rank has {tokens} tokens of a microbatch",
+        "change training.seq_len or training.local_batch_size",
+    )

@@ -1,0 +1,264 @@
+"""The stages of a pipeline: which modules each has, and which rank has which. Free of torch."""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from itertools import pairwise
+
+from meshwright.config.job_config import JobConfig, is_compiled
+from meshwright.config.parallelism import Parallelism
+from meshwright.system.errors import check, did_you_mean
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The requirements of a schedule of `torch.distributed.pipelining`."""
+
+    stages_per_rank: tuple[int, int | None]
+    """Fewest and most."""
+    is_v: bool = False
+    """Rank r of p has stages r and 2p - 1 - r, else r, r + p, r + 2p, ..."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed in two passes through the graph."""
+    microbatches: str = ""
+    """Rule on their number. stages: at least one a stage; rounds: full rounds over the ranks."""
+
+
+SCHEDULES = {
+    "GPipe": Schedule((1, 1)),
+    "1F1B": Schedule((1, 1), microbatches="stages"),
+    "Interleaved1F1B": Schedule((2, None), microbatches="rounds"),
+    "InterleavedZeroBubble": Schedule((2, None), splits_backward=True, microbatches="rounds"),
+    "ZBVZeroBubble": Schedule((2, 2), is_v=True, splits_backward=True),
+    "DualPipeV": Schedule((2, 2), is_v=True, splits_backward=True, microbatches="stages"),
+}
+
+
+def num_stages(parallelism: Parallelism) -> int:
+    """Stages over all ranks.
+
+    Raises:
+        ConfigError: if the schedule cannot have so many on a rank.
+    """
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    per_rank = parallelism.pipeline_parallel_stages_per_rank
+    name = parallelism.pipeline_parallel_schedule
+    fewest, most = SCHEDULES[name].stages_per_rank
+    if per_rank == -1:
+        parts = len(parallelism.module_fqns_per_model_part)
+        per_rank = max(fewest, parts // parallelism.pipeline_parallel_degree)
+    takes = f"{fewest}" if fewest == most else f"{fewest} or more"
+    check(
+        fewest <= per_rank <= (most or per_rank),
+        "parallelism.pipeline_parallel_stages_per_rank",
+        per_rank,
+        f"schedule {name} takes {takes}",
+        f"set it to {fewest}, or choose another pipeline_parallel_schedule",
+    )
+    return per_rank * parallelism.pipeline_parallel_degree
+
+
+def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: int) -> None:
+    """Check that the schedule can run.
+
+    Args:
+        num_microbatches: of each rank in an optimizer step.
+        per_microbatch: sequences in one over all ranks.
+
+    Raises:
+        ConfigError: if it has too few microbatches, or cannot be combined with other options.
+    """
+    parallelism = config.parallelism
+    ranks, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if ranks == 1:
+        return
+    stages = num_stages(parallelism)
+    nearest = num_microbatches
+    distance = 0
+    while not takes_microbatches(name, nearest, ranks, stages):
+        distance = -distance if distance > 0 else 1 - distance  # 1, -1, 2, -2, ...
+        nearest = num_microbatches + distance
+    rule = {
+        "stages": f"{name} needs at least one a stage, {stages}",
+        "rounds": f"{name} needs at least one a rank, {ranks}, and full rounds over the ranks",
+    }.get(SCHEDULES[name].microbatches, f"{name} needs at least one a rank, {ranks}")
+    check(
+        nearest == num_microbatches,
+        "training.global_batch_size",
+        num_microbatches * per_microbatch,
+        f"makes {num_microbatches} microbatches of {per_microbatch} sequences; {rule}",
+        f"the nearest is {nearest * per_microbatch}; or lower training.local_batch_size",
+    )
+    if SCHEDULES[name].splits_backward:
+        key, what = "parallelism.pipeline_parallel_schedule", "computes gradients in two passes"
+        check(
+            not is_compiled(config.compile),
+            key,
+            name,
+            f"{what}, which compiled blocks cannot",
+            "set compile.enable = false, or choose Interleaved1F1B",
+        )
+        ac = config.activation_checkpoint
+        check(
+            ac.mode != "selective" or ac.selective_ac_option != "op",
+            key,
+            name,
+            f"{what}, and what activation checkpointing saves by op is gone after the first",
+            'set activation_checkpoint.selective_ac_option = "2", or choose Interleaved1F1B',
+        )
+        # torch looks up the parameters of a stage before backward gathers them: it finds the
+        # shards, which are not in the graph, and gives the weights no gradients
+        # (stage_backward_input of torch 2.13, distributed/pipelining/_backward.py)
+        check(
+            parallelism.fsdp_reshard_after_forward != "always",
+            "parallelism.fsdp_reshard_after_forward",
+            parallelism.fsdp_reshard_after_forward,
+            f"{name} {what}, and torch would lose gradients of the weights freed after forward",
+            'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
+        )
+    check_split_float8(config)
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Return whether there is a pipeline whose schedule computes gradients in two passes."""
+    has_pipeline = parallelism.pipeline_parallel_degree > 1
+    return has_pipeline and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
+
+
+def check_split_float8(config: JobConfig) -> None:
+    """Check that torch can compute the gradients of float8 layers as the schedule does.
+
+    Up to 2.11, `stage_backward_weight` takes only nodes of torch's own (2.12 was not tried).
+    """
+    name, version = config.parallelism.pipeline_parallel_schedule, metadata.version("torch")
+    check(
+        not (config.float8.enable and splits_backward(config.parallelism))
+        or tuple(map(int, version.split(".")[:2])) >= (2, 13),
+        "parallelism.pipeline_parallel_schedule",
+        name,
+        f"computes gradients in two passes, which torch {version} cannot in float8 layers",
+        "use torch 2.13, or choose Interleaved1F1B",
+    )
+
+
+def assign_modules(
+    parallelism: Parallelism, num_layers: int, *, layer: int, embedding: int, output: int
+) -> list[list[str]]:
+    """Return the names of the modules of every stage: as the config says, else split evenly.
+
+    Args:
+        layer, embedding, output: parameters of each.
+
+    Raises:
+        ConfigError: if there are fewer layers than stages, or the config leaves out a module,
+            repeats one, or orders them otherwise than the model does.
+    """
+    key = "parallelism.module_fqns_per_model_part"
+    given, stages = parallelism.module_fqns_per_model_part, num_stages(parallelism)
+    check(
+        stages <= num_layers,
+        "parallelism.pipeline_parallel_degree",
+        parallelism.pipeline_parallel_degree,
+        f"makes {stages} stages, but the model has {num_layers} layers, and each needs one",
+        f"use at most {num_layers * parallelism.pipeline_parallel_degree // stages}",
+    )
+    if not given or parallelism.pipeline_parallel_degree == 1:
+        return split_evenly(num_layers, stages, layer=layer, embedding=embedding, output=output)
+    check(
+        len(given) == stages,
+        key,
+        given,
+        f"has {len(given)} parts for {stages} stages",
+        "set pipeline_parallel_stages_per_rank, or merge or split parts",
+    )
+    wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    names = [name for part in given for name in part]
+    for name in names:
+        check(name in wanted, key, name, "no such module", did_you_mean(name, wanted))
+    for name in wanted:
+        found = names.count(name)
+        check(found == 1, key, given, f"{name} is there {found} times", "name it once")
+    check(
+        names == wanted,
+        key,
+        given,
+        "is not in the order of the model",
+        f"the order is {', '.join(wanted[:2])}, ..., {', '.join(wanted[-3:])}",
+    )
+    for part in given:
+        check(
+            any(name.startswith("layers.") for name in part)
+            and ("norm" in part) == ("output" in part),
+            key,
+            part,
+            "a stage needs a layer, and norm and output stay together",
+        )
+    return given
+
+
+def takes_microbatches(schedule: str, num_microbatches: int, num_ranks: int, stages: int) -> bool:
+    """Return whether `schedule` can run with so many microbatches a step, ranks, and stages in all.
+
+    At least one a rank is asked of every schedule: with fewer, ranks would never work at once.
+    """
+    if num_microbatches < num_ranks:
+        return False
+    if SCHEDULES[schedule].microbatches == "stages":
+        return num_microbatches >= stages
+    if SCHEDULES[schedule].microbatches == "rounds":
+        return num_microbatches % (num_microbatches // num_ranks) == 0
+    return True
+
+
+def stages_of_rank(rank: int, num_ranks: int, num_stages: int, schedule: str) -> list[int]:
+    """Indices of the stages that a rank has, ascending; with one stage in all there is no pipeline,
+    whatever the schedule that it would have."""
+    if num_stages > 1 and SCHEDULES[schedule].is_v:
+        return [rank, 2 * num_ranks - 1 - rank]
+    return list(range(rank, num_stages, num_ranks))
+
+
+def split_evenly(
+    num_layers: int, num_stages: int, *, layer: int, embedding: int, output: int
+) -> list[list[str]]:
+    """Return the names of the modules of each stage, so that the costliest stage is as cheap as can
+    be.
+
+    Every stage has at least one layer; the first also the embedding, the last also norm and output.
+
+    Args:
+        layer, embedding, output: cost of each. With parameters as the cost, it stands for time in
+            layers and output, and for memory in all three.
+    """
+    bounds = _even_bounds(num_layers, num_stages, layer, embedding, output)
+    parts = [[f"layers.{index}" for index in range(start, end)] for start, end in pairwise(bounds)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+@cache  # a search asks for the same split hundreds of times, 50 ms each for 126 layers
+def _even_bounds(
+    num_layers: int, num_stages: int, layer: int, embedding: int, output: int
+) -> tuple[int, ...]:
+    """Return the first layer of each stage, and the number of layers."""
+    heaviest = [0] * (num_layers + 1)  # of the best split of the first n layers into s stages
+    squares = [0] * (num_layers + 1)  # its sum of squared costs: between equals, the most even
+    starts: list[list[int]] = []  # by stage and n: where the last of those s stages begins
+    for stage in range(num_stages):
+        extra = (embedding if stage == 0 else 0) + (output if stage == num_stages - 1 else 0)
+        found = [(0, 0, 0)] * (num_layers + 1)
+        for end in range(stage + 1, num_layers + 1):
+            options = [
+                (max(heaviest[start], cost), squares[start] + cost**2, start)
+                for start in range(stage, end if stage else 1)
+                for cost in [(end - start) * layer + extra]
+            ]
+            found[end] = min(options)
+        heaviest, squares, begins = (list(column) for column in zip(*found, strict=True))
+        starts.append(begins)
+    bounds = [num_layers]
+    for begins in reversed(starts):
+        bounds.insert(0, begins[bounds[0]])
+    return tuple(bounds)

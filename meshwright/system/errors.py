@@ -1,0 +1,207 @@
+"""Errors that a user can act on, and the exit codes they end a job with."""
+
+import itertools
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+EXIT_CONFIG = 2
+
+
+EXIT_TRAINING = 3
+
+
+EXIT_SAVE = 4
+
+
+EXIT_DATA = 5
+
+
+EXIT_HANG = 6
+"""A rank stopped making progress, and the others waited for it in vain."""
+
+
+EXIT_STOPPED = 75
+"""The job was asked to stop before its last step: start it again, and it resumes. EX_TEMPFAIL of
+<sysexits.h>."""
+
+
+EXIT_INTERRUPTED = 130
+"""By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run.
+
+    In a job every rank raises it: before the first collective, unless the ranks must meet to find
+    the fault.
+
+    Args:
+        key: dotted key of the config that is at fault ("" if there is none), from which whoever
+            reports the error finds the file and the line.
+        message: the fault, then optionally a line `  fix: ...`.
+    """
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str]]:
+        """Exceptions are pickled by their message alone; this one has to come from a worker."""
+        return ConfigError, (self.key, str(self))
+
+
+class UnknownKeyError(ConfigError):
+    """The key itself is wrong, not its value."""
+
+
+class CombinedConfigError(ConfigError):
+    """Several mistakes, reported together."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("", "\n".join(map(str, errors)))
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CombinedConfigError, (self.errors,)
+
+
+class Mistakes:
+    """Run checks that do not need each other, and raise every fault at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep a `ConfigError` that is raised inside."""
+        try:
+            yield
+        except CombinedConfigError as several:
+            self.errors += several.errors
+        except ConfigError as error:
+            self.errors.append(error)
+
+    def check(self) -> None:
+        """Raise the faults found, if any."""
+        # two checks may need the same thing, which is wrong once
+        errors = list({(error.key, str(error)): error for error in self.errors}.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
+
+
+class TrainingError(RuntimeError):
+    """Training went wrong and cannot continue. Raised on every rank."""
+
+
+class RecordError(ConfigError):
+    """One record cannot be made into tokens; `training.max_bad_records` may pass over it."""
+
+
+class DataError(RuntimeError):
+    """The data cannot be read on. The last step is saved. Raised on every rank."""
+
+
+class StorageError(DataError):
+    """Files cannot be read now, and may be good: nothing is given up for them. Start again."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, and the job must stop, or is over."""
+
+
+class StopRequested(BaseException):
+    """This rank is asked to stop while it has nothing to save; its text is the signal's name.
+
+    No `Exception`: code that passes over errors does not take it.
+    """
+
+
+PASSED_ON = (KeyboardInterrupt, GeneratorExit, StopRequested)
+"""They end called code without a fault of it. All else is a fault: SystemExit in a user's function
+and a panic in Rust are no `Exception`, and would end a thread or a worker without a word."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {
+    ConfigError: EXIT_CONFIG,
+    TrainingError: EXIT_TRAINING,
+    SaveError: EXIT_SAVE,
+    DataError: EXIT_DATA,
+    StorageError: EXIT_DATA,
+}
+"""Exit codes of ranks that have reported why they end."""
+
+
+def check(ok: bool, key: str, value: object, rule: str, fix: str = "") -> None:
+    """Raise `ConfigError` unless `ok`, naming the key, its value, the rule and the way out."""
+    if not ok:
+        raise config_error(key, value, rule, fix)
+
+
+def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigError:
+    """Return the error of a key whose value breaks `rule`."""
+    return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
+    valid = sorted(valid)
+    near = get_close_matches(wrong, valid, n=1, cutoff=0.75)  # below, guesses mislead
+    near = near or [name for name in valid if name.lower().endswith(f"_{wrong.lower()}")]
+    return f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(valid)}"
+
+
+def where_it_ends(path: str | Path) -> str:
+    """Return advice on a path that does not exist: a name that is near, or how far it exists."""
+    path = Path(path).absolute()
+    parent = next(folder for folder in path.parents if os.path.exists(folder))
+    name = path.relative_to(parent).parts[0]
+    try:
+        near = get_close_matches(name, [file.name for file in parent.iterdir()], n=1, cutoff=0.75)
+    except OSError:  # a file, or a folder that may not be read
+        near = []
+    if name.startswith("$"):
+        return "write the path itself: variables are not replaced"
+    if near and near[0] != name:
+        return f"did you mean {parent / near[0]}?"
+    return f"check the path: {parent} exists, but holds no {name}"
+
+
+def out_of_reach(path: str | Path) -> str:
+    """Return why nobody can tell here whether `path` exists, or why this user cannot read it, and
+    then the fix; "" for a path that can be read, or that does not exist."""
+    if str(path).startswith("~"):
+        return f"there is no user {Path(path).parts[0][1:]}\n  fix: write the folder itself"
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except PermissionError:
+        parents = reversed(Path(path).absolute().parents)
+        closed = next((p for p in parents if not os.access(p, os.X_OK)), path)
+        return f"permission denied\n  fix: name another path; this user may not enter {closed}"
+    except (OSError, ValueError) as error:  # a name too long; links in a circle; a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        return f"{reason[0].lower()}{reason[1:]}\n  fix: name another path"
+    if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        return ""
+    return "permission denied\n  fix: name another path; this user may not read it"
+
+
+def numbered(count: int, noun: str, ending: str = "s") -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def in_ranges(ranks: Iterable[int]) -> str:
+    """Ranks as a person would write them: "0-3, 7"."""
+    parts = []
+    # in a run of successive numbers, number and place differ by the same
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
+    return ", ".join(parts)

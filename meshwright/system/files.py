@@ -1,0 +1,235 @@
+"""Writes, flushes and locks files, also where a file system cannot flush or lock. No torch."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, BinaryIO, TypeVar
+
+from meshwright.system.errors import ConfigError, StorageError, config_error
+from meshwright.system.log import logger
+
+T = TypeVar("T")
+
+
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors by which a file system says that it lacks a call."""
+
+
+RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further attempt after a read error that may pass."""
+
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that are answers: there is no such file."""
+
+
+def sync_file(descriptor: int, path: Path) -> None:
+    """Flush an open file or folder to the disk.
+
+    A file system without fsync is named in the log, once.
+
+    Raises:
+        OSError: if the disk fails, or is full.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        kind = "a folder" if path.is_dir() else "a file"
+        warn_once(
+            f"the file system at {mount_of(path)} cannot flush {kind} to the disk "
+            f"({error.strerror}): a power cut may damage the newest files"
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in `folder` to the disk; see `sync_file`."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once(f"the file system at {mount_of(folder)} cannot open a folder: {error.strerror}")
+        return
+    try:
+        sync_file(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file that takes the name `path` once it is whole and on the disk.
+
+    After an error inside, it is gone, and `path` as before. Until then it has a name that no other
+    process has: of any machine, for containers have the same small numbers.
+    """
+    own = f"{_machine_digits()}-{secrets.token_hex(4)}.{os.getpid()}"
+    unfinished = path.with_name(f"{path.name}.{own}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            sync_file(file.fileno(), unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+UNFINISHED = re.compile(r".*\.([0-9a-f]{8})-[0-9a-f]{8}\.([0-9]{1,9})\.unfinished")
+
+
+DEAD_AFTER_S = 86_400
+"""A file that another machine has not written to for so long was left by a process that is gone."""
+
+
+def remove_left_over(folder: Path, now: float) -> None:
+    """Remove files that `whole_file` began in `folder`, and whose process is surely gone.
+
+    Args:
+        now: the time of a file that has just been touched there: clocks of machines differ.
+    """
+    for path in folder.glob("*.unfinished"):
+        name = UNFINISHED.fullmatch(path.name)
+        is_dead = bool(name and name[1] == _machine_digits() and not _is_running(int(name[2])))
+        try:
+            if is_dead or now - path.stat().st_mtime > DEAD_AFTER_S:
+                path.unlink()
+        except OSError:  # it is finished, another process was faster, or it is another user's
+            continue
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+@cache
+def this_machine() -> str:
+    """Return words that are equal where process numbers mean the same: one boot of a kernel, one
+    namespace of them. "" where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _machine_digits() -> str:
+    """8 hexadecimal digits, to tell machines apart; random where the system does not say."""
+    words = f"{socket.gethostname()} {this_machine()}" if this_machine() else secrets.token_hex(8)
+    return f"{zlib.crc32(words.encode()):08x}"
+
+
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, which reads `path`; call it again after growing waits if that fails.
+
+    A server that restarts or a stale handle says nothing about a file's content. A permission is
+    not waited for, since it takes a person to give it.
+
+    Raises:
+        StorageError: if the errors stay.
+        ConfigError: if this user may not read it.
+        OSError: one of `ABSENT`, at once.
+    """
+    for wait_s in (*RETRY_AFTER_S, None):
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError as error:
+            what = f"{path} cannot be read: {error.strerror or error}"
+            if isinstance(error, PermissionError):
+                raise ConfigError("", f"{what}\n  fix: let this user read it") from error
+            if wait_s is None:
+                fix = "run the same command again when the file system answers"
+                raise StorageError(f"{what}\n  fix: {fix}") from error
+            logger.warning("%s; trying again in %g s", what, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and the folders above it, each flushed to the disk under its name."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:
+    """Take a flock on `file`; whether nobody holds one that excludes it.
+
+    A file system without flock is named in the log, once, with the `risk`; the lock then counts as
+    taken.
+
+    Args:
+        kind: `fcntl.LOCK_SH` or `fcntl.LOCK_EX`.
+        path: of the file.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.ENOLCK}:
+            raise
+        warn_once(f"the file system at {mount_of(path)} has no flock ({error.strerror}): {risk}")
+    return True
+
+
+def mount_of(path: Path) -> Path:
+    """Return where the file system of `path` begins."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_mount())
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, the first time that it is given."""
+    logger.warning("%s", message)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path that a user gave, and its key: an error names both."""
+
+    key: str
+    path: Path
+
+    def check(self, ok: bool, rule: str, fix: str = "") -> None:
+        """Raise `ConfigError` unless `ok`."""
+        if not ok:
+            raise self.error(rule, fix)
+
+    def error(self, rule: str, fix: str = "") -> ConfigError:
+        """Return the error of a path that breaks `rule`."""
+        return config_error(self.key, str(self.path), rule, fix)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in the file `name` of the folder."""
+        try:
+            content = json.loads((self.path / name).read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise self.error(f"{name} cannot be read: {reason}") from None
+        self.check(isinstance(content, dict), f"{name} holds no JSON object")
+        return dict(content)

@@ -1,0 +1,261 @@
+"""The job's logger: the console, and one file per rank."""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from meshwright.system.errors import ConfigError
+
+logger = logging.getLogger("meshwright")
+
+
+FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+WIDTH = 100
+"""Columns of a line on the console, at most."""
+
+
+COLUMNS = "MESHWRIGHT_COLUMNS"
+"""Environment variable with another number of them."""
+
+
+INDENT = " " * 9
+"""As wide as the time that begins each line."""
+
+
+EXCERPT = " " * 4
+
+
+SPEAK_EVERY_S = 10.0
+
+
+TERMINAL = "MESHWRIGHT_TERMINAL"
+"""Environment variable of the ranks: the local rank that is shown and the launcher's terminal, as
+"0:/dev/pts/3". torchrun hands the output of ranks on line by line, without colour or bars."""
+
+
+RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
+
+
+class Bar(Protocol):
+    """A progress bar in the last line of a terminal."""
+
+    def clear(self) -> object: ...
+    def refresh(self) -> object: ...
+
+
+class ConsoleFormatter(logging.Formatter):
+    """The time of day and the message, in lines of at most `width` columns.
+
+    A word that is longer, such as a path, stays whole: it may be wanted for copying. Of a record
+    with `coloured` (`extra`), a console with colour shows that text instead. A record with
+    `is_command` is a line to copy: it has no time, and stays whole.
+    """
+
+    def __init__(self, width: int, *, has_colour: bool) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        self._width, self._has_colour = width, has_colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        if hasattr(record, "is_command"):
+            return record.getMessage()
+        if self._has_colour and hasattr(record, "coloured"):
+            return f"{self.formatTime(record, self.datefmt)} {record.coloured}"
+        text = super().format(record)
+        if not record.exc_info:  # a traceback's lines are places to find
+            lines = (self._wrap(line) for line in text.split("\n"))
+            text = "\n".join(lines)
+        if self._has_colour and record.levelno >= logging.WARNING:
+            colour = RED if record.levelno >= logging.ERROR else YELLOW
+            text = f"{colour}{text}{RESET}"
+        return text
+
+    def _wrap(self, line: str) -> str:
+        return wrap(line, self._width, INDENT + "  ")
+
+
+def wrap(line: str, width: int, indent: str) -> str:
+    """Return `line` in lines of at most `width` columns, all but the first after `indent`."""
+    if len(line) <= width:
+        return line
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+def print_error(text: object) -> None:
+    """Print a message to stderr, headed by our name, in lines that fit the console.
+
+    Lines of a config, which are shown indented with carets below them, stay whole.
+    """
+    width = console_width(sys.stderr)
+    with suppress(OSError):  # nobody reads it any more: `| tee`, a terminal that is closed
+        for line in f"meshwright: {text}".split("\n"):
+            is_excerpt = line.startswith(EXCERPT)
+            print(line if is_excerpt else wrap(line, width, EXCERPT), file=sys.stderr)
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """The console; with a progress bar, messages appear above it. An error ends the bar.
+
+    A console that is gone, as a terminal that was closed, takes nothing more, and ends nothing.
+    """
+
+    bar: Bar | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self.bar is not None:
+                self.bar.clear()
+                if record.levelno >= logging.ERROR:
+                    self.bar = None
+            super().emit(record)
+            if self.bar is not None:
+                self.bar.refresh()
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        if isinstance(sys.exception(), OSError):
+            self.bar = None
+        else:
+            super().handleError(record)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a person watches `stream`, on a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Return whether to colour text on `stream`. Source: https://no-color.org."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def console_width(stream: TextIO) -> int:
+    """Return the columns of a line on `stream`."""
+    try:
+        return max(int(os.environ[COLUMNS]), 40)
+    except (KeyError, ValueError):
+        pass
+    try:
+        return min(WIDTH, os.get_terminal_size(stream.fileno()).columns or WIDTH)
+    except (OSError, ValueError):  # it is no terminal
+        return WIDTH
+
+
+def log_to_console(*, is_launched: bool = False) -> None:
+    """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
+
+    A record with `is_printed` (`extra`) is not shown: another process has shown it.
+
+    Args:
+        is_launched: whether our launcher started this rank; it shows the ranks of LOG_RANK.
+    """
+    stream = _terminal() or sys.stdout
+    handler = ConsoleHandler(stream)
+    if not _says_everything(is_launched):
+        handler.setLevel(logging.WARNING)
+    handler.setFormatter(ConsoleFormatter(console_width(stream), has_colour=has_colour(stream)))
+    handler.addFilter(lambda record: not getattr(record, "is_printed", False))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _says_everything(is_launched: bool) -> bool:
+    """Return whether this is the first rank, or a rank that the user has asked for."""
+    if os.environ.get("RANK", "0") == "0" or "LOG_RANK" in os.environ:
+        return True
+    # the launcher shows local rank 0 of each machine by default, and others for --log-rank alone
+    return is_launched and os.environ.get("LOCAL_RANK") != "0"
+
+
+def _terminal() -> TextIO | None:
+    """Return the launcher's terminal, if this rank is the one that is shown there."""
+    local_rank, _, path = os.environ.get(TERMINAL, "").partition(":")
+    if not path or local_rank != os.environ.get("LOCAL_RANK"):
+        return None
+    try:  # as no rank's controlling terminal: Ctrl-C goes to the launcher
+        return open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+    except OSError:
+        return None
+
+
+def console_stream() -> TextIO:
+    """Return where the console's log goes."""
+    for handler in logger.handlers:
+        if isinstance(handler, ConsoleHandler):
+            return handler.stream
+    return sys.stdout
+
+
+def set_bar(bar: Bar | None) -> None:
+    """Have messages on the console appear above `bar`. None: there is none any more."""
+    for handler in logger.handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.bar = bar
+
+
+def log_to_file(folder: Path, rank: int) -> None:
+    """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # not foreseen by checks of permissions: a quota, /proc, ...
+        message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
+        raise ConfigError("job.dump_folder", message) from None
+    handler = RankFile(folder / f"rank_{rank}.log")
+    handler.setFormatter(FILE_FORMAT)
+    logger.addHandler(handler)
+    assert handler.stream is not None  # it is opened at once
+    # written in C, so also by a rank that hangs in a collective or a compiler
+    faulthandler.register(signal.SIGUSR2, file=handler.stream)
+
+
+class RankFile(logging.FileHandler):
+    """A file whose disk may be full: it warns once, and tries again with every record."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s cannot be written: %s", self.baseFilename, sys.exception())
+
+
+@contextmanager
+def busy(task: str, progress: Callable[[], str] | None = None) -> Iterator[None]:
+    """Log every `SPEAK_EVERY_S` seconds that `task` is not done yet.
+
+    Args:
+        progress: returns how far it is, e.g. "12 of 64 parts".
+    """
+    is_done, start = threading.Event(), time.perf_counter()
+
+    def speak() -> None:
+        while not is_done.wait(SPEAK_EVERY_S):
+            far = f", {progress()}" if progress else ""
+            logger.info("%s: %.0f s so far%s", task, time.perf_counter() - start, far)
+
+    thread = threading.Thread(target=speak, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()

@@ -1,0 +1,206 @@
+"""How many processes a job has, and this machine's devices for them. Free of torch."""
+
+import os
+import re
+import subprocess
+from argparse import Namespace
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+
+from meshwright.system.errors import ConfigError, check
+
+CPU_RANKS = 2
+"""On a machine without GPUs."""
+
+
+NVIDIA_SMI_S = 20.0
+"""Limit of `nvidia-smi -L`, which takes up to some seconds, and hangs with an ill driver."""
+
+
+REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIBLE_DEVICES="
+
+
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+"""Where AMD's driver describes its devices, CPUs among them."""
+
+
+RENDER_DEVICES = Path("/dev/dri")
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
+"""As the Linux kernel names them; the last is ARM's."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job."""
+
+    per_machine: int
+    machines: int
+    gpus: int | None
+    """GPUs of this machine that may be used; None: not counted."""
+
+    @property
+    def total(self) -> int:
+        """Ranks over all machines."""
+        return self.per_machine * self.machines
+
+
+def count_ranks(given: Namespace, *, start_here: bool = True) -> Ranks:
+    """Return the ranks that the options --ngpu and --nnodes, or NGPU and NNODES, ask for.
+
+    Args:
+        start_here: on this machine. Otherwise its GPUs are only counted if nothing names the ranks
+            per machine.
+
+    Raises:
+        ConfigError: if they are no positive numbers, or the driver fails.
+    """
+    key, text = _given(given.ngpu, "--ngpu", "NGPU")
+    gpus = count_gpus() if start_here or not text else None
+    per_machine = _positive(key, text, gpus or CPU_RANKS)
+    machines = _positive(*_given(given.nnodes, "--nnodes", "NNODES"), 1)
+    return Ranks(per_machine, machines, gpus)
+
+
+def _given(option: str | None, name: str, variable: str) -> tuple[str, str]:
+    """Return the option and its text; without it the variable and its text."""
+    return (name, option) if option is not None else (variable, os.environ.get(variable, ""))
+
+
+def _positive(key: str, text: str, default: int) -> int:
+    if not text:
+        return default
+    is_positive = text.isdecimal() and int(text) > 0
+    check(is_positive, key, text, "must be a positive number", f"write {key}={default}")
+    return int(text)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that torch will see, without the time that importing it takes.
+
+    Raises:
+        ConfigError: if NVIDIA's driver does not answer, or answers with an error.
+    """
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return _count_visible(visible)
+    return _count_amd_gpus() if _is_torch_for_amd() else _count_nvidia_gpus()
+
+
+def _count_visible(devices: str) -> int:
+    """Return how many devices a list names; as for CUDA, a word that names none ends it."""
+    named = (re.match(r"\s*(\d+\s*$|GPU-|MIG-)", device) for device in devices.split(","))
+    return sum(1 for _ in takewhile(bool, named))
+
+
+def _count_nvidia_gpus() -> int:
+    command = ["nvidia-smi", "-L"]
+    pipe = subprocess.PIPE
+    try:
+        asked = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    except OSError:  # there is no driver
+        return 0
+    try:
+        said, _ = asked.communicate(timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # not waited for: a process that hangs in the driver cannot be killed
+        fault = f"does not answer within {NVIDIA_SMI_S:g} s"
+        raise ConfigError("", f"nvidia-smi -L: {fault}\n  fix: {REPAIR}") from None
+    if asked.returncode != 0 and "no devices" not in said.lower():  # this job is given none
+        words = " ".join(said.split())
+        fault = f"failed with exit code {asked.returncode}: {words}"
+        raise ConfigError("", f"nvidia-smi -L: {fault}\n  fix: {REPAIR}")
+    return sum(line.startswith("GPU") for line in said.splitlines())
+
+
+def _is_torch_for_amd() -> bool:
+    """Return whether the installed torch uses AMD's GPUs, and so none of NVIDIA's.
+
+    Most laptops with an AMD processor have a GPU that torch cannot use, listed as any other.
+    """
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    try:
+        version = Path(torch.origin).with_name("version.py").read_text()
+    except OSError:  # the ranks will say why
+        return False
+    return re.search(r"^hip\b.*=\s*['\"]", version, re.MULTILINE) is not None
+
+
+def _count_amd_gpus() -> int:
+    """Count by files: AMD's tools hang where the driver does."""
+    count = sum(map(_is_amd_gpu, AMD_NODES.glob("*")))
+    lists = [os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "ROCR")]
+    return min([count, *(_count_visible(visible) for visible in lists if visible is not None)])
+
+
+def _is_amd_gpu(node: Path) -> bool:
+    """Return whether a device is a GPU that this process, in a container maybe, is given."""
+    try:
+        if int((node / "gpu_id").read_text()) == 0:  # a CPU
+            return False
+        words = (node / "properties").read_text().split()
+    except OSError:  # this container may not use it
+        return False
+    minor = dict(zip(words[::2], words[1::2], strict=False)).get("drm_render_minor")
+    return (RENDER_DEVICES / f"renderD{minor}").exists()
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use at a time: of its affinity, within the quota of
+    its container or job."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min([cores, *map(int, _quotas())]))
+
+
+def _quotas() -> list[float]:
+    """Return the cores that each control group (version 2) around this process grants it."""
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    groups = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    quotas = []
+    for group in (CGROUPS / name for name in groups):
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(CGROUPS):
+                break
+            try:
+                quota, period = (folder / "cpu.max").read_text().split()
+            except (OSError, ValueError):  # as at the root: it has none
+                continue
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+    return quotas
+
+
+def why_bf16_is_slow() -> str:
+    """Return why this machine's CPU multiplies slower in bfloat16 than in float32; empty: it does
+    not, or the system does not say."""
+    try:
+        lines = [line.partition(":") for line in CPU_INFO.read_text().splitlines()]
+    except OSError:  # not Linux
+        return ""
+    found = {name.strip(): value.split() for name, _, value in reversed(lines)}
+    flags = {*found.get("flags", []), *found.get("Features", [])}
+    if flags and not BF16_INSTRUCTIONS & flags:
+        return (
+            "this CPU has no instructions for it, and multiplies up to 40 times faster in float32"
+        )
+    is_intel = found.get("vendor_id") == ["GenuineIntel"]
+    if is_intel and "avx512_bf16" in flags and "amx_bf16" not in flags:
+        # a Xeon of model 207: 88 GFLOP/s within a core's cache, against 175 in float32
+        return "this CPU has no AMX, and multiplies up to twice as fast in float32"
+    return ""

@@ -1,0 +1,276 @@
+"""Signals and parents of a job's processes. Free of torch."""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from meshwright.system.errors import EXIT_INTERRUPTED, StopRequested
+from meshwright.system.exit_codes import code_of_request
+
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""A terminal that closes; signals that Slurm and others send some time before they kill; Ctrl-C."""
+
+
+FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
+"""Environment variable of the ranks that names a file on their machine: the launcher writes the
+name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to
+the ranks of a job that has failed, and a rank could not tell which it is."""
+
+
+TRAINED = "trained"
+"""File beside it: a rank of this machine has taken a step."""
+
+
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""Environment variable of the ranks: process number of the launcher that started them."""
+
+
+HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
+"""Environment variable of the ranks: the variables that the launcher has chosen for the machine."""
+
+
+HEARTBEATS = "MESHWRIGHT_HEARTBEATS"
+"""Environment variable of the ranks: folder on their machine where the launcher looks for their
+last phase."""
+
+
+CHECKED = "MESHWRIGHT_CHECKED"
+"""Environment variable of the ranks: `meshwright check` has written to the same console."""
+
+
+GPUS_EXPECTED = "MESHWRIGHT_GPUS"
+"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
+
+
+OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
+"""Environment variables by which users choose an allocator of memory on CPUs, or settings of
+glibc's. The launcher and the ranks then choose none."""
+
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+NUDGE = signal.SIGURG
+"""Brings the main thread of a rank back to Python, even from a sleep. Its default is no effect."""
+
+
+LISTEN_EVERY_S = 0.5
+"""Seconds between two looks for the launcher's request."""
+
+
+STUCK_S = 5.0
+"""Seconds after which a rank that has nothing to save ends, though its main thread has not come
+back from C."""
+
+
+JOIN_TIMEOUT_S = 20
+"""Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job
+has failed: exit before torchrun's SIGKILL at 30 s hides the cause."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to stop: not the ones that were ignored when it
+    started, as SIGHUP is under nohup, and Ctrl-C in the background of a script."""
+    return [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def exit_when_asked() -> None:
+    """End this process at once when it is asked to stop: there is nothing to save yet."""
+    for number in stop_signals():
+        signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, f"meshwright: {before_training(name)}\n".encode())
+    os._exit(code_of_request(name))
+
+
+def before_training(name: str) -> str:
+    """Return the last words of a job that is asked to stop before its first step."""
+    return f"{name}: stopped before the first step of this start; there is nothing new to save"
+
+
+class Requests:
+    """Requests to stop that this rank gets: signals of its own, and the launcher's file.
+
+    As a context, in the main thread: another thread listens, whatever the main thread does. By
+    `when_asked` a request ends the process ("exit"), raises `StopRequested` in the main thread
+    ("raise"), or is only noted ("hold"). A second Ctrl-C ends the process at once.
+
+    Attributes:
+        name: the signal of the first request; "": none has come.
+        has_trained: this process has taken a step.
+        is_agreed: all ranks know of a request.
+    """
+
+    def __init__(self, when_asked: Literal["exit", "raise"] = "raise") -> None:
+        self.when_asked: Literal["exit", "raise", "hold"] = when_asked
+        self.name, self.has_trained, self.is_agreed = "", False, False
+        self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
+        self._num_interrupts = 0
+        self._is_entered = self._is_raised = False
+
+    def __enter__(self) -> "Requests":
+        # Python writes a signal's number only if it has a handler for it
+        self._before = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
+        self._before[NUDGE] = signal.signal(NUDGE, self._raise)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        # Python's handlers wait until the main thread is back in Python, from a compiler, say; the
+        # number is written here at once, and read by a thread
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._is_entered = True
+        # a process that a library forks must not write its own signals into our pipe
+        os.register_at_fork(
+            before=partial(self._mask, signal.SIG_BLOCK),
+            after_in_parent=partial(self._mask, signal.SIG_UNBLOCK),
+            after_in_child=self._forget,
+        )
+        threading.Thread(target=self._listen, name="requests", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+        self._is_entered = False
+        os.close(self._write_end)  # ends the thread
+
+    @property
+    def is_of_failure(self) -> bool:
+        """Whether the request may be torchrun's signal, which ends the ranks of a failed job."""
+        return self.name == signal.SIGTERM.name and self._may_be_torchrun_s()
+
+    def _may_be_torchrun_s(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and not self._launcher_says()
+
+    def look(self) -> str:
+        """Return the name of the request, if there is one by now; "": none."""
+        return self.name or self._launcher_says()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Only note requests inside: there is something to save."""
+        before, self.when_asked = self.when_asked, "hold"
+        try:
+            yield
+        finally:
+            self.when_asked = before
+
+    def check(self) -> None:
+        """Raise `StopRequested` if a request has come: it may have been only noted."""
+        if self.name:
+            self._is_raised = True
+            raise StopRequested(self.name)
+
+    def note_training(self) -> None:
+        """Note, for the launcher too, that there is something to save from now on."""
+        self.has_trained = True
+        if FROM_LAUNCHER in os.environ:
+            with suppress(OSError):  # a full disk: the launcher's words are then less exact
+                self._from_launcher.with_name(TRAINED).touch()
+
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _mask(self, how: int) -> None:
+        if self._is_entered:
+            signal.pthread_sigmask(how, STOP_SIGNALS)
+
+    def _forget(self) -> None:
+        """Have a process that was forked from this one end by signals as usual."""
+        if self._is_entered:
+            self._restore()
+            self._mask(signal.SIG_UNBLOCK)
+            self._is_entered = False
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read_end], [], [], LISTEN_EVERY_S)
+            byte = os.read(self._read_end, 1) if ready else b""
+            if ready and not byte:
+                break
+            if byte and byte[0] in STOP_SIGNALS:
+                self._hear(byte[0])
+            elif not ready and not self.name and (name := self._launcher_says()):
+                self._note(name)
+        os.close(self._read_end)
+
+    def _launcher_says(self) -> str:
+        try:
+            return self._from_launcher.read_text("ascii")
+        except OSError:  # it is not there
+            return ""
+
+    def _hear(self, number: int) -> None:
+        self._num_interrupts += number == signal.SIGINT
+        # Slurm's warning is followed by SIGTERM, a terminal's SIGHUP by that of its shell: only a
+        # person who asks twice is in a hurry
+        if self._num_interrupts > 1:
+            os._exit(EXIT_INTERRUPTED)
+        is_shown = os.environ.get("RANK", "0") == "0"
+        if number == signal.SIGINT and self.when_asked == "hold" and is_shown:
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, b"meshwright: SIGINT: the job saves and stops; again: killed\n")
+        self._note(signal.Signals(number).name)
+        if number == signal.SIGTERM and self.when_asked == "hold":
+            _later(JOIN_TIMEOUT_S, self._end_if_alone)
+
+    def _note(self, name: str) -> None:
+        if self.name:
+            return
+        self.name = name
+        if self.when_asked == "exit":
+            os._exit(self.exit_code)
+        if self.when_asked == "raise":
+            signal.pthread_kill(threading.main_thread().ident or 0, NUDGE)
+            _later(STUCK_S, self._exit_if_stuck)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of this rank if it ends for the request without having to save."""
+        return 128 + signal.SIGTERM if self.is_of_failure else code_of_request(self.look())
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self.when_asked == "raise" and not self._is_raised:
+            self.check()
+
+    def _exit_if_stuck(self) -> None:
+        # in the final export the main thread comes back, and names the step that is saved
+        if self.when_asked == "raise" and not (self._is_raised or self.has_trained):
+            os._exit(self.exit_code)
+
+    def _end_if_alone(self) -> None:
+        """End as SIGTERM would have, unless the whole job is being stopped."""
+        if not self.is_agreed and self._may_be_torchrun_s():
+            os._exit(128 + signal.SIGTERM)
+
+
+def _later(seconds: float, action: object) -> None:
+    timer = threading.Timer(seconds, action)  # type: ignore[arg-type]
+    timer.daemon = True
+    timer.start()
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, SIGKILL included (Linux only).
+
+    Args:
+        parent: process number of who started it: it may have died by now.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

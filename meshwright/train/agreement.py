@@ -1,0 +1,149 @@
+"""Whether all ranks run the same job: its config, code, tokenizer and data, compared at start."""
+
+import functools
+import hashlib
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import meshwright
+from meshwright.config.changes import differences, shown, to_json
+from meshwright.config.job_config import wants_cpu_attention, wants_cpu_products
+from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
+from meshwright.models.kernels import cpu_attention, onednn_products
+from meshwright.system.errors import ConfigError, in_ranges
+from meshwright.train.preflight import Plan
+
+CONFIG = "config"
+
+
+COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
+
+
+OWN_PATHS = {
+    *("config_file", "dump_folder", "token_cache_folder", "tokenizer_path", "chat_template_path"),
+    *("dataset_path", "dataset_format"),
+}
+"""Keys that may differ between machines: only the files they lead to must be the same."""
+
+
+def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str) -> None:
+    """Compare this rank's job with the others'. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming the ranks that differ, in which part, and from which.
+    """
+    model = plan.config.model
+    of_tokenizer = tokenizer_parts(plan.tokenizer, model.tokenizer_path, model.chat_template_path)
+    check_same(
+        {
+            CONFIG: json.dumps(to_json(plan.config)),
+            "code": f"meshwright {meshwright.__version__}, source {_source_hash()}, "
+            f"torch {torch.__version__}",
+            "model.tokenizer_path": short_hash(of_tokenizer),
+            **{f"{source.entry.key}.dataset": source.content for source in sources},
+            "experimental.custom_import": plan.own_code,
+            **_attention(plan, device_type),
+            **_products(plan, device_type),
+        }
+    )
+
+
+def check_same(facts: Mapping[str, str]) -> None:
+    """Raise unless every rank gives the same facts. Collective.
+
+    A digest is gathered first: the facts of 16,384 ranks would be 61 MiB on each of them.
+
+    Args:
+        facts: by the key of the config that they belong to, if there is one.
+
+    Raises:
+        ConfigError: as `check_agreement`.
+    """
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(facts))
+    if all(digest == digests[0] for digest in digests):
+        return
+    mine = (socket.gethostname(), dict(facts))
+    gathered: list[tuple[str, dict[str, str]]] = [mine] * len(digests)
+    dist.all_gather_object(gathered, mine)
+    hosts = [host for host, _ in gathered]
+    lines, first = list[str](), ""
+    for name in sorted({name for _, of_rank in gathered for name in of_rank}):
+        ranks = defaultdict[str, list[int]](list)
+        for rank, (_, of_rank) in enumerate(gathered):
+            ranks[of_rank.get(name, "nothing")].append(rank)
+        groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
+        found = list(_differences(name, groups, hosts))
+        if found and not first:
+            first = name
+        lines += found
+    if lines:
+        text = "\n  ".join(["ranks do not run the same job:", *lines])
+        fix = "give all machines the same code, config, tokenizer and data"
+        raise ConfigError("" if first in (CONFIG, "code") else first, f"{text}\n  fix: {fix}")
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _differences(
+    name: str, groups: Sequence[tuple[str, list[int]]], hosts: Sequence[str]
+) -> Iterator[str]:
+    """Lines on one fact. The group of most ranks, or of the first, is the one that others differ
+    from."""
+    (usual, usual_ranks), *others = groups
+    to_whom = _named(usual_ranks, hosts)
+    for value, ranks in others:
+        who = _named(ranks, hosts)
+        if name != CONFIG:
+            yield f"{name}: {who}: {value}; {to_whom}: {usual}"
+            continue
+        for key, old, new in differences(json.loads(usual), json.loads(value)):
+            if key.rpartition(".")[2] not in OWN_PATHS:
+                hint = COMPILE_HINT if key == "compile.enable" else ""
+                yield f"{key}: {who}: {shown(new)}; {to_whom}: {shown(old)}{hint}"
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    there = sorted({hosts[rank] for rank in ranks})
+    more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+    return f"rank {in_ranges(ranks)} (on {', '.join(there[:3])}{more})"
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Return a hash of every source file of the package."""
+    folder, found = Path(meshwright.__file__).parent, hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _attention(plan: Plan, device_type: str) -> dict[str, str]:
+    """Tell which kernel of attention "auto" takes here; it compiles it, if need be."""
+    config = plan.config
+    if device_type != "cpu" or not wants_cpu_attention(
+        config.compile, config.training, config.parallelism
+    ):
+        return {}
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    reason = cpu_attention.why_not(plan.model_args.table.head_dim, dtype)
+    chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
+    return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
+
+
+def _products(plan: Plan, device_type: str) -> dict[str, str]:
+    """Tell which library multiplies in fp32 here; the exchange is compiled, if need be."""
+    config = plan.config
+    if device_type != "cpu" or not wants_cpu_products(config.compile, config.training):
+        return {}
+    chosen = "torch's" if onednn_products.why_not() else "oneDNN's"
+    return {"compile.cpu_products": f'{chosen} ("torch" runs on all machines)'}

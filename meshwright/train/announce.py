@@ -1,0 +1,207 @@
+"""A job's messages at its start and end, and its records beside the results."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import socket
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import meshwright
+from meshwright.config.changes import to_json
+from meshwright.config.job_config import saves
+from meshwright.config.loader import to_toml
+from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.metrics import records as history
+from meshwright.metrics.console import duration
+from meshwright.metrics.reporter import Reporter
+from meshwright.system import device as hardware
+from meshwright.system.errors import StopRequested, numbered
+from meshwright.system.files import whole_file
+from meshwright.system.log import WIDTH, logger
+from meshwright.system.processes import CHECKED, HOST_SETTINGS
+from meshwright.train.optim.groups import describe
+from meshwright.train.preflight import Plan
+
+
+def announce(plan: Plan, device: torch.device) -> None:
+    """Describe the job in the log, and keep its config beside the results."""
+    config, args, training = plan.config, plan.model_args, plan.config.training
+    if config.job.description:
+        logger.info("%s", config.job.description)
+    logger.info("config, where it differs from the defaults:")
+    for line in compact_toml(to_toml(config, True)):
+        logger.info("  %s", line)
+    for text in plan.notes:
+        logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
+    shapes = args.parameter_shapes()
+    num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
+    logger.info(
+        "%s %s: %s parameters%s",
+        config.model.name,
+        config.model.flavor,
+        f"{args.table.num_params:,}",
+        f", {num_trained:,} of them trained" if plan.frozen else "",
+    )
+    logger.info("%s", _describe_tokenizer(plan.tokenizer))
+    logger.info(
+        "%s (%s) on %s; torch %s",
+        numbered(dist.get_world_size(), "rank"),
+        str(plan.dims) or "no mesh",
+        hardware.device_name(device),
+        torch.__version__,
+    )
+    if settings := os.environ.get(HOST_SETTINGS):
+        logger.info("chosen for this machine by the launcher: %s", settings)
+    num_dims = {name: len(shape) for name, shape in shapes.items()}
+    logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
+    accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
+    num_tokens = training.global_batch_size * training.seq_len
+    logger.info(
+        "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",
+        training.global_batch_size,
+        f"{num_tokens:,}",
+        training.local_batch_size,
+        numbered(plan.dims.dp, "rank"),
+        numbered(accumulation, "microbatch", "es"),
+    )
+    logger.info(
+        "to train: %s tokens in %s steps",
+        f"{num_tokens * (training.steps - plan.resume_step):,}",
+        f"{training.steps - plan.resume_step:,}",
+    )
+    parts = ", ".join(
+        f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
+    )
+    logger.info(
+        "memory per rank before activations: %.3g GiB (%s)",
+        sum(plan.least_bytes.values()) / hardware.GIB,
+        parts,
+    )
+    if dist.get_rank() == 0:
+        path = Path(config.job.dump_folder) / "config.toml"
+        try:
+            with whole_file(path) as file:
+                file.write(to_toml(config).encode())
+        except OSError as error:  # a full disk: training can continue
+            logger.warning("%s cannot be written: %s", path, error)
+
+
+def _describe_tokenizer(tokenizer: Tokenizer) -> str:
+    """Say which tokens stand around a document: a wrong one is seen in nothing else."""
+    ids = {"BOS": tokenizer.bos_id, "EOS": tokenizer.eos_id}
+    shown = ", ".join(
+        f"{name} {'none' if i is None else f'{i} {tokenizer.decode([i])}'.strip()}"
+        for name, i in ids.items()
+    )
+    return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}"
+
+
+def compact_toml(text: str) -> list[str]:
+    """Return TOML with each table in one line, which is broken between keys where it is long."""
+    lines: list[str] = []
+    for section, table in tomllib.loads(text).items():
+        lines.append(f"[{section}]")
+        separator = " "
+        for key, value in table.items():
+            item = f"{key} = {_inline(value)}"
+            if len(lines[-1]) + len(separator) + len(item) <= WIDTH - 12:
+                lines[-1] += separator + item
+            else:
+                lines.append(f"  {item}")
+            separator = ", "
+    return lines
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:
+    """Log a finished job's results, and the commands that use them.
+
+    Args:
+        step: the last; the data may have ended before `training.steps`.
+    """
+    training = plan.config.training
+    tokens = training.global_batch_size * training.seq_len * (step - plan.resume_step)
+    earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
+    logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
+    if reporter.best_validation is not None:
+        best, loss = reporter.best_validation
+        logger.info("best validation loss: %.4f, at step %s", loss, f"{best:,}")
+    config = plan.config
+    folder = shlex.quote(config.job.dump_folder)
+    commands = [f"meshwright report {folder}"]
+    if config.metrics.enable_tensorboard:
+        commands.append(f"tensorboard --logdir {folder}")
+    if saves(config.checkpoint):
+        if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
+            folder = shlex.quote(str(plan.checkpoint_folder))
+        module = config.experimental.custom_import
+        own = f" --custom-import {shlex.quote(module)}" if module else ""
+        commands.append(f'meshwright generate {folder} --prompt "..."{own}')
+        if not config.checkpoint.last_save_in_hf:
+            commands.append(f"meshwright export {folder} MODEL_FOLDER{own}")
+    logger.info("next:")
+    for command in commands:
+        logger.info("  %s", command, extra={"is_command": True})
+
+
+def note_start(plan: Plan, device: torch.device) -> None:
+    """Add this process to the history of the run."""
+    if dist.get_rank() > 0:
+        return
+    facts: dict[str, Any] = {
+        "ranks": dist.get_world_size(),
+        "mesh": str(plan.dims) or "no mesh",
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "device": hardware.device_name(device),
+        "versions": {
+            "meshwright": meshwright.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "parameters": plan.model_args.table.num_params,
+        "command": shlex.join(sys.argv),
+        "config": to_json(plan.config),
+    }
+    history.note(Path(plan.config.job.dump_folder), plan.resume_step, "start", facts)
+
+
+@contextmanager
+def note_failure(plan: Plan, step: Callable[[], int]) -> Iterator[None]:
+    """Add an error, or a request to stop, that ends this process to the history of the run.
+
+    Args:
+        step: returns the last step that was taken.
+    """
+    try:
+        yield
+    except StopRequested as asked:
+        note_end(plan, max(step(), plan.resume_step), f"stopped: {asked}")
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        note_end(plan, max(step(), plan.resume_step), f"failed: {reason}")
+        raise
+
+
+def note_end(plan: Plan, step: int, reason: str) -> None:
+    """Add the end of this process to the history of the run."""
+    if dist.get_rank() == 0:
+        history.note(Path(plan.config.job.dump_folder), step, "end", {"reason": reason})

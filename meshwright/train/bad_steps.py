@@ -1,0 +1,342 @@
+"""The host's log of bad steps, which it reads from the device now and then."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.config.training import BadSteps
+from meshwright.datasets.sample_stream import Cursor
+from meshwright.metrics.sinks import JsonLines, Spared
+from meshwright.system.errors import TrainingError
+from meshwright.system.log import logger
+
+FIGURES = ("loss", "grad_norm")
+"""The observed figures, in this order wherever there are two of something."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """One step whose update was held back, and why."""
+
+    step: int
+    values: tuple[float, float]
+    means: tuple[float, float]
+    """Running ones, of the good steps before it."""
+    deviations: tuple[float, float]
+    limits: tuple[float, float]
+    """A value above its limit is a spike; inf: none would be."""
+    is_finite_here: bool
+    """Whether the loss on this rank's own samples was."""
+    num_labels: int
+    """Labels of the global batch that count; 0: there is no mean of them."""
+
+    @classmethod
+    def of_row(cls, row: list[float]) -> "BadStep":
+        """Undo `BadStepDetector._row`."""
+        step, *numbers, is_finite_here, num_labels = row
+        values, means, deviations, limits = ((numbers[i], numbers[i + 1]) for i in range(0, 8, 2))
+        return cls(
+            int(step), values, means, deviations, limits, bool(is_finite_here), int(num_labels)
+        )
+
+
+class BadStepDetector:
+    """Judges each step on the device, by its global loss and gradient norm.
+
+    A bad step is one whose figures are not finite, or one of whose figures is more than
+    `spike_std` standard deviations above its running mean. Its update is held back. Once there are
+    more of them than are allowed, so is every update that follows: the weights stay those before
+    the step that was one too many, until the host looks.
+
+    The running mean and variance are of good steps alone: exponentially weighted with 1/n for the
+    n-th and 1/`spike_window` from step `spike_window` on, before which nothing is a spike. So they
+    are first over all steps, then over an exponential window. Source: Finch
+    2009, "Incremental calculation of weighted mean and variance", the last part; with 1/n it is
+    Welford's 1962 algorithm. Skipping steps whose loss or norm is k deviations off is the rule
+    of OLMo-core's SkipStepOptimizer, which keeps a whole window.
+
+    All ranks see the same figures, so they judge alike. Every tensor is small and on the device.
+
+    Args:
+        config: policy "stop" allows no bad step. None: the default, which is that.
+        num_before: steps that were skipped before this process; they count towards the budget. If
+            there are as many as it allows now, the next one stops the job.
+        statistics: of the checkpoint that is resumed from.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: BadSteps | None = None,
+        num_before: int = 0,
+        statistics: Mapping[str, Any] | None = None,
+    ) -> None:
+        config = config or BadSteps()
+        self._allowed = max(config.budget - num_before, 0) if config.policy == "skip" else 0
+        self._spike_std, self._window = config.spike_std, config.spike_window
+        self._num_bad = torch.zeros((), dtype=torch.int64, device=device)
+        # one row a bad step, one for the step that is too many, and one that is written at every
+        # step and counts only if it was bad: doubles, which hold every step's number
+        self._rows = torch.zeros(self._allowed + 2, 11, dtype=torch.float64, device=device)
+        # while spikes are not looked for, statistics would grow old
+        known = (statistics or {}) if config.spike_std else {}
+        self._num_good = torch.full((), known.get("num_good", 0), device=device)
+        # doubles: the square of a norm may be beyond the floats, and would stay in the variance
+        self._mean, self._variance = (
+            torch.tensor(known.get(name, [0.0, 0.0]), dtype=torch.float64, device=device)
+            for name in ("mean", "variance")
+        )
+
+    @property
+    def is_stopped(self) -> Tensor:
+        """() bool: more steps were bad than are allowed, and no update is made any more."""
+        return self._num_bad > self._allowed
+
+    def judge(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        is_finite_here: Tensor,
+        num_labels: Tensor,
+    ) -> Tensor:
+        """Note a step's figures. Waits for nothing.
+
+        Args:
+            step: counted from 1.
+            loss: () fp32, the same on every rank.
+            grad_norm: () fp32, the same on every rank.
+            is_finite_here: () bool: whether the loss on this rank's own samples is finite.
+            num_labels: () int64, the same on every rank.
+
+        Returns:
+            () bool: whether its update is to be held back.
+        """
+        values = torch.stack([loss, grad_norm])
+        deviation = self._variance.sqrt()
+        limit = torch.full_like(self._mean, math.inf)
+        if self._spike_std:
+            # limits stay inf during the warm-up
+            limit = self._mean + self._spike_std * deviation
+            limit = limit.masked_fill(self._num_good < self._window, math.inf)
+        is_good = (torch.isfinite(values) & (values <= limit)).all()
+        is_bad = torch.logical_not(is_good)
+        row = self._row(step, values, deviation, limit, is_finite_here, num_labels)
+        self._rows.index_copy_(0, self._num_bad.view(1), row.view(1, -1))
+        self._num_bad += is_bad & (self._num_bad <= self._allowed)
+        if self._spike_std:
+            self._take_in(values, is_good)
+        return is_bad | self.is_stopped
+
+    def _row(
+        self,
+        step: int,
+        values: Tensor,
+        deviation: Tensor,
+        limit: Tensor,
+        is_finite_here: Tensor,
+        num_labels: Tensor,
+    ) -> Tensor:
+        number = torch.full((1,), step, dtype=self._rows.dtype, device=values.device)
+        rest = is_finite_here.view(1), num_labels.view(1)
+        return torch.cat([number, values, self._mean, deviation, limit, *rest])
+
+    def _take_in(self, values: Tensor, is_good: Tensor) -> None:
+        """Move mean and variance towards `values`, if they are good."""
+        self._num_good += is_good
+        weight = self._num_good.clamp(1, self._window).double().reciprocal()
+        distance = values - self._mean
+        mean = self._mean + weight * distance
+        variance = (1 - weight) * (self._variance + weight * distance.square())
+        # in a product with 0, a non-finite value would stay so
+        self._mean = torch.where(is_good, mean, self._mean)
+        self._variance = torch.where(is_good, variance, self._variance)
+
+    def num_bad(self) -> int:
+        """Bad steps that this process has counted. Waits for the device."""
+        return int(self._num_bad.item())
+
+    def bad_steps(self, first: int, last: int) -> list[BadStep]:
+        """Return the bad steps of this process from number `first` to before `last`. Waits for the
+        device."""
+        return [BadStep.of_row(row) for row in self._rows[first:last].tolist()]
+
+    def is_too_many(self, number: int) -> bool:
+        """Return whether the `number`-th bad step of this process, from 0, is one more than is
+        allowed."""
+        return number >= self._allowed
+
+    def statistics(self) -> dict[str, Any]:
+        """For a checkpoint of any mesh: JSON from which they come back to the bit. Waits for the
+        device."""
+        return {
+            "num_good": int(self._num_good.item()),
+            "mean": self._mean.tolist(),
+            "variance": self._variance.tolist(),
+        }
+
+
+FILE = "skipped_steps.jsonl"
+
+
+class BadStepReporter:
+    """Reports steps that were skipped, once each, and ends the job at one that is too many.
+
+    Args:
+        is_early: parameters are updated during backward, before loss and norm are known.
+        folder: gets `FILE`, from the first rank, without records of steps after `cursor`'s.
+        sources: names of the sources of samples.
+        step: the last that was taken before this process.
+        cursor: where the samples of the next one begin.
+        saved: `state` of the checkpoint that is resumed from.
+    """
+
+    def __init__(
+        self,
+        config: BadSteps,
+        device: torch.device,
+        *,
+        is_early: bool,
+        folder: Path,
+        sources: Sequence[str],
+        step: int,
+        cursor: Cursor,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        saved = saved or {}
+        self._config, self._is_early, self._sources = config, is_early, sources
+        self._skipped: list[int] = list(saved.get("skipped", ()))
+        self.detector = BadStepDetector(device, config, len(self._skipped), saved.get("statistics"))
+        self._num_seen = 0
+        # by step: how many samples of each source had been read behind it
+        self._counts = {step: cursor.counts or (0,) * len(sources)}
+        self._file: Spared | None = None
+        is_wanted = config.policy == "skip" or (folder / FILE).exists()
+        if is_wanted and dist.get_rank() == 0:
+            self._file = Spared(FILE, partial(JsonLines, folder / FILE, step))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For reports: steps skipped so far, as of the last `look`."""
+        return {"optim/skipped_steps": len(self._skipped)} if self._config.policy == "skip" else {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, on any mesh: JSON. Call after `look`."""
+        return {"skipped": list(self._skipped), "statistics": self.detector.statistics()}
+
+    def count(self, step: int, cursor: Cursor) -> None:
+        """Note where the samples of `step` end; waits for nothing."""
+        self._counts[step] = cursor.counts
+
+    def raise_or_report(self) -> None:
+        """Report the steps skipped since the last look; waits for the device. Call before
+        every save. Collective.
+
+        Raises:
+            TrainingError: on every rank, if there were more bad steps than allowed.
+        """
+        num_bad = self.detector.num_bad()
+        if num_bad > self._num_seen:
+            bad_steps = self.detector.bad_steps(self._num_seen, num_bad)
+            for number, (bad, ranks) in enumerate(_with_ranks(bad_steps), self._num_seen):
+                if self.detector.is_too_many(number):
+                    raise TrainingError(self._why_it_ends(bad, ranks))
+                self._report(bad, ranks)
+            self._num_seen = num_bad
+        last = max(self._counts)
+        self._counts = {last: self._counts[last]}
+
+    def close(self) -> None:
+        """Nothing is reported afterwards."""
+        if self._file is not None:
+            self._file.close()
+
+    def _report(self, bad: BadStep, ranks: Sequence[int]) -> None:
+        """One step that was skipped."""
+        self._skipped.append(bad.step)
+        if self._file is None:  # the first rank says it
+            return
+        reason, ranges = self._reason(bad, ranks), self._samples(bad.step)
+        logger.warning(
+            "step %d was skipped (%d of at most %d): %s; %s",
+            bad.step,
+            len(self._skipped),
+            self._config.budget,
+            reason,
+            _in_words(ranges),
+        )
+        record: dict[str, Any] = {"step": bad.step, "reason": reason, "ranks": list(ranks)}
+        for index, name in enumerate(FIGURES):
+            record[name] = bad.values[index]
+            record[f"{name}_mean"] = bad.means[index]
+            record[f"{name}_deviation"] = bad.deviations[index]
+        self._file.write(record | {"samples": ranges})
+
+    def _reason(self, bad: BadStep, ranks: Sequence[int]) -> str:
+        loss, grad_norm = bad.values
+        if bad.num_labels == 0:
+            return "none of its labels counts in the loss, so there is no mean"
+        if not math.isfinite(loss):
+            where = f"on rank {', '.join(map(str, ranks))}" if ranks else "as a sum over ranks"
+            return f"non-finite loss {where}"
+        if not math.isfinite(grad_norm):
+            return "non-finite gradient norm (every loss was finite)"
+        return " and ".join(
+            f"{name} {bad.values[index]:.5g} (more than {self._config.spike_std:g} standard "
+            f"deviations of {bad.deviations[index]:.3g} above its running mean "
+            f"{bad.means[index]:.5g})"
+            for index, name in enumerate(("loss", "gradient norm"))
+            if bad.values[index] > bad.limits[index]
+        )
+
+    def _samples(self, step: int) -> dict[str, tuple[int, int]]:
+        """Return the first and the last index of the step's samples, by source."""
+        before, behind = self._counts[step - 1], self._counts[step]
+        return {
+            name: (first, after - 1)
+            for name, first, after in zip(self._sources, before, behind, strict=True)
+            if after > first
+        }
+
+    def _why_it_ends(self, bad: BadStep, ranks: Sequence[int]) -> str:
+        weights = (
+            "that step may have updated a part of the weights (optimizer.early_step_in_backward), "
+            if self._is_early
+            else f"the weights are as they were after step {bad.step - 1}, "
+        )
+        used_up = ""
+        if self._config.policy == "skip":
+            steps = ", ".join(map(str, self._skipped))
+            used_up = f"; bad_steps.budget = {self._config.budget} is used up (steps {steps})"
+        return (
+            f"{self._reason(bad, ranks)} at step {bad.step}; {weights}and no checkpoint was saved "
+            f"since; {_in_words(self._samples(bad.step))}{used_up}"
+        )
+
+
+def _with_ranks(bad_steps: Sequence[BadStep]) -> list[tuple[BadStep, list[int]]]:
+    """Return each step with the ranks on whose samples its loss was not finite.
+
+    Collective if any loss was not finite.
+    """
+    mine = [bad.is_finite_here for bad in bad_steps]
+    is_finite: list[list[bool]] = [mine]
+    if not all(math.isfinite(bad.values[0]) for bad in bad_steps):
+        is_finite *= dist.get_world_size()
+        dist.all_gather_object(is_finite, mine)
+    return [
+        (bad, [rank for rank, theirs in enumerate(is_finite) if not theirs[index]])
+        for index, bad in enumerate(bad_steps)
+    ]
+
+
+def _in_words(ranges: Mapping[str, tuple[int, int]]) -> str:
+    parts = (f"{first} to {last} of {name}" for name, (first, last) in ranges.items())
+    return f"its samples: {', '.join(parts)}"

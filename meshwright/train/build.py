@@ -1,0 +1,220 @@
+"""From a plan to the parts of a job."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.conversion.initial_on_ranks import open_initial
+from meshwright.config.changes import to_json
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import to_toml
+from meshwright.datasets.loader import BatchShape, Loader
+from meshwright.datasets.named_sources import weights
+from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample import SampleRules
+from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.metrics import peak_flops as hardware
+from meshwright.metrics import sinks
+from meshwright.metrics.console import Console, Schedule
+from meshwright.metrics.records import Sink
+from meshwright.metrics.reporter import Phases, Reporter, Work
+from meshwright.metrics.weights_and_biases import WeightsAndBiases
+from meshwright.models.decoder import Decoder
+from meshwright.parallelisms.initialize import initialize
+from meshwright.parallelisms.local_model import (
+    Allocate,
+    LocalModel,
+    ModelParts,
+    allocate,
+    build_local_model,
+)
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.parallelize import parallelize
+from meshwright.system.log import logger
+from meshwright.train.preflight import Plan
+
+
+def build_model(
+    plan: Plan, meshes: Meshes, device: torch.device, *, allocate: Allocate = allocate
+) -> LocalModel:
+    """Build this rank's part of the model, parallelised; its values are arbitrary. Collective."""
+    config, training = plan.config, plan.config.training
+    applied: list[str] = []
+
+    def prepare(stage: Decoder) -> None:
+        applied.extend(
+            parallelize(
+                stage,
+                meshes,
+                training=training,
+                parallelism=config.parallelism,
+                recomputation=config.activation_checkpoint,
+                compilation=config.compile,
+                float8_options=config.float8,
+                fp32_modules=plan.fp32_modules,
+                float8_layers=plan.float8_layers,
+            )
+        )
+        allocate(stage, torch.device("cpu") if training.enable_cpu_offload else device, device)
+
+    model = build_local_model(
+        partial(Decoder, plan.model_args, training.seq_len),
+        prepare,
+        ModelParts(plan.stage_modules, plan.frozen, plan.fp32_modules),
+        meshes=meshes,
+        training=training,
+        schedule=config.parallelism.pipeline_parallel_schedule,
+        device=device,
+    )
+    if model.pipeline is not None:
+        logger.info("%s", model.pipeline.summary)
+    for line in dict.fromkeys(applied):  # of all stages
+        logger.info("%s", line)
+    return model
+
+
+def initialize_weights(plan: Plan, model: LocalModel) -> None:
+    """Give parameters and buffers their values at step 0. Collective.
+
+    Raises:
+        ConfigError: if their source is not the one that preflight saw.
+    """
+    config = plan.config.checkpoint
+    if not config.initial_load_path:
+        for stage in model.stages:
+            initialize(stage, plan.config.training.seed)
+        return
+    from meshwright.checkpoint.conversion.readers import open_weights
+
+    start = time.perf_counter()
+    with open_initial(config) as initial:
+        reader = open_weights(initial, plan.spec, plan.model_args)
+        reader.load(dict(model.named_parameters()))
+    for stage in model.stages:
+        stage.init_buffers()
+    path = initial.place.path
+    logger.info("first weights from %s in %.1f s", path, time.perf_counter() - start)
+
+
+def build_loader(
+    plan: Plan,
+    sources: Sequence[OpenSource],
+    meshes: Meshes,
+    device: torch.device,
+    cursor: Cursor,
+) -> Loader:
+    """Return this rank's batches, from `cursor` on."""
+    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    stream = SampleStream(
+        sources,
+        weights(training.datasets),
+        cursor,
+        SampleRules(
+            training.seq_len + 1, training.seed, training.max_epochs, training.max_bad_records
+        ),
+        batch=shape.global_batch_size,
+        slots=shape.slots,
+    )
+    return Loader(
+        stream,
+        shape,
+        mask_documents=training.mask_documents,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+    return BatchShape(
+        local_batch_size=plan.config.training.local_batch_size,
+        num_microbatches=plan.num_microbatches,
+        dp_rank=meshes.dp.get_local_rank(),
+        dp_size=plan.dims.dp,
+    )
+
+
+def build_reporter(
+    plan: Plan,
+    device: torch.device,
+    phases: Phases,
+    extra_sinks: Sequence[Sink],
+    resumed_step: int,
+    tokens_seen: int,
+    best_validation: tuple[int, float] | None,
+) -> Reporter:
+    """Return the figures of the job; its first rank writes them."""
+    config = plan.config
+    training = config.training
+    work = Work(
+        tokens_per_step=training.global_batch_size * training.seq_len,
+        flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
+        num_devices=dist.get_world_size(),
+        peak_flops_per_s=_peak_flops_per_s(config, device),
+    )
+    if dist.get_rank() > 0:
+        return Reporter(
+            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
+        )
+    console = Console(_schedule(config), resumed_step)
+    destinations = [console, *_files(config, resumed_step), *extra_sinks]
+    return Reporter(
+        work, device, phases, destinations, tokens_seen, console.advance, best_validation
+    )
+
+
+def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
+    """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
+    if config.metrics.peak_tflops:
+        tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
+    elif peak := hardware.peak_of(device, getattr(torch, config.training.mixed_precision_param)):
+        tflops, source = peak.flops_per_s / 1e12, peak.source
+    else:
+        return None
+    logger.info("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
+    return tflops * 1e12
+
+
+def _schedule(config: JobConfig) -> Schedule:
+    return Schedule(
+        config.training.steps,
+        config.validation.freq if config.validation.enable else 0,
+        config.checkpoint.interval if config.checkpoint.enable else 0,
+    )
+
+
+def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
+    """Yield every sink that the config asks for beside the console."""
+    metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
+    lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
+    yield sinks.Spared("metrics.jsonl", lines)
+    samples = dump_folder / "samples.jsonl"
+    writes_texts = config.validation.enable and bool(config.validation.sample_prompts)
+    if writes_texts or samples.exists():  # to remove an earlier run's after the step to resume from
+        texts = partial(sinks.TextLines, samples, resumed_step)
+        yield sinks.Spared("samples.jsonl", texts)
+    if metrics.enable_tensorboard:
+        # 0.1 s, which other ranks and jobs without it need not spend
+        from meshwright.metrics.tensorboard_events import TensorBoard
+
+        folder = dump_folder / metrics.save_tb_folder
+        values = {
+            f"{section}.{key}": value
+            for section, table in to_json(config).items()
+            for key, value in table.items()
+        }
+        events = partial(TensorBoard, folder, resumed_step, to_toml(config), values)
+        yield sinks.Spared(f"{folder}, for TensorBoard,", events)
+    if metrics.enable_wandb:
+        tracked = partial(
+            WeightsAndBiases,
+            dump_folder,
+            to_json(config),
+            project=metrics.wandb_project,
+            entity=metrics.wandb_entity,
+            name=metrics.wandb_name,
+            is_resumed=resumed_step > 0,
+        )
+        yield sinks.Spared("the run for Weights & Biases", tracked)

@@ -1,0 +1,148 @@
+"""One rank's process: run the job of the command line, and leave with its exit code."""
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from meshwright.config.job_config import is_compiled
+from meshwright.config.loader import config_errors, load_config
+from meshwright.launch.heartbeat import heartbeat_of_this_rank
+from meshwright.metrics.planned import planned_ledger
+from meshwright.system import device as hardware
+from meshwright.system.errors import (
+    EXIT_CODES,
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    ConfigError,
+    DataError,
+    SaveError,
+    StopRequested,
+    TrainingError,
+)
+from meshwright.system.exit_codes import LOST_PEER
+from meshwright.system.log import log_to_console, logger, print_error
+from meshwright.system.processes import (
+    CHECKED,
+    FROM_LAUNCHER,
+    LAUNCHER,
+    Requests,
+    before_training,
+    die_with_parent,
+)
+from meshwright.train.job import run
+from meshwright.train.preflight import preflight
+
+
+def main(requests: Requests | None = None) -> None:
+    """Run the job that the command line describes; leave with its exit code.
+
+    Args:
+        requests: to stop, since the process began; None: from now on.
+    """
+    if requests is None:
+        with Requests() as requests:
+            main(requests)
+        return
+    if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
+        # nothing else would end it; without torchrun it may outlive its shell
+        die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
+    log_to_console(is_launched=LAUNCHER in os.environ)
+    code, rank = 0, int(os.environ.get("RANK", "0"))
+    try:
+        requests.when_asked = "raise"
+        requests.check()
+        try:
+            is_done = _run_command_line(requests)
+        finally:
+            requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
+        if not is_done:
+            code = EXIT_STOPPED
+    except StopRequested:
+        code = _stopped_before_training(requests)
+    except ConfigError as error:
+        if rank > 0:  # the first rank mostly says the same, and this one is then ended
+            time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
+        print_error(error)
+        code = EXIT_CONFIG
+    except (TrainingError, DataError, SaveError) as error:
+        logger.error("stopped: %s", error)
+        code = EXIT_CODES[type(error)]
+    except Exception as error:
+        # ranks that were asked a moment before this one are gone, and so are compilers
+        if requests.look() and not requests.has_trained:
+            logger.error("failed after the request", exc_info=error, extra={"is_printed": True})
+            code = _stopped_before_training(requests)
+        else:
+            _log_failure(error)
+            code = 1
+    with contextlib.suppress(OSError):  # a full disk, where they go to files
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if code in EXIT_CODES.values() and code != EXIT_CONFIG and rank > 0:
+        time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
+    # gloo's threads abort some ranks during interpreter teardown, after all is done or reported
+    os._exit(code)
+
+
+def _stopped_before_training(requests: Requests) -> int:
+    """Return the exit code; say so if there is no launcher of ours that does."""
+    if not requests.is_of_failure:
+        is_said = FROM_LAUNCHER in os.environ
+        words = before_training(requests.look())
+        logger.info("%s", words, extra={"is_printed": is_said})
+    return requests.exit_code
+
+
+def _log_failure(error: Exception) -> None:
+    """Log the traceback; of a rank that another one has left, only to the file."""
+    if LOST_PEER.search(str(error)):
+        logger.error("failed: the connection to another rank is lost")
+        logger.error("failed", exc_info=error, extra={"is_printed": True})
+    else:
+        logger.exception("failed")
+
+
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+"""Modules of the errors that compilation raises; private, for a hint alone."""
+
+
+FIRST_RANK_PRINTS_WITHIN_S = 5
+"""Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
+
+
+def _to_plan() -> str:
+    """Return the command that plans this job for a device like this rank's."""
+    gib = hardware.memory_gib(torch.device("cuda")) if torch.cuda.is_available() else 0
+    device = f"{gib:.1f}" if gib else "cpu"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    words = ["meshwright", "plan", *sys.argv[1:], "--world-size", ranks, "--device", device]
+    return shlex.join(words)
+
+
+@record  # an exception reaches the launcher, which shows the first failing rank's
+def _run_command_line(requests: Requests) -> bool:
+    config, provenance = load_config(sys.argv[1:])
+    if CHECKED not in os.environ and os.environ.get("RANK", "0") == "0":
+        for note in provenance.notes:
+            logger.info("%s", note)
+    with config_errors(provenance):
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
+        try:
+            return run(plan, heart=heartbeat_of_this_rank(), requests=requests)
+        except torch.OutOfMemoryError as error:
+            lines = planned_ledger(config, world_size)
+            lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+            error.add_note("\n".join(lines))
+            raise
+        except Exception as error:
+            is_of_compiler = type(error).__module__.startswith(COMPILERS)
+            if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
+                error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
+            raise

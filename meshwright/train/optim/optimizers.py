@@ -1,0 +1,288 @@
+"""The optimizers by name, and the contract between them and the rest of the trainer.
+
+An optimizer of the table
+
+* has its parameters in groups with `LR_SCALE` and `weight_decay`, and takes the learning rate from
+  `set_learning_rate` before every update;
+* is updated by `update` alone, which can have the kernel divide the gradients, and can hold an
+  update back: parameters and state, its count of steps included, then stay bitwise the same, and
+  the host does not learn of it;
+* updates a parameter from that parameter, its gradient and its state alone, so that
+  `OptimizerInBackward` may update one at a time;
+* begins with a state of zeros, also if its first update is held back;
+* keeps every state as a tensor, in the parameter's layout or with one element: checkpoints hold
+  nothing else (`checkpoint/state.py` refuses other state).
+
+`tests/unit/test_optimizers.py` holds every entry to it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from inspect import unwrap
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.job_config import JobConfig
+from meshwright.config.training import Optimizer
+from meshwright.parallelisms.shards import is_dtensor
+from meshwright.train.optim.gradients import local_square_sum
+from meshwright.train.optim.groups import Settings, settings_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Groups = list[dict[str, Any]]
+
+
+Build = Callable[[Groups, Optimizer], torch.optim.Optimizer]
+"""From parameter groups and the config to an optimizer: fused, with its own keys of the config."""
+
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+
+
+def without_compiler(kind: type[Kind]) -> type[Kind]:
+    """Return a class as `kind`, but whose methods do not import torch's compiler.
+
+    torch wraps them so that the compiler leaves them alone, and imports it to that end: 0.8 s of
+    the time to the first step, in vain since nothing compiled calls them. If torch no longer keeps
+    the functions within its wrappers, they are the methods again.
+    """
+    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
+    methods["step"] = torch.no_grad()(unwrap(kind.step))  # as torch's wrapper does
+    return type(kind.__name__, (kind,), methods)
+
+
+def _adam(kind: type[torch.optim.Adam]) -> Build:
+    own = without_compiler(kind)
+
+    def build(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
+        betas = (config.beta1, config.beta2)
+        return own(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    return build
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "AdamW": _adam(torch.optim.AdamW),
+    "Adam": _adam(torch.optim.Adam),
+}
+
+
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: factor on the job's learning rate."""
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: Optimizer
+) -> torch.optim.Optimizer:
+    """Build the optimizer that `config` names, one parameter group for all of the same settings.
+
+    To be built after the parameters are sharded. Fused: one kernel for each group, which reads on
+    the device whether the update is held back.
+
+    Args:
+        named_parameters: with their names in the plain model; of a pipeline, this rank's.
+    """
+    by_settings: dict[Settings, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named_parameters:
+        by_settings[settings_of(name, parameter.ndim, config)].append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": settings.weight_decay, LR_SCALE: settings.lr_scale}
+        for settings, parameters in by_settings.items()
+    ]
+    optimizer = OPTIMIZERS[config.name](groups, config)
+    set_learning_rate(optimizer, config.lr)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the job's learning rate times its own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group[LR_SCALE]
+
+
+def update(
+    optimizer: torch.optim.Optimizer, is_held_back: Tensor, divisor: Tensor | None = None
+) -> None:
+    """Update the parameters of `optimizer`, unless they are to stay as they are.
+
+    Args:
+        is_held_back: () bool, on the device: leave parameters and state bitwise unchanged.
+        divisor: () fp32, on the device, of all gradients; None: 1. The kernel divides them as it
+            reads them, and leaves them divided.
+    """
+    # The optimizer would move them itself, but not wait: too early a read for offloaded weights.
+    parameter_device = optimizer.param_groups[0]["params"][0].device
+    # torch's fused optimizers read these attributes, as GradScaler sets them; without them they
+    # would update all the same. They are not documented: the test of the contract fails if they go.
+    optimizer.found_inf = is_held_back.float().to(parameter_device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = (  # type: ignore[attr-defined]
+        None if divisor is None else divisor.to(parameter_device)
+    )
+    with _on_local_shards(optimizer):
+        optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step of `optimizer` see this rank's shards instead of DTensors.
+
+    Each update needs nothing of other shards (the contract), so the result is the same. For
+    DTensors torch first works out how each list of them may be sharded, with whole-size tensors,
+    and asks again at every step. Between steps parameters and states are DTensors, as checkpoints
+    need.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    shards: dict[Tensor, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def swap(*_: object) -> None:
+        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            local = [_local(parameter).detach() for parameter in parameters]
+            for shard, parameter in zip(local, parameters, strict=True):
+                shard.grad = _local(parameter.grad)
+                slots = states[parameter]
+                optimizer.state[shard] = {key: _local(value) for key, value in slots.items()}
+                shards[shard] = parameter
+            optimizer.param_groups.append(group | {"params": local})
+
+    # the last of the hooks, so that others see parameters
+    hook = optimizer.register_step_pre_hook(swap)
+    try:
+        yield
+        for shard, parameter in shards.items():
+            slots = optimizer.state.pop(shard)
+            for key in [*slots]:  # each is freed before the next is copied: memory is full here
+                value = slots.pop(key)
+                if key in states[parameter]:
+                    continue
+                if is_dtensor(parameter) and value.shape == shard.shape:
+                    value = _like(parameter, value)
+                states[parameter][key] = value  # of the first step
+    finally:
+        hook.remove()
+        optimizer.param_groups, optimizer.state = groups, states
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if is_dtensor(value) else value
+
+
+def _like(parameter: "DTensor", shard: Tensor) -> Tensor:
+    """Return the DTensor of all ranks' `shard`, laid out as `parameter`.
+
+    Not by `DTensor.from_local`: it would move the shard of an offloaded parameter to the device.
+    """
+    whole = torch.empty_like(parameter, dtype=shard.dtype)
+    _local(whole).copy_(shard)
+    return whole
+
+
+class OptimizerInBackward:
+    """Makes `optimizer` update each parameter as soon as its gradient is final, and frees that.
+
+    Its state and learning rate stay where they are, so checkpoints are the same with or without.
+
+    Args:
+        optimizer: of `build_optimizer`.
+    """
+
+    square_sum: Tensor
+    """() fp32: of the gradients of this step so far, as `local_square_sum` defines it."""
+    gradients_are_final: bool
+    """Whether a gradient that is computed now is its parameter's last in this step. Where FSDP2
+    reduces gradients, it hands over no other."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self._update, index))
+
+    def begin(self, is_held_back: Tensor) -> None:
+        """A step begins.
+
+        Args:
+            is_held_back: () bool: no parameter is to change in this step.
+        """
+        self._is_held_back = is_held_back
+        self.square_sum = torch.zeros((), device=is_held_back.device)
+        self.gradients_are_final = True
+
+    def _update(self, group: int, parameter: nn.Parameter) -> None:
+        if not self.gradients_are_final:
+            return
+        square_sum = local_square_sum([parameter], self.square_sum.device)
+        self.square_sum += square_sum
+        optimizer = self._optimizer
+        # gradients of other parameters and ranks are not known yet
+        is_bad = self._is_held_back | ~torch.isfinite(square_sum)
+        groups = optimizer.param_groups
+        optimizer.param_groups = [groups[group] | {"params": [parameter]}]
+        update(optimizer, is_bad)
+        optimizer.param_groups = groups
+        parameter.grad = None
+
+
+DecayType = Literal["linear", "sqrt", "cosine"]
+
+
+def warmup_stable_decay(
+    step: int,
+    *,
+    steps: int,
+    warmup_steps: int,
+    decay_ratio: float | None,
+    decay_type: DecayType,
+    min_lr_factor: float,
+) -> float:
+    """Fraction of the peak learning rate at optimizer step `step`, counted from 1.
+
+    Linear from 0 to the peak over `warmup_steps`, then the peak, then down. Step 0 would have 0 and
+    step `steps` + 1 would have `min_lr_factor`, so no step has a rate of 0: with D steps of decay,
+    the last step is (D - 1) / D of the way down. torchtitan 0.2 and transformers count alike.
+
+    Source: Hu et al. 2024, arXiv:2404.06395 (warm-up, stable, decay); "sqrt" is 1 - sqrt(part
+    decayed), of Haegele et al. 2024, arXiv:2405.18392.
+
+    Args:
+        steps: of the whole job.
+        decay_ratio: part of `steps` spent decaying; None: all steps after the warm-up.
+    """
+    if step <= warmup_steps:
+        return step / warmup_steps
+    decay_steps = steps - warmup_steps if decay_ratio is None else round(steps * decay_ratio)
+    decayed = step - 1 - (steps - decay_steps)
+    if decayed <= 0:
+        return 1.0
+    done = decayed / decay_steps
+    left = {
+        "linear": 1 - done,
+        "sqrt": 1 - math.sqrt(done),
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+    }[decay_type]
+    return min_lr_factor + (1 - min_lr_factor) * left
+
+
+def learning_rate(config: JobConfig) -> Callable[[int], float]:
+    """Return the learning rate at each step, counted from 1."""
+    schedule = config.lr_scheduler
+    fraction = partial(
+        warmup_stable_decay,
+        steps=schedule.total_steps or config.training.steps,
+        warmup_steps=schedule.warmup_steps,
+        decay_ratio=schedule.decay_ratio,
+        decay_type=schedule.decay_type,
+        min_lr_factor=schedule.min_lr_factor,
+    )
+    return lambda step: config.optimizer.lr * fraction(step)

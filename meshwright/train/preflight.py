@@ -1,0 +1,382 @@
+"""Every check of a job that needs no rank and no memory.
+
+Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
+calls it again, for users who start torchrun themselves.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint import commit
+from meshwright.checkpoint.conversion.initial_load import check_initial
+from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
+from meshwright.config.contradictions import check_contradictions
+from meshwright.config.idle import idle_options
+from meshwright.config.job_config import JobConfig, changed, num_data_ranks, num_microbatches
+from meshwright.datasets.named_sources import (
+    check_budgets,
+    check_mixture,
+    check_sample_prompts,
+    check_sources,
+    check_validation_data,
+    entries,
+    idle_source_options,
+)
+from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.models.args import DecoderArgs
+from meshwright.models.family import Family
+from meshwright.parallelisms.rules import memory
+from meshwright.parallelisms.rules import stages as pipeline_split
+from meshwright.parallelisms.rules.compile_choice import resolve_compile
+from meshwright.parallelisms.rules.degrees import (
+    ParallelDims,
+    _holds_folders,
+    check_divisible,
+    resolve_auto_values,
+)
+from meshwright.parallelisms.rules.precision import (
+    check_fp32_modules,
+    find_float8_layers,
+    find_fp32_modules,
+)
+from meshwright.system.errors import Mistakes, check
+from meshwright.system.modules import code_of
+from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
+from meshwright.train.resolve_model import extend, resolve_model
+
+
+def check_writable(folder: str) -> None:
+    """Check that `job.dump_folder` is, or can be made, a folder to write to; leave no trace."""
+    existing = Path(folder).absolute()
+    while not os.path.exists(existing):
+        existing = existing.parent
+    check(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and _holds_folders(existing),
+        "job.dump_folder",
+        folder,
+        f"{existing} is not a folder that can be written to",
+        "name another folder",
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that can be run."""
+
+    config: JobConfig
+    """Without -1: every value that follows from others is filled in."""
+    compile_line: str
+    """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
+    batch_line: str
+    """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
+    spec: Family
+    model_args: DecoderArgs
+    tokenizer: Tokenizer
+    dims: ParallelDims
+    frozen: frozenset[str]
+    """Names of the parameters that are not trained."""
+    stage_modules: list[list[str]]
+    """Modules of each stage of the pipeline; without one, a single stage has them all."""
+    fp32_modules: list[str]
+    """Names of the modules that `training.fp32_modules` matches."""
+    float8_layers: list[str]
+    """Names of the layers that multiply in float8."""
+    least_bytes: dict[str, float]
+    """Memory that the rank with most parameters surely needs on its device, by purpose."""
+    checkpoint_folder: Path
+    resume_step: int
+    """Step of the checkpoint to resume from; 0: there is none."""
+    own_code: str
+    """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+
+    @property
+    def data_identity(self) -> dict[str, object]:
+        """Everything, apart from the documents, that determines the sample stream."""
+        training = self.config.training
+        keys = ("dataset", "dataset_subset", "dataset_split", "dataset_column")
+        named = {f"training.{key}": getattr(training, key) for key in keys}
+        if training.datasets:
+            named = {
+                f"training.datasets.{number}": source.model_dump(
+                    exclude={"dataset_path", "dataset_format", "dataset_revision"}
+                )
+                for number, source in enumerate(training.datasets)
+            }
+        return named | {
+            "training.seq_len": training.seq_len,
+            "training.seed": training.seed,
+            "model.tokenizer_path": self.tokenizer.fingerprint,
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines that `meshwright check` prints, and the job when it starts."""
+        return [
+            line
+            for line in (self.batch_line, *self._other_data, self.compile_line, *self.idle_options)
+            if line
+        ]
+
+    @property
+    def _other_data(self) -> list[str]:
+        """A line if validation reads none of the datasets that training reads."""
+        config = self.config
+        trained, held_out = (
+            {entry.source.dataset for entry in entries(section, "")}
+            for section in (config.training, config.validation)
+        )
+        if not config.validation.enable or trained & held_out:
+            return []
+        names = (", ".join(sorted(group)) for group in (held_out, trained))
+        return ["validation reads {}, and training {}".format(*names)]
+
+    @property
+    def idle_options(self) -> list[str]:
+        """Options that have no effect in this job, and why, one sentence each."""
+        names, groups = list(self.model_args.parameter_names()), self.config.optimizer.groups
+        return [
+            *idle_options(self.config),
+            *idle_source_options(self.config),
+            *idle_groups(groups, names, self.frozen),
+        ]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Per rank and optimizer step."""
+        return num_microbatches(self.config)
+
+
+def preflight(
+    config: JobConfig,
+    world_size: int,
+    *,
+    is_gpu: bool = False,
+    looks_at_files: bool = True,
+    checks_memory: bool = True,
+) -> Plan:
+    """Check `config` for a job of `world_size` ranks.
+
+    Args:
+        is_gpu: ranks train on GPUs, as far as is known here.
+        looks_at_files: also check the checkpoint to resume from, or the weights to start from. The
+            ranks of a job leave it to the first, once they can talk.
+        checks_memory: refuse a job that surely does not fit `job.device_memory_gib`.
+
+    Raises:
+        ConfigError: for the first thing that would keep it from running.
+    """
+    tokenizer = check_alone(config, looks_at_files=looks_at_files)
+    given_batch = config.training.global_batch_size
+    config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
+    spec, model_args = resolve_model(config)
+    config = changed(config, {"model": {"name": spec.name}})
+    check_divisible(config, model_args.table)
+    fp32_modules = find_fp32_modules(config, model_args)
+    config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
+    check_fp32_modules(config, fp32_modules)
+    stage_modules = _plan_pipeline(config, model_args)
+    float8_layers = find_float8_layers(config, model_args.table, fp32_modules)
+    frozen = _find_frozen(config.model.frozen, model_args)
+    config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
+    names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
+    check_budgets(config.training)
+    check(
+        tokenizer.vocab_size <= model_args.vocab_size,
+        "model.tokenizer_path",
+        config.model.tokenizer_path,
+        f"its vocabulary of {tokenizer.vocab_size} is larger than the model's, "
+        f"{model_args.vocab_size}",
+        f"set model.args.vocab_size = {tokenizer.vocab_size}",
+    )
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    resume_step = None
+    if config.checkpoint.enable and looks_at_files:
+        resume_step = commit.choose_step(folder, config.checkpoint.load_step)
+    plan = Plan(
+        config=config,
+        compile_line=compile_line,
+        batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
+        spec=spec,
+        model_args=model_args,
+        tokenizer=tokenizer,
+        dims=ParallelDims(
+            dp_replicate=config.parallelism.data_parallel_replicate_degree,
+            dp_shard=config.parallelism.data_parallel_shard_degree,
+            cp=config.parallelism.context_parallel_degree,
+            tp=config.parallelism.tensor_parallel_degree,
+            pp=config.parallelism.pipeline_parallel_degree,
+        ),
+        frozen=frozen,
+        stage_modules=stage_modules,
+        fp32_modules=fp32_modules,
+        float8_layers=float8_layers,
+        least_bytes=least_bytes,
+        checkpoint_folder=folder,
+        resume_step=resume_step or 0,
+        own_code=code_of(config.experimental.custom_import),
+    )
+    if resume_step is not None:
+        resume_diff(plan).check()
+    elif looks_at_files:
+        check_first_weights(plan)
+    return plan
+
+
+def _batch_line(given: int, resolved: int, world_size: int) -> str:
+    if given != -1 or world_size == 1:
+        return ""
+    return (
+        f"training.global_batch_size = -1: the batch follows the number of ranks, here {resolved} "
+        f"sequences per step; set it to {resolved} for the same result on any mesh"
+    )
+
+
+def check_alone(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
+    """Check values that need no others, and rules between keys; report all faults together.
+
+    Args:
+        looks_at_files: also at the first row of local data.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: for every fault.
+    """
+    mistakes = Mistakes()
+    with mistakes.collect():
+        check_contradictions(config)
+    with mistakes.collect():
+        resolve_model(config)
+    with mistakes.collect():
+        tokenizer = check_data(config, looks_at_files=looks_at_files)
+    with mistakes.collect():
+        check_installed("metrics.enable_wandb", config.metrics.enable_wandb, "wandb")
+    with mistakes.collect():
+        check_installed("float8.enable", config.float8.enable, "torchao")
+    with mistakes.collect():
+        check_writable(config.job.dump_folder)
+    mistakes.check()
+    return tokenizer
+
+
+EXTRAS = {"wandb": "wandb", "torchao": "float8"}
+"""Extras of pyproject.toml that install these packages."""
+
+
+def check_installed(key: str, is_on: bool, package: str) -> None:
+    """Check that the package that the option `key` needs is there."""
+    check(
+        not is_on or importlib.util.find_spec(package) is not None,
+        key,
+        True,
+        f"{package} is not installed",
+        f"pip install 'meshwright[{EXTRAS[package]}]'",
+    )
+
+
+def check_first_weights(plan: Plan) -> None:
+    """Check `checkpoint.initial_load_path`, if it is given.
+
+    Raises:
+        ConfigError: if it does not hold the weights of the model.
+    """
+    config, spec = plan.config, plan.spec
+    if config.checkpoint.initial_load_path:
+        check_initial(config.checkpoint, plan.model_args, spec)
+
+
+def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
+    """Check the data as far as possible without reading it; return the tokenizer.
+
+    Args:
+        looks_at_files: as of `check_alone`.
+
+    Raises:
+        ConfigError: for every fault.
+    """
+    extend(config)
+    mistakes = Mistakes()
+    with mistakes.collect():
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+    with mistakes.collect():
+        check_sources(config.training, "training", looks_at_files=looks_at_files)
+        check_mixture(config.training.datasets)
+    with mistakes.collect():
+        if config.validation.enable:
+            check_sources(config.validation, "validation", looks_at_files=looks_at_files)
+            check_validation_data(config.validation)
+    mistakes.check()
+    if config.validation.enable:
+        check_sample_prompts(config.validation, tokenizer, config.training.seq_len)
+    return tokenizer
+
+
+def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
+    """Return the names of the parameters that `model.frozen` means; some are left to be trained."""
+    key, names, frozen = "model.frozen", list(args.parameter_names()), set[str]()
+    for pattern in patterns:
+        frozen |= find_names(key, pattern, names)
+    check(len(frozen) < len(names), key, list(patterns), "leaves no parameter to train")
+    return frozenset(frozen)
+
+
+def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
+    """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
+    parallelism = config.parallelism
+    pipeline_split.check_schedule(
+        config,
+        num_microbatches=num_microbatches(config),
+        per_microbatch=num_data_ranks(config) * config.training.local_batch_size,
+    )
+    check(
+        parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
+        "parallelism.pipeline_parallel_degree",
+        parallelism.pipeline_parallel_degree,
+        "the first and the last stage would share the embedding (model.args.tie_embeddings)",
+        "set it to 1, or model.args.tie_embeddings = false",
+    )
+    return pipeline_split.assign_modules(
+        parallelism,
+        args.n_layers,
+        layer=args.table.num_params_of("layers.0"),
+        embedding=args.table.num_params_of("tok_embeddings"),
+        output=args.table.num_params_of("output"),
+    )
+
+
+def _plan_memory(
+    config: JobConfig,
+    args: DecoderArgs,
+    stage_modules: Sequence[Sequence[str]],
+    frozen: frozenset[str],
+    checks_memory: bool,
+) -> tuple[JobConfig, dict[str, float]]:
+    """Choose how gradients are kept, and check that a rank fits the device that is named.
+
+    Returns:
+        The config without "auto", and the bytes that a rank surely needs, by purpose.
+    """
+    load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
+    config = memory.choose_reduction(config, load, num_microbatches(config))
+    needed = memory.least_memory(config, load, num_microbatches(config))
+    if config.job.device_memory_gib and checks_memory:
+        memory.check_memory(config, needed, config.job.device_memory_gib)
+    return config, needed
+
+
+def resume_diff(plan: Plan, manifest: Manifest | None = None) -> ResumeDiff:
+    """Return how the job differs from the one that saved the checkpoint to resume from.
+
+    Args:
+        manifest: of that checkpoint, if it has been read.
+    """
+    checkpoint = commit.step_folder(plan.checkpoint_folder, plan.resume_step)
+    manifest = read_manifest(checkpoint) if manifest is None else manifest
+    data = plan.data_identity
+    config, args, frozen = plan.config, plan.model_args, plan.frozen
+    return find_resume_diff(manifest, checkpoint, config, args, data, frozen, plan.own_code)

@@ -1,0 +1,162 @@
+"""The model family and the dimensions that a config names. Free of torch."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
+from meshwright.config.explain import explain_value
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import is_folder
+from meshwright.datasets import DATASETS
+from meshwright.datasets.sources import DatasetSpec
+from meshwright.models.args import DecoderArgs
+from meshwright.models.families import MODELS
+from meshwright.models.family import Family
+from meshwright.system.errors import (
+    CombinedConfigError,
+    ConfigError,
+    UnknownKeyError,
+    check,
+    config_error,
+    did_you_mean,
+)
+from meshwright.system.files import Place
+from meshwright.system.modules import import_user_module
+
+IMPORT_KEY = "experimental.custom_import"
+
+
+KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "MODELS": ("Family", lambda value: isinstance(value, Family)),
+    "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
+    "SINKS": ("Callable", callable),
+}
+"""Tables that a module may have, by name; and the kind of their values."""
+
+
+BuildSink = Callable[[JobConfig, Path], Any]
+"""From the config and the dump folder to a sink: `write(record)` and `close()`."""
+
+
+def extend(config: JobConfig) -> None:
+    """Take over the models and datasets of the module that the config names, if it names one.
+
+    Raises:
+        ConfigError: if it cannot be imported, or takes a name that is ours.
+    """
+    extend_by(config.experimental.custom_import)
+
+
+def extend_by(name: str, key: str = IMPORT_KEY) -> None:
+    """Take over the models and datasets of a user's module.
+
+    Args:
+        name: as `experimental.custom_import`; "": none.
+        key: that gave it, for errors.
+
+    Raises:
+        ConfigError: as `extend`.
+    """
+    if not name:
+        return
+    module = _import(name, key)
+    _table(module, name, "SINKS", key)  # built later, by the first rank
+    for table, known in (("MODELS", MODELS), ("DATASETS", DATASETS)):
+        for entry, value in _table(module, name, table, key).items():
+            if known.setdefault(entry, value) is not value:
+                raise _error(name, f"{table} has {entry!r}, which is there already", key)
+
+
+def user_sinks(config: JobConfig) -> dict[str, BuildSink]:
+    """Return the functions that build the user's sinks, by name."""
+    name = config.experimental.custom_import
+    return dict(_table(_import(name), name, "SINKS")) if name else {}
+
+
+def _import(name: str, key: str = IMPORT_KEY) -> ModuleType:
+    try:
+        return import_user_module(name)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        fix = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
+            fix = 'install it, or name its file: "path/to/file.py"'
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise _error(name, what, key, fix) from error
+
+
+def _table(module: ModuleType, name: str, table: str, key: str = IMPORT_KEY) -> Mapping[str, Any]:
+    found = getattr(module, table, {})
+    kind, is_of_kind = KINDS[table]
+    is_table = isinstance(found, Mapping) and all(
+        isinstance(entry, str) and is_of_kind(value) for entry, value in found.items()
+    )
+    if not is_table:
+        raise _error(name, f"{table} must be a dict from names to {kind}", key)
+    return found
+
+
+def _error(name: str, what: str, key: str, fix: str = "") -> ConfigError:
+    usual = 'write "package.module" or "path/to/file.py"; docs/extending.md has examples'
+    return config_error(key, name, what, fix or usual)
+
+
+def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
+    """Return the family, and the flavor's dimensions with `model.args` over them.
+
+    Raises:
+        ConfigError: if there is no such family or size, or `model.args` are wrong.
+    """
+    extend(config)
+    name, flavor = config.model.name, config.model.flavor
+    check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
+    spec = MODELS[name]
+    if is_folder(flavor):
+        place = Place("model.flavor", Path(flavor))
+        if "name" not in config.model.model_fields_set:
+            spec = find_family(place, list(MODELS.values()))
+        args = read_args(place, spec.hf, spec.args)
+    else:
+        sizes = spec.flavors
+        check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
+        args = sizes[flavor]
+    merged = dataclasses.asdict(args) | config.model.args
+    try:
+        return spec, _decode(type(args), json.dumps(merged))
+    except ValidationError as error:
+        raise CombinedConfigError(
+            [_args_mistake(mistake, args) for mistake in error.errors()]
+        ) from None
+
+
+@lru_cache
+def _decode(kind: type[DecoderArgs], text: str) -> DecoderArgs:
+    """Return the dimensions in `text`: JSON, because strict validation of a dict wants dataclasses
+    in it, not tables.
+
+    Cached, because a search checks a thousand jobs with one model, whose table is made once, then.
+
+    Raises:
+        ValidationError: if they are not dimensions of that kind.
+    """
+    return TypeAdapter(kind).validate_json(text, strict=True)
+
+
+def _args_mistake(mistake: ErrorDetails, args: DecoderArgs) -> ConfigError:
+    """One thing that is wrong with `model.args`."""
+    key = ".".join(["model.args", *map(str, mistake["loc"])])
+    if mistake["type"] == "unexpected_keyword_argument":
+        valid = [field.name for field in dataclasses.fields(args)]
+        fix = did_you_mean(str(mistake["loc"][-1]), valid) if len(mistake["loc"]) == 1 else ""
+        return UnknownKeyError(key, f"unknown key {key}" + (f"\n  fix: {fix}" if fix else ""))
+    if mistake["type"] != "value_error":
+        return explain_value(key, mistake)
+    message = mistake["msg"].removeprefix("Value error, ")  # it begins with the name of a dimension
+    return ConfigError(f"{key}.{message.partition(' = ')[0]}", f"{key}.{message}")

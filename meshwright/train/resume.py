@@ -1,0 +1,146 @@
+"""The part of a checkpoint beside its tensors: where a job was, and how another resumes from it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
+from meshwright.config.changes import changes, config_defaults, to_json
+from meshwright.config.training import Source
+from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.sample_stream import Cursor, bad_records
+from meshwright.datasets.tokenizers.kinds import special_ids
+from meshwright.system.errors import ConfigError, config_error
+from meshwright.system.log import logger
+from meshwright.train.preflight import Plan, resume_diff
+
+
+def manifest_of(
+    plan: Plan,
+    sources: Sequence[OpenSource],
+    held_out: Sequence[OpenSource],
+    *,
+    step: int,
+    tokens_seen: int,
+    cursor: Cursor,
+    loss: float,
+    bad_steps: dict[str, Any],
+    best_validation: tuple[int, float] | None,
+) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Args:
+        held_out: sources that it is validated on.
+        cursor: where the next step's samples begin, of all ranks.
+        bad_steps: `BadStepReporter.state()`.
+        best_validation: the step with the lowest validation loss so far, and that loss.
+    """
+    return {
+        "step": step,
+        "tokens_seen": tokens_seen,
+        "loss": loss if math.isfinite(loss) else None,
+        "bad_steps": bad_steps,
+        "best_validation": best_validation,
+        "data": dataclasses.asdict(cursor),
+        "data_identity": plan.data_identity,
+        "data_content": {source.entry.name: source.content for source in sources},
+        "validation_content": {source.entry.name: source.content for source in held_out},
+        "data_revisions": {source.entry.name: source.revision for source in sources},
+        "model_name": plan.config.model.name,
+        "model_args": dataclasses.asdict(plan.model_args),
+        "tokenizer_path": plan.config.model.tokenizer_path,
+        "special_tokens": special_ids(plan.tokenizer),
+        "frozen": sorted(plan.frozen),
+        "own_code": plan.own_code,
+        "mesh": dataclasses.asdict(plan.dims),
+        "versions": {
+            "meshwright": meshwright.__version__,
+            "torch": torch.__version__,
+            # tokens depend on them, and the places in streamed data
+            **{name: version(name) for name in ("tokenizers", "datasets")},
+        },
+        "config": to_json(plan.config),
+    }
+
+
+VALIDATED_ON = {
+    *(f"validation.{key}" for key in (*Source.model_fields, "datasets", "num_samples")),
+    *("training.seq_len", "training.mask_documents"),
+}
+"""Keys whose change makes losses of validations incomparable; beside the tokenizer."""
+
+
+def best_of(
+    saved: Manifest, plan: Plan, held_out: Sequence[OpenSource]
+) -> tuple[int, float] | None:
+    """Return the best validation that a checkpoint knows of.
+
+    None if there is none, or it was of other data: no loss of this job compares with it.
+    """
+    best = saved["best_validation"]
+    if best is None:
+        return None
+    step, loss, defaults = int(best[0]), best[1], config_defaults()
+    differ = {
+        ".".join(key.split(".")[:2])
+        for key, _, _ in changes(saved["config"], to_json(plan.config), defaults)
+    } & VALIDATED_ON
+    tokenizer = "model.tokenizer_path"
+    if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
+        differ.add(tokenizer)
+    was = saved.get("validation_content", {})  # {}: it was not validated, or by an older version
+    same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
+    if not differ and not all(same):
+        differ.add("content of the validation data")
+    if differ:
+        logger.info(
+            "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
+            "with other %s",
+            *(loss, step, ", ".join(sorted(differ))),
+        )
+        return None
+    return step, loss
+
+
+def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) -> Cursor:
+    """Return where a resume continues to read; it means something only in the data it was noted
+    for.
+
+    Raises:
+        ConfigError: if the data is other data now, or too many records were passed over.
+    """
+    if DATALOADER in left_out(plan.config.checkpoint, saved):
+        return Cursor()
+    for source in sources:
+        was = saved["data_content"].get(source.entry.name)
+        # a streamed source's, saved by an older version, has fewer facts
+        if was != source.content and not source.content.startswith(f"{was}, "):
+            commit = saved.get("data_revisions", {}).get(source.entry.name, "")
+            pin = ""
+            if commit not in ("", source.revision):
+                pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "
+            raise source.entry.error(
+                "dataset",
+                f"its content is not what it was when the checkpoint was saved: {source.content} "
+                f"now, {was} then",
+                f"{pin}restore the data (of a streamed source training.stream_shards, "
+                "training.shuffle_window, code of your own, the chat template, BOS and EOS too), "
+                "use another job.dump_folder, or begin with the first sample "
+                "(checkpoint.exclude_from_loading)",
+            )
+    cursor = Cursor.from_json(saved["data"])
+    allowed = plan.config.training.max_bad_records
+    if (passed_over := sum(bad_records(cursor).values())) > allowed:
+        raise too_many_bad_records(passed_over, allowed)
+    return cursor.reweighted() if resume_diff(plan, saved).is_reweighted else cursor
+
+
+def too_many_bad_records(count: int, allowed: int) -> ConfigError:
+    """Return the error of ranks that have passed over too many records together."""
+    rule = f"{count} records have been passed over so far"
+    return config_error("training.max_bad_records", allowed, rule, "raise it")

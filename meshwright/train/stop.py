@@ -1,0 +1,200 @@
+"""Being asked to stop, by a signal, a file or the clock, or having no data: all ranks stop at the
+same step."""
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.system.errors import ConfigError
+from meshwright.system.log import logger
+from meshwright.system.processes import STOP_SIGNALS, Requests
+
+STOP_FILE = "STOP"
+"""In the dump folder: asks the job to stop, as a signal does."""
+
+
+PROFILE_FILE = "PROFILE"
+"""In the dump folder: asks the job for a trace of the next steps."""
+
+
+LOOK_EVERY_S = 1.0
+"""Files are looked for no more often; they may be on a file system that many share."""
+
+
+NO_LIMIT = 2**62
+
+
+VOTE_TIMEOUT = timedelta(hours=1)
+"""Longer delays of a vote are found by the timeouts of training."""
+
+
+class StopCoordinator:
+    """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
+
+    As a context it ends with the last vote. Collective: every rank makes one, and asks it as often.
+
+    Attributes:
+        limit: on waiting for the votes of other ranks.
+
+    Args:
+        folder: where the stop file and the profile file may appear.
+        max_run_s: seconds from now after which the job is to stop; 0: none.
+        requests: signals that this rank gets, and its launcher's.
+    """
+
+    def __init__(self, folder: Path, max_run_s: int, requests: Requests) -> None:
+        self._stop_file, self._max_run_s = folder / STOP_FILE, max_run_s
+        self._profile_file: Path | None = folder / PROFILE_FILE
+        self._requests = requests
+        self._reasons = (  # a vote is the place of a reason in here; the highest wins
+            "",
+            f"job.max_run_seconds = {max_run_s} are over",
+            f"{self._stop_file} is there",
+            *(number.name for number in STOP_SIGNALS),
+        )
+        # the last step that this rank can take, and that all can, as far as they have said
+        self._own_last_step = self._last_step = NO_LIMIT
+        self._error: Exception | None = None
+        self._asked = self._agreed = 0  # votes
+        self._wants_trace = self._takes_trace = False
+        self._is_first_rank = dist.get_rank() == 0
+        self._begun = time.monotonic()
+        self._look_at = self._begun
+        self.limit = VOTE_TIMEOUT
+        self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
+        # the reason; the last step, negative; whether a trace is wanted
+        self._vote = torch.zeros(3, dtype=torch.int64)
+        self._voting: dist.Work | None = None
+
+    def __enter__(self) -> "StopCoordinator":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._voting is not None and kind is None:
+            self._voting.wait(self.limit)
+
+    @property
+    def reason(self) -> str:
+        """The reason that the ranks have agreed to stop for; empty if they have not."""
+        return self._reasons[self._agreed]
+
+    def fail(self, error: Exception, last_step: int) -> None:
+        """Say that this rank can take no step after `last_step`.
+
+        All ranks know it after the second call of `should_stop` from now, without waiting for it
+        after the first. So to be known in time, it is to be said a step ahead.
+        """
+        if last_step >= self._own_last_step:
+            return
+        self._error, self._own_last_step = error, last_step
+        if not isinstance(error, (ConfigError, OSError)):
+            logger.error("reading failed", exc_info=error)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether `step` is the last: some rank was asked to stop, or can take no other."""
+        return self.should_stop() or step >= self._last_step
+
+    def failures(self, step: int) -> dict[int, Exception]:
+        """By rank, why there can be no step after `step`; empty if there can. Collective."""
+        if step < self._last_step:
+            return {}
+        errors: list[Exception | None] = [None] * dist.get_world_size()
+        mine = self._error if self._own_last_step <= step else None
+        dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
+        return {rank: error for rank, error in enumerate(errors) if error is not None}
+
+    def should_stop(self) -> bool:
+        """Return whether any rank had been asked to stop as of the previous call.
+
+        Ranks vote asynchronously during the step, so only the first call waits.
+        """
+        if self._agreed:
+            return True
+        if self._voting is None:
+            self._cast_vote()
+        assert self._voting is not None
+        self._voting.wait(self.limit)
+        self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
+        self._takes_trace |= bool(self._vote[2])
+        self._voting = None
+        self._requests.is_agreed = bool(self._agreed)
+        if not self._agreed:
+            self._cast_vote()
+        return bool(self._agreed)
+
+    def takes_trace(self) -> bool:
+        """Return whether somebody asked for a trace, once; on all ranks at the same step."""
+        takes, self._takes_trace = self._takes_trace, False
+        return takes
+
+    def clear_stop_file(self) -> None:
+        """Remove the stop file, for it has had its effect."""
+        if dist.get_rank() == 0:
+            try:
+                self._stop_file.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning(
+                    "%s has to be removed before the job can resume: %s", STOP_FILE, error
+                )
+
+    def _cast_vote(self) -> None:
+        self._look()
+        if name := self._requests.name:
+            self._asked = max(self._asked, self._reasons.index(name))
+        self._vote[0] = self._asked
+        self._vote[1] = -self._own_last_step
+        self._vote[2] = int(self._wants_trace)
+        self._wants_trace = False
+        self._voting = dist.all_reduce(
+            self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def _look(self) -> None:
+        """Note requests to stop that are not signals."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        asked = 0
+        if self._max_run_s and now - self._begun >= self._max_run_s:
+            asked = 1
+        if os.path.exists(self._stop_file):  # no, where a file system fails for a moment
+            asked = 2
+        self._asked = max(self._asked, asked)
+        if self._is_first_rank and self._profile_file is not None:
+            self._wants_trace = self._remove_profile_file(self._profile_file)
+
+    def _remove_profile_file(self, path: Path) -> bool:
+        """Return whether it was there."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if os.path.exists(path):  # or a file system fails for a moment
+                self._profile_file = None
+                logger.warning("%s cannot be removed, so it has no effect: %s", path, error)
+            return False
+        return True
+
+
+def remove_stop_file(folder: Path) -> None:
+    """Remove a request that a job before this one has left: it ended by itself, or was killed."""
+    path = folder / STOP_FILE
+    with suppress(OSError):  # it is not there; or it has its effect
+        path.unlink()
+        logger.info(
+            "removed %s, which is older than this job; touch the file again to stop the job", path
+        )
+
+
+def _as_plain(error: Exception) -> Exception:
+    """Return the error without its cause, and of a kind that can be sent."""
+    if isinstance(error, ConfigError):
+        return ConfigError(error.key, str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,253 @@
+"""This rank's model and its optimizer, and the step that the config asks for."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.metrics.reporter import Phase, Phases
+from meshwright.models.batch import Batch
+from meshwright.models.decoder import Decoder
+from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.context_parallel import local_part, local_positions
+from meshwright.parallelisms.local_model import Allocate, LocalModel, allocate
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.parallelisms.shards import is_fsdp
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.build import build_model
+from meshwright.train.optim.gradients import divisor_to_clip, group_of, local_square_sums
+from meshwright.train.optim.optimizers import (
+    OptimizerInBackward,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+    update,
+)
+from meshwright.train.preflight import Plan
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.state import TrainingTensors
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step, on the device."""
+
+    loss: Tensor
+    """() fp32: mean over all counted labels of the global batch, the same on every rank."""
+    grad_norm: Tensor
+    """() fp32: global norm before clipping, the same on every rank."""
+    num_labels: Tensor
+    """() int64: labels counted in the global batch."""
+    group_norms: Tensor | None = None
+    """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Settings of a step that stay the same for the whole job."""
+
+    max_norm: float = float("inf")
+    """Bound on the global gradient norm; inf leaves gradients alone."""
+    reduce_every_microbatch: bool = False
+    """Keep sums of sharded gradients between microbatches, instead of whole gradients: less memory
+    for more communication. A pipeline ignores it."""
+    reshard_every_microbatch: bool = True
+    """Free gathered parameters at the end of every microbatch, not of the step alone. A pipeline
+    ignores it."""
+    norm_groups: Sequence[str] = ()
+    """Every group of `gradients.group_of`, to get their norms too. Not with `early`."""
+
+
+def train_step(
+    model: LocalModel,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    early: OptimizerInBackward | None = None,
+    *,
+    step: int,
+    meshes: Meshes,
+    detector: BadStepDetector,
+    options: StepOptions,
+    phases: Phases | None = None,
+) -> StepResult:
+    """Forward and backward over this rank's microbatches, clip, and update once.
+
+    The host never waits for the device, unless parameters are offloaded; callers copy results to
+    the host when they need them. If the global loss or gradient norm is bad, `detector` records the
+    step and the update is skipped; weights and optimizer state are bitwise unchanged. Once the
+    budget of bad steps is exceeded, all later updates are skipped too. Collective: every rank of
+    the job must call it, with the same number of microbatches.
+
+    Args:
+        model: from `parallelize`: gradients summed over ranks, not averaged.
+        batches: the microbatches, on the device; ranks that differ only along pp, cp or tp have the
+            same.
+        optimizer: fused, with its learning rate set.
+        early: if given, each parameter is updated during backward, once its gradient is final. A
+            non-finite gradient then blocks only its own parameter, so the first bad step may leave
+            the weights partly updated. Requires `max_norm` inf.
+        step: counted from 1.
+        phases: records the time of each part of the step.
+    """
+    mark = phases.mark if phases is not None else lambda phase: None
+    mark("communication")
+    first = batches[0].tokens
+    positions = local_positions(first.shape[1], meshes.cp, first.device)
+    if meshes.cp.size() > 1:
+        batches = [local_part(batch, positions) for batch in batches]
+    num_labels = count_labels(batches, meshes)
+    mark("forward_backward")
+    if early is not None:
+        early.begin(detector.is_stopped)
+    if model.pipeline is not None:
+        loss = model.pipeline.run(batches, positions, num_labels)
+    else:
+        loss = _accumulate(model.stages[0], batches, positions, num_labels, early, options)
+    is_finite_here = torch.isfinite(loss)
+
+    parameters = dict(model.named_parameters()) if early is None else {}  # a walk, so once
+    if early is None:
+        squares = local_square_sums(parameters.items(), options.norm_groups, loss.device)
+    else:
+        squares = early.square_sum.unsqueeze(0)
+    mark("communication")
+    # ranks of a tp group have the same loss; ranks without the last stage have none
+    sums = torch.cat([(loss / meshes.tp.size()).unsqueeze(0), squares])
+    dist.all_reduce(sums)  # over the whole job: one collective for every axis
+    mark("optimizer")
+    loss, grad_norm = sums[0], sums[1].sqrt()
+    is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
+    if early is None:
+        is_clipped = options.max_norm != float("inf")
+        divisor = divisor_to_clip(grad_norm, options.max_norm) if is_clipped else None
+        update(optimizer, is_held_back, divisor)
+        optimizer.zero_grad()
+    mark(None)
+    group_norms = sums[2:].sqrt() if options.norm_groups else None
+    return StepResult(loss, grad_norm, num_labels, group_norms)
+
+
+def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
+    """Return how many labels of the global batch count: () int64. Collective.
+
+    The loss is divided by it, once. Then adding up over ranks and microbatches gives the mean over
+    every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
+    with few labels would weigh as much as a full one. See docs/decisions/0002-loss-scaling.md.
+    """
+    num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
+    dist.all_reduce(num_labels, group=meshes.loss.get_group())
+    return num_labels
+
+
+def _accumulate(
+    model: Decoder,
+    batches: Sequence[Batch],
+    positions: Tensor,
+    num_labels: Tensor,
+    early: OptimizerInBackward | None,
+    options: StepOptions,
+) -> Tensor:
+    """Forward and backward of one microbatch after the other; their share of the mean loss.
+
+    An exception leaves FSDP2's flags as for that microbatch: the model is then not used again.
+    """
+    loss = torch.zeros((), device=positions.device)
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        if is_fsdp(model):
+            model.set_requires_gradient_sync(is_last or options.reduce_every_microbatch)
+            model.set_requires_all_reduce(is_last)  # copies communicate once a step
+            model.set_reshard_after_backward(is_last or options.reshard_every_microbatch)
+            model.set_is_last_backward(is_last)  # otherwise each would wait for its reductions
+        if early is not None:
+            early.gradients_are_final = is_last
+        total = model(batch.tokens, batch.labels, positions=positions, documents=batch.documents)
+        share = total / num_labels
+        share.backward()
+        loss += share.detach()
+    return loss
+
+
+class Trainer:
+    """A job's training, without its data, its checkpoints and its reports. Collective.
+
+    Attributes:
+        model: its values are arbitrary until they are set or loaded.
+        optimizer: built after the model was parallelised.
+        lr_at: the learning rate at each step, counted from 1.
+        norm_groups: parts of the model whose gradient norms are wanted, in order.
+        phases: adds up the times of the parts of steps.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        meshes: Meshes,
+        device: torch.device,
+        *,
+        allocate: Allocate = allocate,
+        note: Callable[[Phase], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            note: gets each phase of each step as it begins.
+        """
+        config = plan.config
+        self._meshes = meshes
+        self.model = build_model(plan, meshes, device, allocate=allocate)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        is_early = config.optimizer.early_step_in_backward
+        self._early = OptimizerInBackward(self.optimizer) if is_early else None
+        self.lr_at = learning_rate(config)
+        self.phases = Phases(device, note)
+        names = plan.model_args.parameter_names() if config.metrics.grad_norm_by_group else ()
+        self.norm_groups = list(dict.fromkeys(map(group_of, names)))
+        self._options = StepOptions(
+            max_norm=config.training.max_norm,
+            reduce_every_microbatch=(
+                config.parallelism.fsdp_reduce_gradients == "every_microbatch"
+            ),
+            reshard_every_microbatch=config.parallelism.fsdp_reshard_after_forward != "never",
+            norm_groups=self.norm_groups,
+        )
+
+    @property
+    def tensors(self) -> "TrainingTensors":
+        """Everything that a checkpoint holds as tensors."""
+        from meshwright.checkpoint.state import TrainingTensors  # takes up to 0.8 s
+
+        return TrainingTensors(self.model, self.optimizer, dist.get_rank())
+
+    def step(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        detector: BadStepDetector,
+        max_norm: float | None = None,
+    ) -> StepResult:
+        """Take the optimizer step of that number.
+
+        Args:
+            batches: as `train_step` takes them.
+            max_norm: in the place of the config's.
+        """
+        set_learning_rate(self.optimizer, self.lr_at(step))
+        options = self._options
+        if max_norm is not None:
+            options = dataclasses.replace(options, max_norm=max_norm)
+        return train_step(
+            self.model,
+            batches,
+            self.optimizer,
+            self._early,
+            step=step,
+            meshes=self._meshes,
+            detector=detector,
+            options=options,
+            phases=self.phases,
+        )

@@ -1,0 +1,353 @@
+"""How well a model does on data that it does not learn from, on any mesh."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.datasets.loader import padded_samples, to_batches
+from meshwright.datasets.opening import CachedSource, OpenSource
+from meshwright.datasets.sample import Sample, SampleRules
+from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.tokenizers.kinds import prompt_tokens
+from meshwright.models.batch import Batch
+from meshwright.models.loss import IGNORE, SummedLoss
+from meshwright.parallelisms.context_parallel import local_part, local_positions
+from meshwright.parallelisms.data_parallel import reset_after_no_grad
+from meshwright.parallelisms.local_model import LocalModel
+from meshwright.parallelisms.meshes import Meshes
+from meshwright.system.errors import ConfigError
+from meshwright.train.build import _batch_shape
+from meshwright.train.preflight import Plan
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all ranks, the same on each."""
+
+    loss: float
+    """Nats per counted label, every label weighing the same; nan if none counts."""
+    num_labels: int
+    """Number of labels that are not `IGNORE`."""
+    num_bytes: int
+    """Of text that they stand for."""
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; inf where that is beyond a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Size of the text compressed by the model: unlike the loss, it can be compared
+        between tokenizers. nan if there are no bytes."""
+        if self.num_bytes == 0:
+            return math.nan
+        return self.loss * self.num_labels / math.log(2) / self.num_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: LocalModel,
+    steps: Iterable[Sequence[Batch]],
+    meshes: Meshes,
+    token_bytes: Tensor,
+) -> Evaluation:
+    """Return the loss of `model` on `steps`; nothing that training will find is changed.
+
+    Waits for the device once, at the end. Collective: every rank of the job must call it, with as
+    many steps.
+
+    Args:
+        model: as `train_step` takes it, between two steps. It is not switched to `eval()`, since
+            nothing in it would differ.
+        steps: each with the microbatches of a training step, as many and of the same shapes, on
+            the device; ranks that differ along pp, cp or tp alone have the same. What is missing
+            is filled up with sequences whose labels are all `IGNORE`.
+        token_bytes: (V,) int on the device: bytes of text that each token stands for.
+    """
+    device = torch.device(meshes.world.device_type)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
+    positions: Tensor | None = None
+
+    def add(loss: Tensor, batch: Batch) -> None:
+        figures = _figures(loss, batch.labels, token_bytes)
+        if meshes.tp.get_local_rank() == 0:  # the others of a tp group have the same
+            sums.add_(figures)
+
+    for batches in steps:
+        if positions is None:
+            positions = local_positions(batches[0].tokens.shape[1], meshes.cp, device)
+        if meshes.cp.size() > 1:
+            batches = [local_part(batch, positions) for batch in batches]
+        model.forward_all(batches, positions, add)
+    for stage in model.stages:
+        reset_after_no_grad(stage)
+    dist.all_reduce(sums)  # over the whole job: where nothing was counted there are zeros
+    loss, num_labels, num_bytes = sums.tolist()
+    return Evaluation(
+        loss=loss / num_labels if num_labels else math.nan,
+        num_labels=int(num_labels),
+        num_bytes=int(num_bytes),
+    )
+
+
+def _figures(loss: Tensor, labels: Tensor, token_bytes: Tensor) -> Tensor:
+    """Loss, labels and bytes of a microbatch: (3,) fp64, which counts exactly up to 2^53."""
+    is_counted = labels != IGNORE
+    num_labels = is_counted.sum()
+    num_bytes = (token_bytes[labels.where(is_counted, 0)] * is_counted).sum()
+    return torch.stack([loss.double(), num_labels.double(), num_bytes.double()])
+
+
+NONE = -1
+"""In the place of a token that this rank does not know."""
+
+
+class NextToken(SummedLoss):
+    """Replaces a model's loss, and chooses a token for each sequence.
+
+    Args:
+        loss: computes the logits, of all of the vocabulary.
+    """
+
+    def __init__(self, loss: SummedLoss) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """(B, S, D), (V, D), (B, S) -> (B,) int64: the likeliest token after the position whose
+        label counts; `NONE` in a sequence without such a label."""
+        is_wanted = labels != IGNORE
+        logits = self._loss.logits(x, weight, is_wanted.int().argmax(1))  # (B, 1, V)
+        return logits[:, 0].argmax(-1).where(is_wanted.any(1), NONE)
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: LocalModel,
+    prompts: Sequence[Sequence[int]],
+    meshes: Meshes,
+    *,
+    shape: tuple[int, int],
+    num_tokens: int,
+    eos_id: int | None,
+    mask_documents: bool,
+    is_stopped: Callable[[], bool],
+) -> list[list[int]] | None:
+    """Return the likeliest tokens after each prompt; None if the job was asked to stop meanwhile.
+
+    The state of training is unchanged. Collective: every rank of the job must call it.
+
+    Args:
+        model: as `evaluate` takes it.
+        prompts: at least one token each; with `num_tokens` more, at most as long as a sequence.
+        shape: B and S of a microbatch of training. B prompts are continued at a time.
+        eos_id: token that ends a text; it is not part of it.
+        mask_documents: give attention the mask that it has in training.
+        is_stopped: the same on every rank; asked before each token.
+    """
+    positions = local_positions(shape[1], meshes.cp, torch.device(meshes.world.device_type))
+
+    def choose(rows: Sequence[Sequence[int]]) -> list[int] | None:
+        if is_stopped():
+            return None
+        batch = _batch(rows, shape, positions.device, mask_documents)
+        return _choose(model, batch, positions, meshes)
+
+    texts: list[list[int]] = []
+    with _chooses_tokens(model):
+        for first in range(0, len(prompts), shape[0]):
+            found = _continue(prompts[first : first + shape[0]], choose, num_tokens, eos_id)
+            if found is None:
+                break
+            texts += found
+    for stage in model.stages:
+        reset_after_no_grad(stage)
+    return texts if len(texts) == len(prompts) else None
+
+
+def _continue(
+    prompts: Sequence[Sequence[int]],
+    choose: Callable[[Sequence[Sequence[int]]], list[int] | None],
+    num_tokens: int,
+    eos_id: int | None,
+) -> list[list[int]] | None:
+    """Return the tokens that `choose` puts after each prompt; None once it gives none."""
+    rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    for _ in range(num_tokens):
+        chosen = choose(rows)
+        if chosen is None:
+            return None
+        for number, row in enumerate(rows):
+            ended[number] |= chosen[number] == eos_id
+            if not ended[number]:
+                row.append(chosen[number])
+        if all(ended):
+            break
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _batch(
+    rows: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    device: torch.device,
+    mask_documents: bool,
+) -> Batch:
+    """Return a microbatch whose only labels that count are at the ends of `rows`; causal attention
+    does not see the padding after them."""
+    tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+        labels[number, len(row) - 1] = 0
+    documents = torch.zeros(shape, dtype=torch.int32) if mask_documents else None
+    return Batch(tokens, labels, documents).to(device)
+
+
+def _choose(model: LocalModel, batch: Batch, positions: Tensor, meshes: Meshes) -> list[int]:
+    """Return the next token of each sequence, the same on every rank."""
+    chosen = torch.full((len(batch.tokens),), NONE, device=positions.device)
+
+    def take(tokens: Tensor, _: Batch) -> None:
+        chosen.copy_(tokens)
+
+    if meshes.cp.size() > 1:
+        batch = local_part(batch, positions)
+    model.forward_all([batch], positions, take)
+    # over the whole job: ranks without the last stage, or without the position, have NONE
+    dist.all_reduce(chosen, op=dist.ReduceOp.MAX)
+    return [int(token) for token in chosen.tolist()]
+
+
+@contextmanager
+def _chooses_tokens(model: LocalModel) -> Iterator[None]:
+    """Within, the last stage gives tokens instead of a loss."""
+    outputs = [stage.output for stage in model.stages if stage.output is not None]
+    before = [output.loss for output in outputs]
+    for output in outputs:
+        output.loss = NextToken(output.loss)
+    try:
+        yield
+    finally:
+        for output, loss in zip(outputs, before, strict=True):
+            output.loss = loss
+
+
+Fail = Callable[[Exception], None]
+"""Notes that this rank cannot continue, so that all ranks stop."""
+
+
+Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
+"""Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
+
+
+def build_validation(
+    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
+) -> Validate:
+    """Return a function that evaluates a model on `sources`. Collective.
+
+    It omits the figures of a source that it was stopped in. Streamed sources are read here, once,
+    and kept: whether they hold enough shows before the first step, and no later validation waits
+    for a network.
+
+    Raises:
+        ConfigError: if a source holds fewer samples than it is to give.
+    """
+    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
+
+    rules = SampleRules(
+        training.seq_len + 1,
+        seed=None,  # as they lie
+        max_epochs=1,
+        max_bad_records=training.max_bad_records,
+    )
+
+    def read(source: OpenSource) -> Iterator[list[Sample]]:
+        stream = SampleStream(
+            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
+        )
+        num_samples = plan.config.validation.num_samples
+        if isinstance(source, CachedSource) and num_samples == -1:
+            num_samples = source.cache.num_tokens // rules.length
+        return padded_samples(stream, shape, num_samples)
+
+    kept = {
+        source.entry.key: list(read(source))
+        for source in sources
+        if not isinstance(source, CachedSource)
+    }
+
+    def steps(source: OpenSource) -> Iterator[list[Batch]]:
+        for samples in kept[source.entry.key] if source.entry.key in kept else read(source):
+            batches = to_batches(samples, shape.local_batch_size, training.mask_documents)
+            yield [batch.send(device) for batch in batches]
+
+    def validate(model: LocalModel, is_stopped: Callable[[], bool], fail: Fail) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for source in sources:
+            prefix = "validation/" + f"{source.entry.name}/" * (len(sources) > 1)
+            result = evaluate(
+                model, _until_stopped(steps(source), is_stopped, fail), meshes, token_bytes
+            )
+            if is_stopped():
+                break
+            figures |= {
+                f"{prefix}loss": result.loss,
+                f"{prefix}perplexity": result.perplexity,
+                f"{prefix}bits_per_byte": result.bits_per_byte,
+            }
+        return figures
+
+    return validate
+
+
+WriteTexts = Callable[[LocalModel, Callable[[], bool]], dict[str, str]]
+"""Continues prompts: texts by prompt; none if it was stopped."""
+
+
+def build_sampling(plan: Plan, meshes: Meshes) -> WriteTexts:
+    """Return a function that continues `validation.sample_prompts`."""
+    validation, training, tokenizer = plan.config.validation, plan.config.training, plan.tokenizer
+    prompts = [prompt_tokens(tokenizer, text) for text in validation.sample_prompts]
+
+    def write_texts(model: LocalModel, is_stopped: Callable[[], bool]) -> dict[str, str]:
+        continued = continue_prompts(
+            model,
+            prompts,
+            meshes,
+            shape=(training.local_batch_size, training.seq_len),
+            num_tokens=validation.sample_tokens,
+            eos_id=tokenizer.eos_id,
+            mask_documents=training.mask_documents,
+            is_stopped=is_stopped,
+        )
+        return {
+            text: tokenizer.decode([*tokenizer.encode(text), *tokens])
+            for text, tokens in zip(validation.sample_prompts, continued or [], strict=False)
+        }
+
+    return write_texts
+
+
+def _until_stopped(
+    steps: Iterator[list[Batch]], is_stopped: Callable[[], bool], fail: Fail
+) -> Iterator[list[Batch]]:
+    """Those steps that all ranks have. Collective."""
+    while True:
+        batches: list[Batch] | None = None
+        try:
+            batches = next(steps, None)
+        except (ConfigError, OSError) as error:
+            fail(error)
+        is_stopped()  # sends this rank's vote
+        if is_stopped() or batches is None:  # after all have been heard
+            return
+        yield batches
