@@ -1,4 +1,4 @@
-"""TODO: a line."""
+"""The sections `parallelism`, `activation_checkpoint`, `compile`, `float8` and `comm` of a TOML."""
 
 from typing import Annotated, Literal
 

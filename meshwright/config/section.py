@@ -1,4 +1,4 @@
-"""TODO: a line."""
+"""The base class of a section, and the types of its values: paths, and numbers that are filled in."""
 
 import re
 from typing import Annotated

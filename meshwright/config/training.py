@@ -1,4 +1,4 @@
-"""TODO: a line."""
+"""The sections `training`, `validation`, `optimizer`, `lr_scheduler` and `bad_steps` of a TOML."""
 
 from typing import Annotated, Literal
 

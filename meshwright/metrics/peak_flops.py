@@ -1,4 +1,4 @@
-"""TODO: a line."""
+"""Published peaks of GPUs, in FLOPs per second: the base of MFU."""
 
 import re
 from dataclasses import dataclass

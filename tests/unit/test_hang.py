@@ -222,7 +222,7 @@ def test_the_rank_that_differs_is_the_cause(change: dict, others: dict) -> None:
         ("/a/torch/distributed/launch/checkout/meshwright/step.py", False),
         ("/a/concurrent/futures/meshwright/meshwright/step.py", False),
         ("/a/meshwright/.venv/lib/site-packages/torch/distributed/distributed_c10d.py", True),
-        ("/größe der welt/meshwright/meshwright/launch/stop.py", True),
+        ("/größe der welt/meshwright/meshwright/train/stop.py", True),
         (concurrent.futures.thread.__file__, True),
     ],
 )

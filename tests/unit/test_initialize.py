@@ -48,7 +48,7 @@ SHOW_THREADS = """
 import ctypes, threading
 from pathlib import Path
 import torch
-from meshwright.models import initialize
+from meshwright.parallelisms import initialize
 
 mkl = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
 dynamic = getattr(mkl, "mkl_serv_get_dynamic", lambda: 1)

@@ -171,8 +171,8 @@ def test_a_remedy_has_the_verdict_of_its_worst_rank_and_its_own_groups(monkeypat
         ("/home/x/optim/mw/meshwright/step.py", ""),
         ("/x/_fully_shard/venv/lib/python3.11/site-packages/torch/nn/functional.py", ""),
         (f"{scope.TORCH}/optim/adamw.py", scope.UPDATE),
-        (f"{scope.OURS}/optim/optimizers.py", scope.UPDATE),
-        (f"{scope.OURS}/models/layers/loss.py", scope.LOSS),
+        (f"{scope.OURS}/train/optim/optimizers.py", scope.UPDATE),
+        (f"{scope.OURS}/models/loss.py", scope.LOSS),
         (f"{scope.TORCH}/distributed/fsdp/_fully_shard/_fsdp_param.py", "fsdp"),
     ],
 )

@@ -15,14 +15,13 @@ PACKAGE = Path(meshwright.__file__).parent
 KNOWN = {
     "checkpoint/reader.py": "_StorageInfo",
     "commands/completion.py": "_actions",  # argparse's
-    "parallelisms/initialize.py": "torch.distributed.tensor._utils",
+    "parallelisms/shards.py": "torch.distributed.tensor._utils",
     "models/document_mask.py": "torch._C._dynamo",
     "models/kernels/library.py": "torch._inductor torch._inductor.codecache",
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
-    "parallelisms/meshes.py": "_functional_collectives",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
     "train/optim/gradients.py": "_foreach_norm",
-    "parallelisms/meshes.py": "_C _distributed_c10d _set_pg_timeout",
+    "parallelisms/meshes.py": "_C _functional_collectives _distributed_c10d _set_pg_timeout",
     "parallelisms/ring_attention.py": (
         "_RotateMethod _cp_options _resolve_process_group _templated_ring_attention "
         "_templated_ring_attention_backward _scaled_dot_product_efficient_attention "
@@ -48,7 +47,7 @@ KNOWN = {
         "torch.distributed.tensor._sharding_prop torch.testing._internal.distributed.fake_pg "
         "torch.utils._python_dispatch torch.utils._pytree"
     ),
-    "profiling.py": "_record_memory_history _snapshot",
+    "metrics/profiling.py": "_record_memory_history _snapshot",
     "commands/prove/ranks.py": "_Options _devices _threads _timeout",
 }
 

@@ -43,7 +43,7 @@ LETTERS = tuple(letter * 50 for letter in "abcdefghijklmnopqrstuvwxyz")
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
     """Of 4 documents, so that there are several."""
-    for module in ("token_cache", "cache_files"):
+    for module in ("token_cache.cache", "token_cache.writing"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
 
 

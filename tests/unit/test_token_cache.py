@@ -49,11 +49,11 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
-    for module in ("token_cache", "cache_files"):
+    for module in ("token_cache.cache", "token_cache.writing"):
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_DOCUMENTS", 4)
         monkeypatch.setattr(f"meshwright.datasets.{module}.BLOCK_BYTES", 64)
     # a default argument, bound when the module was loaded
-    monkeypatch.setattr("meshwright.datasets.token_cache.checksums.__defaults__", (64,))
+    monkeypatch.setattr("meshwright.datasets.token_cache.cache.checksums.__defaults__", (64,))
 
 
 @pytest.mark.parametrize("texts", [TEXTS, MANY])
@@ -453,7 +453,7 @@ def test_a_wrong_bit_in_one_jobs_memory_costs_nobody_the_cache(
     cache = open_cache(TextsRecipe(MANY), tmp_path, num_workers=1)
     want, before = read_all(cache), tree(cache.folder)
     monkeypatch.setattr(
-        "meshwright.datasets.token_cache.map_file",
+        "meshwright.datasets.token_cache.cache.map_file",
         lambda path, dtype: (with_wrong_bit if path.name == name else map_file)(path, dtype),
     )
     assert np.array_equal(read_all(TokenCache(cache.folder)), want)
@@ -520,5 +520,5 @@ def test_a_wrong_bit_in_memory_is_made_good_in_any_block(tmp_path, monkeypatch, 
             content[200] ^= 1
         return np.frombuffer(bytes(content), dtype)
 
-    monkeypatch.setattr("meshwright.datasets.token_cache.map_file", map_wrong)
+    monkeypatch.setattr("meshwright.datasets.token_cache.cache.map_file", map_wrong)
     assert np.array_equal(TokenCache(cache.folder).tokens(96, 116), want)
