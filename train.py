@@ -2,9 +2,9 @@
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch
+    from meshwright.system.log import busy, log_to_console
     from meshwright.system.modules import uncollected
     from meshwright.system.processes import Requests
-    from meshwright.system.log import busy, log_to_console
 
     log_to_console()
     with Requests("exit") as requests:

@@ -30,8 +30,8 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from workload import Workload, to_command_line  # noqa: E402
 
-from meshwright.commands.train import environment
-from meshwright.system.machine import Ranks
+from meshwright.commands.train import environment  # noqa: E402
+from meshwright.system.machine import Ranks  # noqa: E402
 
 PEERS = ("torchtitan", "transformers", "fabric")
 WARM_UP = 3  # steps that are not counted, the first among them

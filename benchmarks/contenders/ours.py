@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from meshwright.system.modules import uncollected
+from meshwright.system.modules import uncollected  # noqa: E402
 
 with uncollected():  # torch, too, as train.py
     from workload import Stopwatch, from_command_line

@@ -1,4 +1,4 @@
-"""The base class of a section, and the types of its values: paths, and numbers that are filled in."""
+"""The base class of a section, and the types of its values: paths, and numbers filled in later."""
 
 import re
 from typing import Annotated

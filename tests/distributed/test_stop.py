@@ -132,7 +132,8 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from meshwright.launch import process, stop as preemption
+from meshwright.system import processes as process
+from meshwright.train import stop as preemption
 from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
 process.JOIN_TIMEOUT_S = 1
@@ -204,7 +205,7 @@ def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
 STOPPED_SOON = """
 import os, sys
 from pathlib import Path
-from meshwright.launch import stop as preemption
+from meshwright.train import stop as preemption
 from meshwright.config.loader import load_config
 from meshwright.system.errors import TrainingError
 from meshwright.train.preflight import preflight

@@ -14,12 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.metrics import peak_flops
 from meshwright.metrics.console import Console, Eta, Schedule
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
-from meshwright.metrics import peak_flops
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
 from meshwright.train.build import _peak_flops_per_s

@@ -12,7 +12,7 @@ from tests.helpers.forked import Forked
 
 RANK = """
 import os, signal, subprocess, sys, time
-from meshwright.launch import process
+from meshwright.system import processes as process
 process.STUCK_S = process.JOIN_TIMEOUT_S = 0.5
 with process.Requests({mode!r}) as requests:
     try:

@@ -7,7 +7,7 @@ import pytest
 from meshwright.config.training import Training, Validation
 from meshwright.datasets.named_sources import check_sample_prompts
 from meshwright.system.errors import ConfigError
-from meshwright.train import validation
+from meshwright.train import validation as parts
 from meshwright.train.validation import _continue
 
 EOS = 9
@@ -51,8 +51,8 @@ def test_prompts_and_their_texts_are_decoded_together(monkeypatch) -> None:
         seen.append((prompts, options["num_tokens"], options["eos_id"]))
         return next(found)
 
-    monkeypatch.setattr(validation, "continue_prompts", continue_prompts)
-    write_texts = build.build_sampling(plan, None)
+    monkeypatch.setattr(parts, "continue_prompts", continue_prompts)
+    write_texts = parts.build_sampling(plan, None)
     texts = [write_texts(None, lambda: False) for _ in range(2)]
     assert texts == [{"one": "one two three", "one two": "one two three"}, {}]
     assert seen == [([[0, 1], [0, 1, 2]], 2, EOS)] * 2
