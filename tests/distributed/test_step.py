@@ -1,7 +1,7 @@
 """The step on several ranks against a loop in plain PyTorch on one.
 
 Each pair of a mesh, a schedule and an option that may disturb each other is here once, on as few
-ranks as it takes; `benchmarks/random_configs.py` and `meshwright prove --every-mesh` run their
+ranks as it takes; `tests/campaigns/random_configs.py` and `meshwright prove --every-mesh` run their
 products.
 """
 

@@ -10,7 +10,7 @@ def test_a_rank_that_is_stopped_in_a_save_is_named_in_time() -> None:
     """Where no timeout of a collective would find it for an hour."""
     words = ["--ranks", "2", "--limit", "5", "--cases", "save:stop"]
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/hangs.py", *words],
+        [sys.executable, "-m", "tests.campaigns.hangs", *words],
         env=environment(PYTHONPATH=ROOT),
         capture_output=True,
         text=True,

@@ -13,9 +13,9 @@ CAMPAIGN = (
 
 
 def test_no_interruption_changes_a_bit(tmp_path: Path) -> None:
-    """The shortest form of an hour of `benchmarks/interruptions.py`."""
+    """The shortest form of an hour of `tests/campaigns/interruptions.py`."""
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/interruptions.py", *CAMPAIGN],
+        [sys.executable, "-m", "tests.campaigns.interruptions", *CAMPAIGN],
         env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
         capture_output=True,
         text=True,

@@ -10,9 +10,9 @@ OPTIONS = ("--configs=2", "--seed=11", "--most-ranks=2")
 
 
 def test_random_configs_equal_one_process(tmp_path: Path) -> None:
-    """The shortest of what `benchmarks/random_configs.py` does for an hour."""
+    """The shortest of what `tests/campaigns/random_configs.py` does for an hour."""
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/random_configs.py", *OPTIONS],
+        [sys.executable, "-m", "tests.campaigns.random_configs", *OPTIONS],
         env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
         capture_output=True,
         text=True,

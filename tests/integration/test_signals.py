@@ -1,14 +1,11 @@
-"""Signals to whole jobs: the cells of `benchmarks/signals.py` that decide most."""
+"""Signals to whole jobs: the cells of `tests/campaigns/signals.py` that decide most."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.campaigns import signals
 from tests.helpers.jobs import ROOT, environment
-
-sys.path.append(str(ROOT / "benchmarks"))
-import signals
 
 CELLS = (
     signals.Cell("INT", "group", "step", "pipe"),  # Ctrl-C ends `| tee`, too

@@ -15,6 +15,7 @@ from tests.helpers.cli import check_job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+PAGES += [ROOT / "tests/campaigns/README.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 HEADS = [*sorted((ROOT / "train_configs").glob("*.toml")), *sorted(ROOT.glob("examples/*.yaml"))]
 HEADS += [ROOT / "multinode_trainer.slurm", ROOT / "run_llama_train.sh"]

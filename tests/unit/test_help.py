@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.config_mutations import RULES, judge, message_of, mutations
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.suggest import SECTIONS, SYNONYMS, suggest_key, suggest_section
 from meshwright.system.errors import CombinedConfigError, ConfigError
 from scripts import config_reference
+from tests.campaigns.config_mutations import RULES, judge, message_of, mutations
 from tests.helpers.cli import check_job
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def message(tmp_path):
 
 
 def test_mutations_of_valid_configs_get_the_right_help(tmp_path) -> None:
-    """benchmarks/config_mutations.py, in short: at least 95 % right, and no guess misleads."""
+    """tests/campaigns/config_mutations.py, in short: at least 95 % right, and no guess misleads."""
     path = tmp_path / "mutated.toml"
     verdicts = []
     for mutation in mutations(74, seed=99):

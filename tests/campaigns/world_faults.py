@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from file_faults import Fault, Start, Starter, WrongError, expect, wait_for_steps
-
 from meshwright.checkpoint import commit
 from meshwright.system.errors import (
     EXIT_CONFIG,
@@ -26,6 +24,7 @@ from meshwright.system.errors import (
     EXIT_SAVE,
     EXIT_STOPPED,
 )
+from tests.campaigns.file_faults import Fault, Start, Starter, WrongError, expect, wait_for_steps
 
 NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts")
 IN_THEM = """

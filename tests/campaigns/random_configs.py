@@ -1,7 +1,7 @@
 """Random configs on random meshes, each held against one process as `meshwright prove` does.
 
-    python benchmarks/random_configs.py --configs 60 --seed 1
-    python benchmarks/random_configs.py --configs 60 --seed 1 --only 17      (that one again)
+    python -m tests.campaigns.random_configs --configs 60 --seed 1
+    python -m tests.campaigns.random_configs --configs 60 --seed 1 --only 17      (that one again)
 
 Draws a mesh, a schedule, policies, precision, documents, accumulation, frozen and tied parameters,
 activation checkpointing, compilation, offload and more, as words of a command line. What a real job

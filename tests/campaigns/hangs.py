@@ -1,6 +1,6 @@
 """Stall one rank in turn in each part of a job; print whom the launcher names, and how soon.
 
-python benchmarks/hangs.py [--ranks 4] [--limit 15] [--cases data:stop,forward:loop]
+python -m tests.campaigns.hangs [--ranks 4] [--limit 15] [--cases data:stop,forward:loop]
 """
 
 import argparse
@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASES = [f"{place}:stop" for place in ("data", "forward", "save", "validation")]
 CASES += ["data:read", "forward:loop", "validation:loop"]
 STEP = 4

@@ -18,11 +18,11 @@ verified, too.
 With `--world-faults` a job has two machines of one rank each, and the world around it fails
 (`world_faults.py`): signals, kills, tools, clocks, read errors, cold caches, and the files' faults.
 
-    python benchmarks/interruptions.py --kills 200
-    python benchmarks/interruptions.py --file-faults 50 --seed 3
-    python benchmarks/interruptions.py --stops 50 --compile
-    python benchmarks/interruptions.py --kills 5 --file-faults 5
-    python benchmarks/interruptions.py --world-faults 60 --seed 1
+    python -m tests.campaigns.interruptions --kills 200
+    python -m tests.campaigns.interruptions --file-faults 50 --seed 3
+    python -m tests.campaigns.interruptions --stops 50 --compile
+    python -m tests.campaigns.interruptions --kills 5 --file-faults 5
+    python -m tests.campaigns.interruptions --world-faults 60 --seed 1
 """
 
 import argparse
@@ -40,14 +40,12 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import file_faults
-import world_faults
-
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.system.errors import EXIT_STOPPED
+from tests.campaigns import file_faults, world_faults
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VALIDATION_FREQ = 10
 JOB = {
     "model.args": "{dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, hidden_dim = 64}",

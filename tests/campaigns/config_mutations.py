@@ -1,7 +1,7 @@
 """Break valid configs in one place each, and judge the help that a user gets.
 
-python benchmarks/config_mutations.py --count 150 --seed 1                in this process
-python benchmarks/config_mutations.py --count 150 --seed 1 --processes    `meshwright check` each
+python -m tests.campaigns.config_mutations --count 150 --seed 1               in this process
+python -m tests.campaigns.config_mutations --count 150 --seed 1 --processes  `meshwright check` each
 
 Each mutation knows its line, the key or rule that a message has to name, and the words that help.
 right: all of them are there. misleading: it guesses ("did you mean", "write") without the right
@@ -30,7 +30,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import COLUMNS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "assets" / "tokenizers" / "python_2k.model"
 RANKS = 2
 

@@ -4,10 +4,10 @@ A cell is a signal, who gets it, the phase of the job and its console. The job i
 `meshwright train` starts; a module of the job's own (`experimental.custom_import`, this file) makes
 the phase last for some seconds, so that the signal falls into it.
 
-    python benchmarks/signals.py                                     every cell: an hour or two
-    python benchmarks/signals.py --signals INT HUP --phases step     some of them
-    python benchmarks/signals.py --cells 40 --seed 3                 so many, drawn at random
-    python benchmarks/signals.py --save-s 40 --phases save           a save longer than 30 s
+    python -m tests.campaigns.signals                                     every cell: an hour or two
+    python -m tests.campaigns.signals --signals INT HUP --phases step     some of them
+    python -m tests.campaigns.signals --cells 40 --seed 3                 so many, drawn at random
+    python -m tests.campaigns.signals --save-s 40 --phases save           a save longer than 30 s
 
 It prints a line per cell. It ends with 1 if a cell breaks the rules of docs/checkpoints.md: a
 request saves the step and ends with 75, or ends the job at once where there is nothing new to save.
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIGNALS = ("HUP", "INT", "TERM", "USR1", "QUIT")
 TARGETS = ("launcher", "rank", "group")
 PHASES = ("setup", "step", "save", "validation", "export")
@@ -85,7 +85,7 @@ def _stall(seconds: float) -> None:
 def _slow_sink(config: object, folder: Path) -> Any:
     """A sink of the job's own, which takes long to open: a part of set-up."""
     _stall(SETUP_STALL_S)
-    raise OSError("the sink of benchmarks/signals.py is opened in vain")
+    raise OSError("the sink of tests/campaigns/signals.py is opened in vain")
 
 
 def _slow_down(phase: str, seconds: float) -> None:
@@ -240,7 +240,7 @@ class Job:
             with contextlib.suppress(OSError):
                 words = path.read_bytes()
                 if os.fsencode(self.folder) in words and b"meshwright" in words:
-                    is_rank = b"/train.py\0" in words and b"launch.door" not in words
+                    is_rank = b"/train.py\0" in words and b"\0meshwright.launch\0" not in words
                     (ranks if is_rank else others).append(int(path.parent.name))
         return sorted(ranks) + [pid for pid in others if pid != self.process.pid]
 
