@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up if need be, then test, as many files at a time as there are pairs of cores; arguments go to pytest.
 #
-#   ./run_tests.sh                         everything
+#   ./run_tests.sh                         all tests but those marked slow: under 5 minutes on 2 cores
+#   ./run_tests.sh --all                   all tests, as CI runs them
 #   ./run_tests.sh tests/unit -k rope
 #   ./run_tests.sh -n 0 --pdb              one test at a time, in this process
 set -euo pipefail
@@ -15,5 +16,10 @@ workers=$((cores >= 4 ? cores / 2 : 2))
 if timeout 20 nvidia-smi -L >/dev/null 2>&1; then # a driver that is ill hangs, or fails
     workers=0 # tests measure a GPU's memory, and two jobs would share it
 fi
+chosen=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+    chosen=()
+    shift
+fi
 # a file stays on one worker, with its fixtures; in order, so that ranks live on from file to file
-exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${chosen[@]}" "$@"

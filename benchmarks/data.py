@@ -1,9 +1,6 @@
-"""Data: how fast it is tokenised and read, what it takes of memory, what a late resume costs.
+"""Data: how fast it is tokenised and read, and how long a job waited for it.
 
-    python benchmarks/data.py rates --megabytes 64    against datasets.map and torch's DataLoader
-    python benchmarks/data.py memory --gigabytes 1
-    python benchmarks/data.py resume
-    python benchmarks/data.py mixture
+    python benchmarks/data.py rates --megabytes 64    beside datasets.map, DataLoader
     python benchmarks/data.py share outputs/debug_model/metrics.jsonl
 
 `rates` reads the Python files of this environment. Both sides tokenise them with the same
@@ -21,22 +18,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from timeit import timeit
 
 import datasets
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from meshwright.config.training import Source
-from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.documents import Documents, Entry, IndexedDocuments
+from meshwright.datasets.documents import Entry
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.opening import CachedSource
-from meshwright.datasets.order import Mixture
-from meshwright.datasets.sample import Encoder, SampleRules
+from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
-from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -176,99 +168,6 @@ def read_rates(source: CachedSource, theirs: datasets.Dataset) -> None:
     print(f"ratio to the better: {min(seconds[1:]) / seconds[0]:.1f}")
 
 
-class RandomTokens(TokenizationSpec):
-    """Documents of random tokens, to make a large cache quickly."""
-
-    def open(self, streamed: bool) -> Documents:
-        return IndexedDocuments(self.size, str)
-
-    def encoder(self) -> Encoder:
-        rng = np.random.default_rng(0)
-
-        class Random(Encoder):
-            def __init__(self) -> None:
-                pass
-
-            def encode(self, document: object) -> np.ndarray:
-                return rng.integers(0, 2048, rng.integers(1, 2048), np.uint32)
-
-        return Random()
-
-    def identity(self) -> str:
-        return str(self.size)
-
-    @property
-    def size(self) -> int:
-        """Number of documents."""
-        return int(self.entry.name)
-
-
-def unshared_mib() -> float:
-    """Memory that this process shares with no other and no file."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
-
-
-def memory(gigabytes: float) -> None:
-    """What reading all of a large cache in random order adds."""
-    with tempfile.TemporaryDirectory() as name:
-        size = int(gigabytes * 2**30 / 2 / 1024)  # two bytes a token, 1024 a document
-        recipe = RandomTokens(Entry("training", str(size), Source()), TOKENIZER)
-        folder = open_cache(recipe, Path(name), num_workers=1).folder
-        before = unshared_mib()
-        samples = CachedSamples(TokenCache(folder), 2049, seed=0)
-        start = time.perf_counter()
-        for index in range(samples.samples_per_epoch):
-            samples.read(index)
-        seconds = time.perf_counter() - start
-        tokens = samples.samples_per_epoch * 2049
-        print(f"cache of {2 * tokens / 2**30:.2f} GiB, {size} documents, read once in random order")
-        print(f"unshared memory: {unshared_mib() - before:.1f} MiB more than before")
-        print(f"{tokens / seconds / 1e6:.1f} M tokens/s in one thread")
-
-
-def resume() -> None:
-    """To the first batch, from a cursor early and late in the same data."""
-    with tempfile.TemporaryDirectory() as name:
-        recipe = RandomTokens(Entry("training", "20000", Source()), TOKENIZER)
-        source = CachedSource(recipe.entry, open_cache(recipe, Path(name), num_workers=1))
-        shape = BatchShape(BATCH, 1, 0, 1)
-
-        def first_batch(sample: int) -> Callable[[int], float]:
-            share = [sample * 3 // 4, sample - sample * 3 // 4]
-
-            def run(turn: int) -> float:
-                start = time.perf_counter()
-                order = SampleStream(
-                    [source, CachedSource(Entry("training", "b", Source()), source.cache)],
-                    [0.75, 0.25],
-                    Cursor(sample, tuple(share)),
-                    SampleRules(LENGTH, seed=0),
-                    batch=BATCH,
-                    slots=shape.slots,
-                )
-                loader = Loader(order, shape, mask_documents=False, pin_memory=False)
-                next(loader)
-                seconds = time.perf_counter() - start
-                loader.close()
-                return seconds
-
-            return run
-
-        early, late = best_of_three(first_batch(12), first_batch(1_000_000_000))
-        print(f"first batch at sample 12: {early * 1e3:.2f} ms, at 10^9: {late * 1e3:.2f} ms")
-
-
-def mixture() -> None:
-    """What it costs to choose the source of a sample, which every rank does for every sample."""
-    draws = 100_000
-    for sources in (1, 3, 10, 40):
-        rng = np.random.default_rng(0)
-        chosen = Mixture([round(weight, 3) for weight in rng.random(sources) + 0.001])
-        [seconds] = best_of_three(lambda _, draw=chosen.draw: timeit(draw, number=draws))
-        print(f"{sources:2} sources: {seconds / draws * 1e6:.2f} us a draw")
-
-
 def share(metrics: Path) -> None:
     """Of the time of a finished job's steps, what they waited for data."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -277,22 +176,14 @@ def share(metrics: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, or read a finished job."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("rates").add_argument("--megabytes", type=int, default=64)
-    commands.add_parser("memory").add_argument("--gigabytes", type=float, default=1)
-    commands.add_parser("resume")
-    commands.add_parser("mixture")
     commands.add_parser("share").add_argument("metrics", type=Path)
     options = parser.parse_args()
     if options.command == "rates":
         rates(options.megabytes)
-    elif options.command == "memory":
-        memory(options.gigabytes)
-    elif options.command == "resume":
-        resume()
-    elif options.command == "mixture":
-        mixture()
     else:
         share(options.metrics)
 

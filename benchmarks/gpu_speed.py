@@ -1,10 +1,10 @@
 """What a GPU does with a Llama 3 8B cut to 6 layers, and the rates that a plan assumes of it.
 
 Rates: matmuls of the model's shapes, attention by each kernel, memory, launches, copies from the
-host, and with two GPUs collectives. Jobs by `meshwright train`, compiled, at several batch sizes
-and in float8: MFU, memory of the first step and of later ones, and from a trace the share of time
-that the compute stream idles, its longest gaps, and the kernels. One table, and FOLDER/speed.json,
-which is written after every part; a part that fails is an entry, and the next one runs.
+host. Jobs by `meshwright train`, compiled, at several batch sizes and in float8: MFU, memory of the
+first step and of later ones, and from a trace the share of time that the compute stream idles, its
+longest gaps, and the kernels. One table, and FOLDER/speed.json, which is written after every part;
+a part that fails is an entry, and the next one runs.
 
     python benchmarks/gpu_speed.py [FOLDER]                (one H100: about 12 minutes)
     python benchmarks/gpu_speed.py [FOLDER] --tiny         (tiny sizes, for any machine)
@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HERE = Path(__file__).parent
@@ -226,32 +225,6 @@ def launch_us(device: torch.device) -> float:
     return best / count * 1e6
 
 
-def measure_collectives(device: torch.device) -> dict[str, float]:
-    """Return GB/s that a rank sends in collectives of 16 and 256 MiB. Collective."""
-    ranks, found = dist.get_world_size(), {}
-    # torch 2.13 deprecates the only names that 2.11 has
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    for mib in (16, 256) if device.type == "cuda" else (1,):
-        whole = torch.zeros(mib * 2**18 // ranks * ranks, device=device)
-        part = torch.zeros(whole.numel() // ranks, device=device)
-        for name, run in {
-            "all_gather": lambda w=whole, p=part: gather(w, p),
-            "reduce_scatter": lambda w=whole, p=part: scatter(p, w),
-        }.items():
-            seconds = []
-            for _ in range(10):
-                dist.barrier()
-                start = time.perf_counter()
-                run()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
-            sent = part.nbytes * (ranks - 1)
-            found[f"{name} of {mib} MiB, {ranks} ranks, GB/s"] = sent / min(seconds) / 1e9
-    return found
-
-
 def job_words(work: Workload, folder: Path, steps: int, ranks: int) -> dict[str, object]:
     """Return the keys of a job whose every step is reported, and whose last ones are traced."""
     args = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
@@ -333,18 +306,6 @@ def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, object], int]
     return jobs
 
 
-def run_collectives() -> dict[str, Any]:
-    """Measure on two ranks, by torchrun; return the figures, or the error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(Path(__file__).resolve()), "--collectives"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end after {LIMIT_S} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
-
-
 def show(result: Mapping[str, Any]) -> None:
     """Print the tables: rates beside the data sheet's, and jobs."""
     name = result["machine"]["device"]
@@ -353,9 +314,8 @@ def show(result: Mapping[str, Any]) -> None:
     if sheet:
         rates = f"{sheet.flops_per_s / 1e12:g} TFLOP/s, memory {sheet.bytes_per_s / 1e9:g} GB/s"
         print(f"the data sheet that plans assume: {rates}, link {sheet.link_bytes_per_s / 1e9:g}")
-    for part in ("rates", "collectives"):
-        for key, value in result.get(part, {}).items():
-            print(f"  {value if isinstance(value, str) else f'{value:10.2f}'}  {key}")
+    for key, value in result["rates"].items():
+        print(f"  {value if isinstance(value, str) else f'{value:10.2f}'}  {key}")
     columns = {
         "time/wps": "tokens/s",
         "time/step_s": "step s",
@@ -384,16 +344,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, eager")
     every = list(jobs_of(LLAMA_8B))
     parser.add_argument("--jobs", nargs="*", choices=every, default=every, help="default: all")
-    parser.add_argument("--collectives", action="store_true", help="as a rank of torchrun")
     given = parser.parse_args()
-    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if given.collectives:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        found = measure_collectives(device)
-        if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
-        dist.destroy_process_group()
-        return
+    device = hardware.pick_device(0)
     work = TINY if given.tiny else LLAMA_8B
     jobs = jobs_of(work)
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -408,8 +360,6 @@ def main() -> None:
     save()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the jobs
-    if torch.cuda.device_count() > 1:
-        result["collectives"] = run_collectives()
     for name in given.jobs:
         sizes, keys, ranks = jobs[name]
         print(f"{name} ...", file=sys.stderr, flush=True)

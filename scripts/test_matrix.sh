@@ -143,7 +143,7 @@ for row in "${chosen[@]}"; do
     [ "$row" != busy ] || for _ in 1 2 3 4; do (while :; do :; done) & spinners+=($!); done
     echo "test_matrix: $row: ${meaning[$row]} ($folder)" >&2
     SECONDS=0
-    (cd "$folder" && "${wrap[@]}" ./run_tests.sh "$@") 2>&1 </dev/null | tee "$work/$row.log"
+    (cd "$folder" && "${wrap[@]}" ./run_tests.sh --all "$@") 2>&1 </dev/null | tee "$work/$row.log"
     code=${PIPESTATUS[0]}
     [ ${#spinners[@]} = 0 ] || { kill "${spinners[@]}" && wait "${spinners[@]}"; } 2>/dev/null
     spinners=()

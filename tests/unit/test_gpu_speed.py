@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks import gpu_speed
 
@@ -48,15 +47,6 @@ def test_rates_are_measured_on_a_cpu_too(monkeypatch) -> None:
     assert {"memory, GB/s", "host to device, GB/s", "launch by the host, us"} <= rates.keys()
     assert sum(name.startswith("matmul") for name in rates) == 15
     assert all(rate > 0 for rate in rates.values() if not isinstance(rate, str))
-
-
-def test_collectives_are_measured_on_a_cpu_too() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = gpu_speed.measure_collectives(CPU)
-    finally:
-        dist.destroy_process_group()
-    assert len(found) == 2
 
 
 def test_the_docs_state_the_limits_of_the_gpu_script() -> None:

@@ -1,0 +1,64 @@
+"""Every benchmark starts and prints its figure; `benchmarks.planning` is tested with plans."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs import ROOT, environment
+
+pytestmark = pytest.mark.slow
+SMALL = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64, "vocab": 2048}
+FLAGS = [f"--{name.replace('_', '-')}={size}" for name, size in SMALL.items()]
+OURS = ("--modes=eager", "--rounds=1", "--steps=5", "--seq-len=64", *FLAGS)
+CASES = {  # words, and what the output has
+    "throughput": ([*OURS, "--contenders", "ours", "bare"], r"\| ours \| \d.*\n\| bare \| \d"),
+    "roofline": ([json.dumps(SMALL)], r'"products_flops_per_s": .*"copy_bytes_per_s": \d'),
+    "attention": (["--sizes=1x64", "--repeats=2", "--dtype=float32"], r"own +forward|no kernel: "),
+    "overhead": (["--steps=8", "--batch=1"], r"median ratio:\n\d\.\d+\n$"),
+    "checkpoint": (["--saves=2", "--dim=64", "--layers=1"], r"disabled .*\n.*thread .*ratio to"),
+    "data": (["rates", "--megabytes=1"], r"tokenise +ours, 1.*\n(.*\n)*ratio to the better: \d"),
+    "gpu_speed": (["{folder}", "--tiny", "--jobs"], r"\d  memory, GB/s\n"),
+}
+
+
+def run(name: str, *words: str, folder: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, ROOT / f"benchmarks/{name}.py", *words],
+        env=environment(PYTHONPATH=ROOT, TMPDIR=folder, OMP_NUM_THREADS=1),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0 or "no kernel: " in result.stderr, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_benchmark_prints_its_figure(name: str, tmp_path: Path) -> None:
+    words, figure = CASES[name]
+    output = run(
+        name, *(word.replace("{folder}", str(tmp_path)) for word in words), folder=tmp_path
+    )
+    assert re.search(figure, output), output
+
+
+def test_the_wait_for_data_of_a_finished_job_is_added_up(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"time/data_s": 0.01, "time/step_s": 0.5}\n' * 4)
+    assert "data: 2.0000 % of 4 logged steps" in run("data", "share", str(metrics), folder=tmp_path)
+
+
+def test_a_new_user_s_page_is_run_as_printed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\necho one > file\ncat file\n```\n")
+    assert "    one\n[" in run("new_user", str(page), folder=tmp_path)
+
+
+def test_every_benchmark_has_a_case() -> None:
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    of_plans = {"planning", "plan_search", "step_time"}
+    assert there - of_plans == {*CASES, "new_user"}
