@@ -27,6 +27,7 @@ from meshwright.train.agreement import check_agreement
 from meshwright.train.preflight import preflight
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
+from tests.helpers.slow import slow
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(json.dumps({"text": f"text {number} " * 20}) + "\n" for number in range(50))
@@ -166,7 +167,7 @@ def test_ranks_in_words() -> None:
     assert in_ranges([5]) == "5"
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_shared", [False, *slow(True)])
 def test_data_on_two_machines(tmp_path: Path, is_shared: bool) -> None:
     """Two processes, as two machines: with copies of a file, or with another line in one."""
     with socket.socket() as probe:

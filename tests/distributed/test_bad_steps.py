@@ -28,6 +28,7 @@ from tests.distributed.test_step import (
 )
 from tests.helpers.faults import loss_times
 from tests.helpers.rounding import assert_updated_alike
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
 CPU = torch.device("cpu")
@@ -153,7 +154,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "options", "args"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
+)
 def test_a_skipped_step_leaves_all_as_it_was(on_ranks, mesh, microbatches, options, args) -> None:
     ranks = mesh.dp * mesh.cp * mesh.tp * mesh.pp
     found, statistics = zip(

@@ -116,6 +116,7 @@ def _graphs_of_evaluation(dims: ParallelDims) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_forward_without_gradient_is_compiled_once_more(on_ranks) -> None:
     for dims in (FSDP, TP):
         want = [1 + LOSS, 1, 0, 0, 0, 0]

@@ -82,6 +82,7 @@ def check_axis(axis: str, options: dict[str, str]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "options"), CASES, ids=["replicate", "fsdp", "ring", "gather", "tp", "pp"]
 )

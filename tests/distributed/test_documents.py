@@ -17,6 +17,7 @@ from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.compiler import needs_compiler
 from tests.helpers.packed import packed, reference
 from tests.helpers.rounding import gradient_bound
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TINY, parallel_model, whole
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
@@ -92,7 +93,7 @@ def _packed_step(dims: ParallelDims, options: dict) -> None:
     _compare(PackedJob(dims, args, options), args)
 
 
-@pytest.mark.parametrize(("dims", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("dims", "options"), slow_but("2d cp-full pp-zbv op", CASES))
 def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> None:
     on_ranks(dims.num_ranks, _packed_step, dims, options)
 
@@ -110,7 +111,7 @@ def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]
     return first - num_of_loss, graphs.new()
 
 
-@pytest.mark.parametrize(("dims", "options"), COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp-op", COMPILED))
 def test_other_documents_are_not_compiled_anew(on_ranks, dims, options) -> None:
     ranks = dims.num_ranks
     assert on_ranks(ranks, _compiled_packed_steps, dims, options) == [(1, 0)] * ranks

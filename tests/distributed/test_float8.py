@@ -90,6 +90,7 @@ def test_two_shards_multiply_the_same_numbers(run, options) -> None:
     assert max(gradients.values()) <= SAME_NUMBERS.gradient
 
 
+@pytest.mark.slow
 def test_a_batch_cut_in_four_has_the_same_loss_only_rowwise(run) -> None:
     loss, gradients = errors(run(SHARDS, size=1), run(ONE, size=4))
     assert loss <= SAME_NUMBERS.loss

@@ -15,6 +15,7 @@ from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.cli import export
 from tests.helpers.families import family_of
 from tests.helpers.hf import CASES, load_hf, save_checkpoint, save_transformers, tensors_of
+from tests.helpers.slow import slow
 from tests.helpers.tiny import parallel_model, whole
 
 MESHES = {
@@ -31,6 +32,8 @@ MESHES = {
         "pp-tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2, pp=2),
     },
 }
+
+GQA = [case for case in CASES if case.endswith("-gqa")]
 
 
 def build(dims: ParallelDims, args: DecoderArgs) -> LocalModel:
@@ -62,11 +65,12 @@ def _compare(ranks: int, folder: Path, case: str, saved: Path) -> None:
         assert_equal(model, f"{mesh}, from a checkpoint")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*GQA, *slow(*[case for case in CASES if case not in GQA])])
 def test_import_and_export_on_two_ranks(on_ranks, tmp_path, case) -> None:
     _check(on_ranks, 2, tmp_path, case, ["pp"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith(("-gqa", "-tied"))])
 def test_import_and_export_on_four_ranks(on_ranks, tmp_path, case) -> None:
     _check(on_ranks, 4, tmp_path, case, ["fsdp-tp", "pp-tp"])

@@ -34,6 +34,7 @@ from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model
 from tests.helpers.faults import FAULTS, MOMENT
+from tests.helpers.slow import slow
 
 PRESETS = Path(__file__).parents[2] / "train_configs"
 ARGS = FLAVORS["debugmodel"]
@@ -104,6 +105,7 @@ def test_a_sound_mesh_is_equal(verdict_of, mesh) -> None:
     assert verdict.worst_gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_every_family_is_equal_and_its_norms_are_watched(verdict_of, family) -> None:
     small = small_job(f"--model.name={family}")
@@ -133,6 +135,7 @@ def test_a_missing_sum_on_tp(verdict_of) -> None:
     assert re.search(r"loss: .* at step 1 ", "\n".join(verdict.failures))
 
 
+@pytest.mark.slow
 def test_the_same_initial_values_on_every_tp_rank(verdict_of) -> None:
     verdict = verdict_of(case_on(tp=2), "same_values_on_every_tp_rank")
     wrong = [text for text in verdict.failures if text.startswith("initial ")]
@@ -140,6 +143,7 @@ def test_the_same_initial_values_on_every_tp_rank(verdict_of) -> None:
     assert not any("norm" in text for text in wrong)  # held whole, and right
 
 
+@pytest.mark.slow
 def test_swapped_microbatches(verdict_of) -> None:
     case = case_on(dp_shard=2)
     config = changed(case.config, {"training": {"local_batch_size": 2}})
@@ -148,6 +152,7 @@ def test_swapped_microbatches(verdict_of) -> None:
     assert failure.startswith("batches: 48 samples differ; the first is sample 0 of step 1, on ")
 
 
+@pytest.mark.slow
 def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
     verdict = verdict_of(case_on(cp=2), "labels_shifted_after_the_cut")
     assert verdict.num_different_weights == verdict.num_different_samples == 0
@@ -157,28 +162,26 @@ def test_labels_off_by_one_at_a_cp_boundary(verdict_of) -> None:
 @pytest.mark.parametrize(
     ("fault", "mesh", "words"),
     [
-        (
-            "mean_of_means",
-            {"dp_shard": 2},
-            [r"gradient norm: .* at step 1 ", r"gradient of layers"],
-        ),
-        ("mean_of_means", {"pp": 2}, [r"gradient norm: .* at step 1 ", r"gradient of layers"]),
-        ("upper_ids_clamped", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of tok_embeddings"]),
-        ("upper_labels_ignored", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
+        ("mean_of_means", {"dp_shard": 2}, [r"gradient norm: .* at step 1 ", "gradient of layers"]),
         ("softmax_of_own_rows", {"tp": 2}, [r"loss: .* at step 1 ", "gradient of output"]),
-        ("states_of_own_rows", {"tp": 2}, ["gradient of layers.2", "gradient of norm"]),
-        ("last_chunk_alone", {"dp_shard": 2}, ["gradient of output"]),
         ("another_epsilon", {"dp_shard": 2}, ["^update: wrong for .* of 30 parameters"]),
         ("validation_of_own_samples", {"dp_shard": 2}, ["validation/loss: .* on rank 0, 1"]),
-        ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
-        ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
         ("resume_a_batch_late", {"dp_shard": 2}, ["resume: .* samples, .* on rank 1"]),
-        (
-            "rows_saved_in_another_order",
-            {"dp_shard": 2},
-            ["checkpoint: .* model.layers.0.attention.wk"],
-        ),
         ("a_tensor_not_saved", {"pp": 2}, [f"checkpoint: does not hold {MOMENT}, on rank 1"]),
+        *slow(
+            ("mean_of_means", {"pp": 2}, [r"gradient norm: .* at step 1 ", "gradient of layers"]),
+            ("upper_ids_clamped", {"tp": 2}, ["loss: .* at step 1 ", "gradient of tok_embeddings"]),
+            ("upper_labels_ignored", {"tp": 2}, ["loss: .* at step 1 ", "gradient of output"]),
+            ("states_of_own_rows", {"tp": 2}, ["gradient of layers.2", "gradient of norm"]),
+            ("last_chunk_alone", {"dp_shard": 2}, ["gradient of output"]),
+            ("validation_counts_padding", {"dp_shard": 2}, ["validation/loss: "]),
+            ("resume_without_optimizer", {"dp_shard": 2}, ["loaded: .* optimizer.state.*exp_avg"]),
+            (
+                "rows_saved_in_another_order",
+                {"dp_shard": 2},
+                ["checkpoint: .* model.layers.0.attention.wk"],
+            ),
+        ),
     ],
 )
 def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
@@ -193,9 +196,10 @@ def test_planted_faults_are_named(verdict_of, fault, mesh, words) -> None:
     ("fault", "mesh"),
     [
         ("attention_across_documents", {"cp": 2}),
-        ("positions_not_restarted", {"cp": 2}),
-        ("documents_lost_by_the_pipeline", {"pp": 2}),
         ("none", {"cp": 2}),
+        *slow(
+            ("positions_not_restarted", {"cp": 2}), ("documents_lost_by_the_pipeline", {"pp": 2})
+        ),
     ],
 )
 def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
@@ -210,9 +214,11 @@ def test_documents_that_are_not_kept_apart(verdict_of, fault, mesh) -> None:
     [
         ("none", HSDP, None),
         ("gradients_summed_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
-        ("loss_in_bf16", {"dp_shard": 2}, "gradient of output"),
-        ("rotary_cache_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
-        ("weights_kept_in_bf16", {"dp_shard": 2}, "update: wrong for "),
+        *slow(
+            ("loss_in_bf16", {"dp_shard": 2}, "gradient of output"),
+            ("rotary_cache_in_bf16", {"dp_shard": 2}, "gradient of layers.0.attention.wq"),
+            ("weights_kept_in_bf16", {"dp_shard": 2}, "update: wrong for "),
+        ),
     ],
 )
 def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, mesh, word) -> None:
@@ -224,6 +230,7 @@ def test_casts_and_sums_in_the_wrong_type(verdict_of, fault, mesh, word) -> None
         assert any(text.startswith(word) for text in verdict.failures), verdict.failures
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_are_computed_apart_are_summed_in_fp32(verdict_of) -> None:
     small = small_job(n_layers=5)  # a stage or two for each half of the V
     (case,) = (c for c in every_mesh(small, ARGS) if c.name.startswith("ZBVZeroBubble, bf16"))
@@ -237,13 +244,14 @@ def test_rounding_is_the_largest_of_all_layers() -> None:
     assert _largest_of_layers(errors) == errors | {"layers.0.w1": 0.3}
 
 
+@pytest.mark.slow
 def test_bf16_where_products_are_cut(verdict_of) -> None:
     verdict = verdict_of(case_on(kind="bf16", tp=2))
     assert verdict.failures == []
     assert 1e-3 < verdict.gradient_error < 0.05
 
 
-@pytest.mark.parametrize("fault", ["none", "places_of_own_shards_saved"])
+@pytest.mark.parametrize("fault", ["none", *slow("places_of_own_shards_saved")])
 def test_a_stream_on_a_mesh(verdict_of, fault) -> None:
     verdict = verdict_of(case_on(STREAMED, dp_shard=2), fault, STREAMED)
     if fault == "none":
@@ -336,6 +344,7 @@ def test_float8_is_proved_in_bf16_and_emulated() -> None:
     assert {"float8: dp_shard 2 x tp 2", "float8, compiled: dp_shard 2"} <= names
 
 
+@pytest.mark.slow
 def test_float8_is_equal_in_a_pipeline_and_another_recipe_shows(verdict_of) -> None:
     small = small_job("--float8.enable=true")
     case = build_case("float8", small, {"pp": 2}, kind="bf16 sums")

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+import pytest
+
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from tests.distributed.test_step import DEEP, steps_on_mesh
@@ -36,5 +38,6 @@ def _errors() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_schedule_and_policy_equals_plain_pytorch(on_ranks) -> None:
     assert on_ranks(4, _errors) == [{}] * 4

@@ -21,6 +21,7 @@ from tests.distributed.test_validation import (
     job_of,
     texts_of,
 )
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TIED, plain_model
 
 
@@ -58,7 +59,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("dims", "options"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(("dims", "options"), slow_but("tied-tp cp DualPipeV", MESHES))
 def test_texts_are_those_of_plain_pytorch(on_ranks, dims, options) -> None:
     want = reference(args_of(dims, options))
     eos_id = want[1][3]

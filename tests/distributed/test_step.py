@@ -32,6 +32,7 @@ from meshwright.train.optim.optimizers import OptimizerInBackward
 from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
+from tests.helpers.slow import slow, slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
 STEPS, GLOBAL_BATCH = 2, 8
@@ -156,8 +157,8 @@ def steps_on_mesh(
 @pytest.mark.parametrize(
     ("replicate", "shard", "tp", "num_microbatches"),
     [
-        *[(1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 4, 1, 2), (2, 2, 1, 2)],
-        *[(1, 1, 2, 1), (1, 2, 2, 2), (2, 1, 2, 1)],
+        *[(1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 1, 2, 1), (1, 2, 2, 2)],
+        *slow((1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1)),
     ],
 )
 def test_loss_norm_and_weights_equal_plain_pytorch(
@@ -172,12 +173,14 @@ def test_loss_norm_and_weights_equal_plain_pytorch(
     [
         (2, {"ac_mode": "full"}),
         (2, {"ac_mode": "selective", "selective_ac_option": "op"}),
-        (2, {"ac_mode": "selective", "selective_ac_option": "2"}),
-        (2, {"reshard_after_forward": "always"}),
         (1, {"reshard_after_forward": "never"}),
         (2, {"loss_chunk_tokens": 5}),
-        (2, {"prefetch_layers": 2}),
         (1, {"prefetch_layers": 9, "ac_mode": "full"}),
+        *slow(
+            (2, {"ac_mode": "selective", "selective_ac_option": "2"}),
+            (2, {"reshard_after_forward": "always"}),
+            (2, {"prefetch_layers": 2}),
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -199,14 +202,14 @@ def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
 
 @pytest.mark.parametrize(
     ("replicate", "shard", "tp", "pp"),
-    [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)],
+    [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2), *slow((2, 1, 1, 1), (1, 2, 2, 1))],
 )
 def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, pp) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp)
     on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), *slow((1, 2, 2))])
 def test_reducing_every_microbatch_does_not_change_the_numbers(
     on_ranks, replicate, shard, tp
 ) -> None:
@@ -248,9 +251,8 @@ def test_pipeline(on_ranks, options) -> None:
 @pytest.mark.parametrize(
     ("schedule", "replicate", "shard", "cp", "tp"),
     [
-        *[("1F1B", 2, 1, 1, 1), ("1F1B", 1, 1, 2, 1), ("Interleaved1F1B", 1, 2, 1, 1)],
-        *[("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)],
-        ("ZBVZeroBubble", 1, 1, 1, 2),
+        *[("1F1B", 1, 1, 2, 1), ("Interleaved1F1B", 1, 2, 1, 1), ("ZBVZeroBubble", 1, 1, 1, 2)],
+        *slow(("1F1B", 2, 1, 1, 1), ("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)),
     ],
 )
 def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
@@ -262,10 +264,12 @@ def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
     ("schedule", "shard", "tp", "options"),
     [
         ("1F1B", 1, 1, {"ac_mode": "full"}),
-        ("ZBVZeroBubble", 1, 2, {"ac_mode": "full"}),
         ("DualPipeV", 1, 1, {"ac_mode": "selective", "selective_ac_option": "2"}),
         ("1F1B", 2, 1, {"reshard_after_forward": "always"}),
-        ("1F1B", 1, 2, {"loss_chunk_tokens": 5}),
+        *slow(
+            ("ZBVZeroBubble", 1, 2, {"ac_mode": "full"}),
+            ("1F1B", 1, 2, {"loss_chunk_tokens": 5}),
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -294,8 +298,8 @@ ALL_BUT_OUTPUT = ["tok_embeddings.*", "layers.*", "norm.weight"]
 @pytest.mark.parametrize(
     ("patterns", "shard", "tp"),
     [
-        *[(BEGIN, 1, 1), (BEGIN, 2, 1), (SCATTERED, 2, 1), (END, 2, 1), (ALL_BUT_OUTPUT, 2, 1)],
-        *[(BEGIN, 1, 2), (SCATTERED, 2, 2), (END, 1, 2)],
+        *[(BEGIN, 2, 1), (SCATTERED, 2, 1), (ALL_BUT_OUTPUT, 2, 1), (END, 1, 2)],
+        *slow((BEGIN, 1, 1), (END, 2, 1), (BEGIN, 1, 2), (SCATTERED, 2, 2)),
     ],
 )
 def test_frozen(on_ranks, patterns, shard, tp) -> None:
@@ -306,8 +310,8 @@ def test_frozen(on_ranks, patterns, shard, tp) -> None:
 @pytest.mark.parametrize(
     ("schedule", "shard", "tp"),
     [
-        *[("1F1B", 1, 1), ("Interleaved1F1B", 1, 1), ("ZBVZeroBubble", 1, 1)],
-        *[("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)],
+        *[("Interleaved1F1B", 1, 1), ("ZBVZeroBubble", 1, 1)],
+        *slow(("1F1B", 1, 1), ("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)),
     ],
 )
 def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
@@ -337,7 +341,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize(("dims", "options", "args"), EARLY.values(), ids=EARLY)
+@pytest.mark.parametrize(("dims", "options", "args"), slow_but("tied fsdp pp-zbv", EARLY))
 def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
     num_microbatches = 4 if dims.pp > 1 else 2
     steps = functools.partial(steps_on_mesh, is_early=True)

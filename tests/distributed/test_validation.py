@@ -27,6 +27,7 @@ from tests.distributed.test_state import Job, assert_equal
 from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
 from tests.helpers.fsdp import parameter_groups
 from tests.helpers.packed import one_by_one, packed
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
 
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
@@ -129,7 +130,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("dims", "options"), VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize(("dims", "options"), slow_but("fsdp tied-tp cp DualPipeV", VALUES))
 def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
     evaluations = on_ranks(dims.num_ranks, _evaluations, dims, options)
     assert all(evaluation[:2] == evaluations[0][:2] for evaluation in evaluations)
@@ -231,7 +232,10 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize(("dims", "options"), TRAINING.values(), ids=TRAINING)
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    slow_but("fsdp-never offload tp cp-op Interleaved1F1B pp-early compiled-pp", TRAINING),
+)
 def test_training_is_to_the_bit_that_without_evaluation_and_texts(on_ranks, dims, options) -> None:
     more = 1 if "compile_backend" in options else 0  # all evaluations have one graph in common
     assert on_ranks(dims.num_ranks, _train_twice, dims, options) == [more] * dims.num_ranks

@@ -191,6 +191,7 @@ def notes_of(folder: Path) -> dict[tuple[int, int], str]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_on_other_meshes_the_stream_is_the_same(mixture, tmp_path) -> None:
     """2 -> 4 -> 1 ranks, killed twice, over epoch boundaries of both sources."""
     train_noting(mixture, tmp_path / "whole", ranks=1)
@@ -225,6 +226,7 @@ def tokenize(cache: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_several_jobs_tokenise_at_once_and_one_does_it(tmp_path) -> None:
     processes = [tokenize(tmp_path, "--workers", "1") for _ in range(3)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
@@ -255,6 +257,7 @@ def test_tokenising_goes_on_after_a_kill(tmp_path) -> None:
         assert path.read_bytes() == (whole / path.relative_to(tmp_path)).read_bytes()
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
     process = tokenize(tmp_path, "--workers", "2")
     wait_for(lambda: list(tmp_path.glob("*/*/*.tokens")), "a part", 60)
@@ -344,6 +347,7 @@ VALIDATION = (
 )
 
 
+@pytest.mark.slow
 def test_validation_is_the_same_on_every_mesh_and_leaves_training_alone(tmp_path) -> None:
     short = ("--training.steps", 7, "--checkpoint.interval", 4)
     runs = {
@@ -421,6 +425,7 @@ dataset_path = "data"
     assert "lower training.seq_len or validation.num_samples" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_row_that_a_worker_meets_is_one_error(tmp_path) -> None:
     rows = [{"text": f"text {number}"} for number in range(40)]
     rows[2] = {"text": None}
@@ -437,6 +442,7 @@ def test_a_bad_row_that_a_worker_meets_is_one_error(tmp_path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_error(tmp_path) -> None:
     rng = random.Random(0)
     texts = (" ".join(rng.choices(WORDS, k=200)) * 20 for _ in range(3000))  # seconds of work

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpu_speed
 
 
+@pytest.mark.slow
 def test_a_tiny_job_leaves_its_figures_and_one_that_fails_its_error(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
@@ -27,6 +30,7 @@ def test_a_tiny_job_leaves_its_figures_and_one_that_fails_its_error(
     assert f"{found['time/wps']:12.2f}" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu_speed, "LIMIT_S", 0.2)
     found = gpu_speed.run_job(gpu_speed.TINY, tmp_path, {})

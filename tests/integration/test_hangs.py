@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.integration.test_launcher import ROOT, environment
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_in_a_save_is_named_in_time() -> None:
     """Where no timeout of a collective would find it for an hour."""
     words = ["--ranks", "2", "--limit", "5", "--cases", "save:stop"]

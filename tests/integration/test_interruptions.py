@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.jobs import ROOT, environment
 
 CAMPAIGN = (
@@ -12,6 +14,7 @@ CAMPAIGN = (
 )
 
 
+@pytest.mark.slow
 def test_no_interruption_changes_a_bit(tmp_path: Path) -> None:
     """The shortest form of an hour of `tests/campaigns/interruptions.py`."""
     result = subprocess.run(

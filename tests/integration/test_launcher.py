@@ -35,6 +35,7 @@ from tests.helpers.jobs import (
     train_on_ranks,
     wait_for,
 )
+from tests.helpers.slow import slow
 
 DOOR = ROOT / "meshwright/launch/__main__.py"
 
@@ -93,6 +94,7 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert events.Scalars("loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
 
 
+@pytest.mark.slow
 def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
     path = uninterrupted / "config.toml"
     config, _ = load_config(["--job.config_file", str(path)])
@@ -126,6 +128,7 @@ def test_loss_does_not_depend_on_the_number_of_ranks(uninterrupted: Path, tmp_pa
     assert_close(losses(tmp_path / "out"), losses(uninterrupted))
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_can_be_gone_on_from_in_a_pipeline(uninterrupted, tmp_path) -> None:
     """On four ranks the same global batches as on 2 ranks of FSDP2; rank 0 has no output, and
     shows the loss."""
@@ -145,6 +148,7 @@ def test_an_earlier_checkpoint_can_be_gone_on_from_in_a_pipeline(uninterrupted, 
     assert names == {"step-15", "step-20", "step-20.aside0"}
 
 
+@pytest.mark.slow
 def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
     """Nor does it matter that they were off when the checkpoint was saved."""
     folder = tmp_path / "out"
@@ -201,7 +205,7 @@ def test_another_model_or_order_in_the_same_folder_is_refused(uninterrupted: Pat
     assert tree(uninterrupted) == before
 
 
-@pytest.mark.parametrize("moment", ["starting", "training"])
+@pytest.mark.parametrize("moment", ["training", *slow("starting")])
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "out"
     process = subprocess.Popen(
@@ -368,6 +372,7 @@ def test_what_needs_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_bf16_recomputation_and_traces_in_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     result = train_alone(
@@ -408,6 +413,7 @@ def test_the_traceback_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     assert "IsADirectoryError" in result.stderr
 
 
+@pytest.mark.slow
 def test_two_machines_meet_and_train_as_one(uninterrupted: Path, tmp_path: Path) -> None:
     """Two launchers with a rank each, on the address that a cluster's machines would share."""
     with socket.socket() as probe:
@@ -456,6 +462,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_the_stderr_of_a_rank_that_cpp_ends_is_kept_and_shown(tmp_path: Path) -> None:
     """As NCCL's watchdog does. The console of rank 1 is not shown."""
     script, folder = tmp_path / "train.py", tmp_path / "out"
@@ -512,6 +519,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     checkpoints = folder / "checkpoint"
@@ -540,6 +548,7 @@ def test_a_full_disk_costs_checkpoints_but_no_steps(uninterrupted: Path, tmp_pat
         assert commit.saved_steps(checkpoints) == [15, 20]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_records_but_no_steps(tmp_path: Path) -> None:
     """Its few pages are used up after some steps, or before the first."""
     steps, folder = 80, tmp_path / "out"
@@ -588,6 +597,7 @@ def test_a_damaged_checkpoint_that_was_named_is_one_error(uninterrupted: Path, t
     assert tree(folder) == before
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

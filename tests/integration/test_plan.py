@@ -153,6 +153,7 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     assert set(tomllib.loads(found["toml"])) <= {"parallelism", "activation_checkpoint", "training"}
 
 
+@pytest.mark.slow
 def test_published_steps_take_the_estimated_time() -> None:
     """Within the printed error, and memory within a tenth; the benchmark has all of them."""
     rows = [one for one in PUBLISHED if one.name in ("torchtitan, 8B, FSDP 128, compiled", IBM_7B)]

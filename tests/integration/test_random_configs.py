@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.jobs import ROOT, environment
 
 OPTIONS = ("--configs=2", "--seed=11", "--most-ranks=2")
 
 
+@pytest.mark.slow
 def test_random_configs_equal_one_process(tmp_path: Path) -> None:
     """The shortest of what `tests/campaigns/random_configs.py` does for an hour."""
     result = subprocess.run(

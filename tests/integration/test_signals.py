@@ -27,6 +27,7 @@ def results(tmp_path_factory) -> dict[signals.Cell, signals.Result]:
             return dict(zip(CELLS, done, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
 def test_a_signal_saves_the_step_and_leaves_no_process(results, cell: signals.Cell) -> None:
     assert signals.fault(cell, results[cell]) == "", results[cell]

@@ -17,20 +17,24 @@ from tests.helpers.simulated_gpu.cases import CASES
 from tests.helpers.simulated_gpu.fake_cuda import innermost
 from tests.helpers.simulated_gpu.guard import build_guard
 from tests.helpers.simulated_gpu.run import simulate
+from tests.helpers.slow import slow
 
 WITH_FAULTS = "one GPU, with faults"
 OFFLOADED = "FSDP 8, CPU offload"
+EVERYDAY = ("FSDP 8", WITH_FAULTS)
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory) -> dict[str, Any]:
-    """Of every case, from one process."""
+def figures(tmp_path_factory, request) -> dict[str, Any]:
+    """Of every case that tests need, from one process."""
     if torch.version.hip:
         pytest.skip("stands for NVIDIA's GPUs")
     guard = build_guard(tmp_path_factory.mktemp("guard"))
     if guard is None:
         pytest.skip("needs g++")
-    return simulate(guard, list(CASES))
+    mine = [item for item in request.session.items if item.path == request.path]
+    has_slow = any(item.get_closest_marker("slow") for item in mine)
+    return simulate(guard, list(CASES) if has_slow else EVERYDAY)
 
 
 def kernel_of(name: str) -> str:
@@ -40,7 +44,9 @@ def kernel_of(name: str) -> str:
     return "efficient" if "fp32" in name or "heads of" in name else "flash"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in (WITH_FAULTS, OFFLOADED)])
+@pytest.mark.parametrize(
+    "name", ["FSDP 8", *slow(*sorted(CASES.keys() - {"FSDP 8", WITH_FAULTS, OFFLOADED}))]
+)
 def test_a_step_never_waits_and_all_is_on_the_device(figures, name: str) -> None:
     found = figures[name]
     assert "error" not in found, found["error"]
@@ -79,6 +85,7 @@ def test_faults_are_noticed(figures) -> None:
     assert any("_to_copy (2, 4, 64, 8)" in what for what in found["on_host"])
 
 
+@pytest.mark.slow
 def test_offloaded_parameters_are_waited_for_where_they_are_needed(figures) -> None:
     """FSDP2 waits for each gradient; we for the norm, the factor of clipping, a bad step's vote."""
     found = figures[OFFLOADED]
@@ -95,6 +102,7 @@ def test_first_values_wait_for_the_device_once(figures) -> None:
         assert sum(found["init_waits"].values()) == (name != OFFLOADED), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_saved])
 def test_a_save_in_the_background_delays_only_the_update(figures, name: str) -> None:
     """Copies have a stream of their own, after the work so far; updates wait for it."""
@@ -109,6 +117,7 @@ def test_a_save_in_the_background_delays_only_the_update(figures, name: str) -> 
         assert (f"waits for {stream}", update[1]) in log[: log.index(update)]
 
 
+@pytest.mark.slow
 def test_by_op_neither_attention_nor_reduce_scatters_are_computed_again(figures) -> None:
     def collectives(mode: str) -> int:
         return figures[f"FSDP 4 x TP 2{mode}"]["collectives"]["reduce_scatter_tensor"]
@@ -120,6 +129,7 @@ def test_by_op_neither_attention_nor_reduce_scatters_are_computed_again(figures)
         assert by_op["peak_bytes"] < kept["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
     """Of scores in fp32, for its microbatch and all heads: 2048 x 2048 of one GPU, a fourth under
     context parallelism."""
