@@ -38,6 +38,8 @@ CASES = {
     "pp-op": (PP, AOT | OP | SCHEDULES["Interleaved1F1B"]),
 }
 """Each mesh with two policies of recomputation, and each policy on several meshes."""
+EVERYDAY = ("fsdp", "tp-op", "gather-full", "pp-op")
+"""By inductor: tests/distributed/test_resuming.py."""
 HAS_BUDGET_OF_MESHES = hasattr(partitioner, MESHES_HAVE_NO_SIZE)  # from torch 2.12 or 2.13 on
 LOSS = 2  # graphs of the loss, where it is computed
 
@@ -66,7 +68,13 @@ def graphs_of_compared_steps(dims: ParallelDims, options: dict) -> int:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=needs_compiler if INDUCTOR.items() <= options.items() else ())
+        pytest.param(
+            case,
+            marks=[
+                *[needs_compiler] * (INDUCTOR.items() <= options.items()),
+                *[pytest.mark.slow] * (case not in EVERYDAY),
+            ],
+        )
         for case, (_, options) in CASES.items()
     ],
 )

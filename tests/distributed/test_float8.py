@@ -12,6 +12,7 @@ from meshwright.commands.prove.compare import BF16, BOUNDS
 from meshwright.config.parallelism import Float8
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.faults import FAULTS
+from tests.helpers.slow import slow
 from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, whole
 
 ONE = ParallelDims(dp_replicate=1, dp_shard=1)
@@ -79,8 +80,10 @@ def errors(got: Figures, wanted: Figures) -> tuple[float, dict[str, float]]:
     "options",
     [
         {"ac_mode": "selective"},
-        {"enable_cpu_offload": True, "frozen": ["layers.1.feed_forward.w1.weight"]},
-        {"fp32_modules": ["layers.1"]},
+        *slow(
+            {"enable_cpu_offload": True, "frozen": ["layers.1.feed_forward.w1.weight"]},
+            {"fp32_modules": ["layers.1"]},
+        ),
     ],
     ids=["recomputed", "offloaded, partly frozen", "a block in fp32"],
 )

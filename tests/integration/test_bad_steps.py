@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tomli
 import tomli_w
 
@@ -36,6 +37,7 @@ def said_of(output: str) -> list[str]:
     return [line.partition(" step ")[2] for line in output.splitlines() if "was skipped" in line]
 
 
+@pytest.mark.slow
 def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     result = train(whole, "--bad_steps.budget", 2)

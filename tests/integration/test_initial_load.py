@@ -74,6 +74,7 @@ def test_a_job_starts_from_weights_and_later_from_its_own_checkpoint(tmp_path, c
     assert "\ndef f(" in said
 
 
+@pytest.mark.slow
 def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> None:
     """Sizes are as they were, so only their content shows it."""
     model = load_hf(save_transformers(tmp_path / "hf"))

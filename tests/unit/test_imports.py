@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.system.modules import uncollected
 from tests.helpers.jobs import CONFIG
+from tests.helpers.slow import slow
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -45,7 +46,7 @@ COMPILER_AND_MESHES = {  # 0.8 s together
 }
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, *slow(False)])
 def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its_first_step(
     tmp_path, saves: bool
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
     assert run.stdout.split()[-1] == "False"
 
 
-@pytest.mark.parametrize("is_asked_for", [True, False])
+@pytest.mark.parametrize("is_asked_for", [True, *slow(False)])
 def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
     show = (
         "import sys; from meshwright.config.loader import load_config;"

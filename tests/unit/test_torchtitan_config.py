@@ -1,3 +1,4 @@
+import json
 import tomllib
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -17,9 +18,10 @@ from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from meshwright.train.resolve_model import resolve_model
-from tests.helpers.torchtitan_keys import KEYS
 
 FOLDER = Path(__file__).parents[1] / "torchtitan"
+KEYS: dict[str, Any] = json.loads((FOLDER / "defaults.json").read_text())
+"""Of torchtitan 0.2.2, with their defaults, as `torchtitan.config.JobConfig()` gives them."""
 OURS = {f"{section}.{key}": value for section, table in JobConfig() for key, value in table}
 SPECIAL = {  # by functions of translate.py
     *("model.name", "model.flavor", "training.dataset", "validation.dataset"),
