@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -29,8 +29,16 @@ from meshwright.train import trainer
 from meshwright.train import trainer as step
 from meshwright.train.optim.optimizers import build_optimizer
 
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
-@contextmanager
+
+def fault(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """Make a fault of a generator; `FAULTS` has it by its name."""
+    FAULTS[function.__name__] = contextmanager(function)
+    return FAULTS[function.__name__]
+
+
+@fault
 def gradients_times_eight() -> Iterator[None]:
     """The factor of a mean over 8 ranks, forgotten."""
 
@@ -44,7 +52,7 @@ def gradients_times_eight() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def no_sum_over_tp() -> Iterator[None]:
     """Row-wise products keep this rank's part of the sum."""
 
@@ -59,7 +67,7 @@ def no_sum_over_tp() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def same_values_on_every_tp_rank() -> Iterator[None]:
     """Each rank fills its shard as if it held the first."""
     real = initialize.local_box
@@ -72,7 +80,7 @@ def same_values_on_every_tp_rank() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def norm_gradients_of_own_tokens() -> Iterator[None]:
     """Norms on a part of the sequence, whose weights get the gradient of that part alone."""
 
@@ -91,7 +99,7 @@ def norm_gradients_of_own_tokens() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def swapped_microbatches() -> Iterator[None]:
     """The same samples in another order."""
     real = Loader._next_step
@@ -104,7 +112,7 @@ def swapped_microbatches() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def labels_shifted_after_the_cut() -> Iterator[None]:
     """The label of a chunk's last token is the next token of this rank, not of the sequence."""
 
@@ -118,7 +126,7 @@ def labels_shifted_after_the_cut() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def mean_of_means() -> Iterator[None]:
     """Each rank's microbatch is divided by its own number of labels, and the means averaged."""
 
@@ -137,7 +145,7 @@ def mean_of_means() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def attention_across_documents() -> Iterator[None]:
     """Only causal, where documents were to be kept apart."""
     real = decoder.build_mask
@@ -149,14 +157,14 @@ def attention_across_documents() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def positions_not_restarted() -> Iterator[None]:
     """A document's first token has the position that it has in the sequence."""
     with patch.object(decoder, "positions_in_document", lambda _, positions: positions):
         yield
 
 
-@contextmanager
+@fault
 def documents_lost_by_the_pipeline() -> Iterator[None]:
     """Stages get no documents."""
     real = Pipeline.run
@@ -169,7 +177,7 @@ def documents_lost_by_the_pipeline() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def gradients_summed_in_bf16() -> Iterator[None]:
     """Over ranks, where fp32 was asked for."""
     real = fsdp.MixedPrecisionPolicy
@@ -181,7 +189,7 @@ def gradients_summed_in_bf16() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def loss_in_bf16() -> Iterator[None]:
     """The logits are not cast to fp32 before the loss."""
 
@@ -192,7 +200,7 @@ def loss_in_bf16() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def rotary_cache_in_bf16() -> Iterator[None]:
     """Cast with the parameters."""
     real = decoder.Decoder.init_buffers
@@ -205,7 +213,7 @@ def rotary_cache_in_bf16() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def another_epsilon() -> Iterator[None]:
     """The optimizer has its own, a hundred times as large: only small gradients feel it."""
 
@@ -216,7 +224,7 @@ def another_epsilon() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def weights_kept_in_bf16() -> Iterator[None]:
     """What a step adds to a weight is lost where it is less than half a bit of bf16."""
     real = trainer.train_step
@@ -232,7 +240,7 @@ def weights_kept_in_bf16() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def upper_ids_clamped() -> Iterator[None]:
     """Ids from 128 on are taken for 127: the second half of the vocabulary is not looked up."""
     real = decoder.Decoder.forward
@@ -246,7 +254,7 @@ def upper_ids_clamped() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def upper_labels_ignored() -> Iterator[None]:
     """Labels from 128 on do not count."""
 
@@ -254,7 +262,7 @@ def upper_labels_ignored() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def softmax_of_own_rows() -> Iterator[None]:
     """Of this rank's part of the vocabulary, where it was to be of the whole."""
     real = VocabularyParallelLoss.join
@@ -266,7 +274,7 @@ def softmax_of_own_rows() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def states_of_own_rows() -> Iterator[None]:
     """Gradients of hidden states are not summed over parts of the vocabulary."""
 
@@ -278,7 +286,7 @@ def states_of_own_rows() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def last_chunk_alone() -> Iterator[None]:
     """The gradient of the output's weight begins anew with every chunk of tokens."""
     real = SummedLoss.add_product
@@ -290,14 +298,14 @@ def last_chunk_alone() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def validation_of_own_samples() -> Iterator[None]:
     """Its figures are this rank's, not those of all."""
     with patch("meshwright.train.validation.dist", SimpleNamespace(all_reduce=lambda tensor: None)):
         yield
 
 
-@contextmanager
+@fault
 def validation_counts_padding() -> Iterator[None]:
     """What fills the last global batch up counts."""
     real = loader.blank_sample
@@ -309,7 +317,7 @@ def validation_counts_padding() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def resume_without_optimizer() -> Iterator[None]:
     """Its state begins anew."""
     real = TrainingTensors.load_state_dict
@@ -321,7 +329,7 @@ def resume_without_optimizer() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def resume_a_batch_late() -> Iterator[None]:
     """The cursor is that of the batch after."""
     real = Cursor.from_json
@@ -334,14 +342,14 @@ def resume_a_batch_late() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def places_of_own_shards_saved() -> Iterator[None]:
     """A stream's cursor lacks the shards that only other ranks read."""
     with patch("meshwright.commands.prove.measure.whole_cursor", lambda cursor: cursor):
         yield
 
 
-@contextmanager
+@fault
 def rows_saved_in_another_order() -> Iterator[None]:
     """A checkpoint that the same mesh would load as it was, and another one would not."""
 
@@ -352,7 +360,7 @@ def rows_saved_in_another_order() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@fault
 def a_tensor_not_saved() -> Iterator[None]:
     """A moment of one parameter."""
     with _saved(lambda tensors: {k: t for k, t in tensors.items() if k != MOMENT}):
@@ -410,42 +418,7 @@ def _trained_on(
         yield
 
 
-@contextmanager
+@fault
 def none() -> Iterator[None]:
     """All as it should be."""
     yield
-
-
-FAULTS: dict[str, Callable[[], object]] = {
-    fault.__name__: fault
-    for fault in (
-        none,
-        gradients_times_eight,
-        no_sum_over_tp,
-        same_values_on_every_tp_rank,
-        norm_gradients_of_own_tokens,
-        swapped_microbatches,
-        labels_shifted_after_the_cut,
-        mean_of_means,
-        attention_across_documents,
-        positions_not_restarted,
-        documents_lost_by_the_pipeline,
-        gradients_summed_in_bf16,
-        loss_in_bf16,
-        rotary_cache_in_bf16,
-        another_epsilon,
-        weights_kept_in_bf16,
-        upper_ids_clamped,
-        upper_labels_ignored,
-        softmax_of_own_rows,
-        states_of_own_rows,
-        last_chunk_alone,
-        validation_of_own_samples,
-        validation_counts_padding,
-        resume_without_optimizer,
-        resume_a_batch_late,
-        places_of_own_shards_saved,
-        rows_saved_in_another_order,
-        a_tensor_not_saved,
-    )
-}

@@ -67,27 +67,6 @@ def test_checking_a_config_does_not_import_torch(start: str) -> None:
     assert len(seen) > 3
 
 
-NAME_LLAMA = {  # the registry's line, and tables of names that others gave
-    "checkpoint/manifest.py": 1,
-    "config/job_config.py": 1,
-    "models/families/__init__.py": 1,
-    "config/torchtitan/rules.py": 8,
-    "datasets/tokenizers/kinds.py": 4,
-}
-
-
-def test_no_family_is_special() -> None:
-    """Outside of its folder a family is one line of the registry (llama.cpp is another program)."""
-    found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        name = file.relative_to(PACKAGE).as_posix()
-        lines = file.read_text("utf-8").lower().replace("llama.cpp", "").splitlines()
-        count = sum("llama" in line for line in lines)
-        if count and name != "models/families/llama.py":
-            found[name] = count
-    assert found == NAME_LLAMA
-
-
 def test_a_family_that_is_not_named_is_the_first() -> None:
     """Also in manifests from before they named one, which are all of it."""
     assert next(iter(MODELS)) == FIRST == JobConfig().model.name == ADDED["model_name"] == "llama"

@@ -1,13 +1,45 @@
-"""Signals to whole jobs: the cells of `tests/campaigns/signals.py` that decide most."""
+"""The shortest forms of the campaigns of `tests/campaigns`, which attack whole jobs for hours."""
 
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.campaigns import signals
 from tests.helpers.jobs import ROOT, environment
 
-CELLS = (
+pytestmark = pytest.mark.slow
+CASES = {  # words, and the end of the output
+    "hangs": (["--ranks=2", "--limit=5", "--cases=save:stop"], r"save +stop +0 +save .*\n$"),
+    "interruptions": (
+        ["--kills=1", "--file-faults=1", "--only=stray_files", "--steps=30", "--seed=51"],
+        "all as they should be, in .* s\n$",
+    ),
+    "random_configs": (
+        ["--configs=2", "--seed=11", "--most-ranks=2"],
+        "(.* equal .*\n){2}2 configs, seed 11: 0 wrong\n$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_job_stands_a_short_campaign(name: str, tmp_path: Path) -> None:
+    words, end = CASES[name]
+    result = subprocess.run(
+        [sys.executable, "-m", f"tests.campaigns.{name}", *words],
+        env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(end, result.stdout), result.stdout
+
+
+CELLS = (  # of signals that decide most
     signals.Cell("INT", "group", "step", "pipe"),  # Ctrl-C ends `| tee`, too
     signals.Cell("HUP", "group", "step", "terminal"),  # a window is closed
     signals.Cell("TERM", "launcher", "setup", "nohup"),
@@ -27,7 +59,6 @@ def results(tmp_path_factory) -> dict[signals.Cell, signals.Result]:
             return dict(zip(CELLS, done, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
 def test_a_signal_saves_the_step_and_leaves_no_process(results, cell: signals.Cell) -> None:
     assert signals.fault(cell, results[cell]) == "", results[cell]
