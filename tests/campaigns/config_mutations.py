@@ -30,7 +30,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import COLUMNS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "assets" / "tokenizers" / "python_2k.model"
 RANKS = 2
 

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 CASES = [f"{place}:stop" for place in ("data", "forward", "save", "validation")]
 CASES += ["data:read", "forward:loop", "validation:loop"]
 STEP = 4

@@ -45,7 +45,7 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.system.errors import EXIT_STOPPED
 from tests.campaigns import file_faults, world_faults
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 VALIDATION_FREQ = 10
 JOB = {
     "model.args": "{dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, hidden_dim = 64}",

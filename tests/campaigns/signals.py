@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = ("HUP", "INT", "TERM", "USR1", "QUIT")
 TARGETS = ("launcher", "rank", "group")
 PHASES = ("setup", "step", "save", "validation", "export")
