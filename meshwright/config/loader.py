@@ -47,8 +47,13 @@ from meshwright.system.errors import (
     where_it_ends,
 )
 
-FOLDER = Path(__file__).parents[1] / "train_configs"
-"""In the repository a link to `train_configs/`; in a wheel a folder."""
+PACKAGE = Path(__file__).parents[1]
+FOLDER = next(
+    folder / "train_configs"
+    for folder in (PACKAGE, PACKAGE.parent)
+    if (folder / "train_configs").is_dir()
+)
+"""Of the presets: a wheel has it in the package, the repository beside it."""
 
 
 def preset_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""One rank of a job that `meshwright train` starts: train.py [CONFIG] [--section.key value ...]"""
+"""One rank: python -m meshwright.train --job.config_file CONFIG [--section.key value ...]"""
 
 if __name__ == "__main__":
     # not above: processes that tokenise read this file too, and need no torch

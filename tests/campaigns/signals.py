@@ -240,7 +240,7 @@ class Job:
             with contextlib.suppress(OSError):
                 words = path.read_bytes()
                 if os.fsencode(self.folder) in words and b"meshwright" in words:
-                    is_rank = b"/train.py\0" in words and b"\0meshwright.launch\0" not in words
+                    is_rank = b"meshwright.train\0" in words and b"meshwright.launch\0" not in words
                     (ranks if is_rank else others).append(int(path.parent.name))
         return sorted(ranks) + [pid for pid in others if pid != self.process.pid]
 

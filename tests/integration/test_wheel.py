@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_a_wheel_checks_its_own_presets(tmp_path: Path) -> None:
     """`meshwright train PRESET` starts with the same check, and ranks read the same files."""
-    source = tmp_path / "source"  # setuptools leaves build/ behind
+    source = tmp_path / "source"
     source.mkdir()
     for name in ("meshwright", "train_configs", "assets"):
         subprocess.run(["cp", "-a", ROOT / name, source], check=True)
