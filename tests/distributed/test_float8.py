@@ -103,6 +103,7 @@ def test_a_batch_cut_in_four_has_the_same_loss_only_rowwise(run) -> None:
     assert max(gradients.values()) > BF16
 
 
+@pytest.mark.slow
 def test_halves_of_matrices_are_off_by_rounding(run) -> None:
     one = run(ONE)
     _, roundings = errors(run(ONE, ""), one)

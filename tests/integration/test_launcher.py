@@ -250,21 +250,26 @@ def press_ctrl_c(folder: Path, times: int) -> tuple[int, str, float]:
     return process.returncode, errors, time.monotonic() - start
 
 
-def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_stops(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     code, errors, _ = press_ctrl_c(folder, 1)
     assert code == 75
     assert errors == "meshwright: SIGINT: the job saves and stops; again: killed\n"
     (*_, step) = commit.saved_steps(folder / "checkpoint")
     assert step == max(losses(folder))
-    code, errors, seconds = press_ctrl_c(tmp_path / "again", 2)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_the_job_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, errors, seconds = press_ctrl_c(folder, 2)
     assert code == 130
     assert errors.splitlines()[1:] == [
         "meshwright: SIGINT: killed; the steps since the last checkpoint are lost"
     ]
     assert seconds < 5
     assert "Traceback" not in errors
-    assert not ranks_of(tmp_path / "again")
+    assert not ranks_of(folder)
 
 
 def check_stacks(process: subprocess.Popen, folder: Path) -> None:
