@@ -4,7 +4,8 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from meshwright.datasets.sample_stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import records as history
 from meshwright.metrics.records import Sink
-from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.reporter import Pause, Reporter
 from meshwright.metrics.sinks import Spared
 from meshwright.models.kernels import large_blocks
 from meshwright.parallelisms import ring_attention
@@ -31,7 +32,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, st
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import device as hardware
-from meshwright.system.log import log_to_file, logger
+from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import CHECKED, GPUS_EXPECTED, OTHER_MALLOC
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
@@ -41,6 +42,13 @@ from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of, place_in_data
 from meshwright.train.trainer import Trainer
 from meshwright.train.validation import Validate, WriteTexts, build_sampling, build_validation
+
+PAUSES: dict[str, Pause | None] = {
+    "validation": "validation",
+    "save": "checkpoint",
+    "preparing saves": None,
+}
+"""Phases that rates leave out, and the figure that the time of each adds to, if any."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,23 @@ class Job:
     since: float
     """`time.perf_counter()` when its set-up began."""
     heart: Heartbeat
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None, *, is_long: bool = False) -> Iterator[None]:
+        """Tell the launcher, the log and the clock which part of the job this rank does inside.
+
+        Args:
+            step: the one under way; None: as before.
+            is_long: the log says every ten seconds that the phase is not over, as it does of a
+                phase in `PAUSES`.
+        """
+        self.heart.beat(name, step)
+        with ExitStack() as stack:
+            if name in PAUSES:
+                stack.enter_context(self.reporter.paused(PAUSES[name]))
+            if is_long or name in PAUSES:
+                stack.enter_context(busy(name))
+            yield
 
 
 def start(plan: Plan) -> torch.device:

@@ -152,7 +152,7 @@ def continue_prompts(
         shape: B and S of a microbatch of training. B prompts are continued at a time.
         eos_id: token that ends a text; it is not part of it.
         mask_documents: give attention the mask that it has in training.
-        is_stopped: the same on every rank; asked before each token.
+        is_stopped: a collective, asked before each token.
     """
     positions = local_positions(shape[1], meshes.cp, torch.device(meshes.world.device_type))
 
@@ -245,7 +245,8 @@ Fail = Callable[[Exception], None]
 
 
 Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
-"""Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
+"""Evaluates a model: figures by name. It asks, with all other ranks, before each of its steps
+whether it is to stop."""
 
 
 def build_validation(
@@ -340,14 +341,13 @@ def build_sampling(plan: Plan, meshes: Meshes) -> WriteTexts:
 def _until_stopped(
     steps: Iterator[list[Batch]], is_stopped: Callable[[], bool], fail: Fail
 ) -> Iterator[list[Batch]]:
-    """Those steps that all ranks have. Collective."""
+    """Yield the steps that all ranks have, until they are to stop. Collective."""
     while True:
         batches: list[Batch] | None = None
         try:
             batches = next(steps, None)
         except (ConfigError, OSError) as error:
             fail(error)
-        is_stopped()  # sends this rank's vote
-        if is_stopped() or batches is None:  # after all have been heard
+        if is_stopped() or batches is None:
             return
         yield batches
