@@ -135,7 +135,7 @@ class Start:
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(word.endswith(b"/train.py") for word in words[:3]) and any(
+            if b"meshwright.train" in words[:5] and any(
                 word.endswith(b"=" + os.fsencode(self.folder)) for word in words
             ):
                 found.append(int(path.parent.name))

@@ -91,8 +91,7 @@ def _slow_sink(config: object, folder: Path) -> Any:
 def _slow_down(phase: str, seconds: float) -> None:
     """Wrap the function of the job in which the phase happens."""
     from meshwright.checkpoint import manager
-    from meshwright.train import job as train
-    from meshwright.train import set_up
+    from meshwright.train import end, set_up
 
     def before(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: object, **given: object) -> Any:
@@ -104,7 +103,7 @@ def _slow_down(phase: str, seconds: float) -> None:
     if phase == "save":
         manager.CheckpointManager.save = before(manager.CheckpointManager.save, seconds)  # type: ignore[method-assign]
     elif phase == "export":
-        train.export_last = before(train.export_last, EXPORT_STALL_S)
+        end.export_last = before(end.export_last, EXPORT_STALL_S)
     elif phase == "validation":
         build = set_up.build_validation
 
@@ -240,7 +239,7 @@ class Job:
             with contextlib.suppress(OSError):
                 words = path.read_bytes()
                 if os.fsencode(self.folder) in words and b"meshwright" in words:
-                    is_rank = b"/train.py\0" in words and b"launch.door" not in words
+                    is_rank = b"meshwright.train" in words.split(b"\0")[:5]
                     (ranks if is_rank else others).append(int(path.parent.name))
         return sorted(ranks) + [pid for pid in others if pid != self.process.pid]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import shlex
 import socket
@@ -28,12 +27,12 @@ from meshwright.system import device as hardware
 from meshwright.system.errors import StopRequested, numbered
 from meshwright.system.files import whole_file
 from meshwright.system.log import WIDTH, logger
-from meshwright.system.processes import CHECKED, HOST_SETTINGS
+from meshwright.system.processes import Launch
 from meshwright.train.optim.groups import describe
 from meshwright.train.preflight import Plan
 
 
-def announce(plan: Plan, device: torch.device) -> None:
+def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
     """Describe the job in the log, and keep its config beside the results."""
     config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
@@ -42,7 +41,7 @@ def announce(plan: Plan, device: torch.device) -> None:
     for line in compact_toml(to_toml(config, True)):
         logger.info("  %s", line)
     for text in plan.notes:
-        logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
+        logger.info("%s", text, extra={"is_printed": launch.is_checked})
     shapes = args.parameter_shapes()
     num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
@@ -60,8 +59,8 @@ def announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
-    if settings := os.environ.get(HOST_SETTINGS):
-        logger.info("chosen for this machine by the launcher: %s", settings)
+    if launch.host_settings:
+        logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
     num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)

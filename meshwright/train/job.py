@@ -17,14 +17,14 @@ from meshwright.checkpoint.manager import CheckpointManager, HasState
 from meshwright.config.job_config import Checkpoint, JobConfig, compiles, is_compiled, saves
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.datasets.opening import open_training_data, open_validation_data
-from meshwright.launch.heartbeat import Heartbeat
+from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.records import Sink
 from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeout
 from meshwright.system.device import ordered_attention
 from meshwright.system.log import busy, logger
-from meshwright.system.processes import Requests
+from meshwright.system.processes import Launch, Requests
 from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce_end, note_end, note_failure
 from meshwright.train.end import (
@@ -98,15 +98,15 @@ class Taken:
 def run(
     plan: Plan,
     extra_sinks: Sequence[Sink] = (),
-    heart: Heartbeat | None = None,
     requests: Requests | None = None,
+    launch: Launch | None = None,
 ) -> bool:
     """Train from the start or the last checkpoint to the last step, or until asked to stop.
 
     Args:
         extra_sinks: get every record after the sinks that the config asks for.
-        heart: tells the launcher where this rank is.
         requests: to stop; None: only signals from now on.
+        launch: as our launcher tells it; None: there is none.
 
     Returns:
         Whether the last step is done, and exported if that is asked for.
@@ -118,14 +118,15 @@ def run(
     """
     if requests is None:
         with Requests() as requests:
-            return run(plan, extra_sinks, heart, requests)
-    heart = heart or Heartbeat()
+            return run(plan, extra_sinks, requests, launch)
+    launch = launch or Launch()
+    heart = heartbeat_of_this_rank(launch.folder)
     heart.limit(plan.config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
     heart.answer(last_collectives)
     meeting = "meeting the other ranks, opening the data"
     heart.beat(meeting)
     with heart.guard(), busy(meeting):
-        device = start(plan)
+        device = start(plan, launch.num_gpus)
         attention = ordered_attention(order_attention(plan, device))
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
         check_agreement(plan, [*sources, *held_out], device.type)
@@ -138,7 +139,7 @@ def run(
         heart.beat("set-up")
         with heart.guard(), busy("set-up"):
             prepare_export(plan.config)
-            job = set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart)
+            job = set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart, launch)
         if job is None:
             dist.destroy_process_group()
         else:

@@ -33,7 +33,7 @@ from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import device as hardware
 from meshwright.system.log import busy, log_to_file, logger
-from meshwright.system.processes import CHECKED, GPUS_EXPECTED, OTHER_MALLOC
+from meshwright.system.processes import OTHER_MALLOC, Launch
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
@@ -91,14 +91,16 @@ class Job:
             yield
 
 
-def start(plan: Plan) -> torch.device:
-    """Check the plan against the device, and have the ranks meet."""
+def start(plan: Plan, num_gpus: int) -> torch.device:
+    """Check the plan against the device, and have the ranks meet.
+
+    Args:
+        num_gpus: that the driver lists; 0: not known.
+    """
     config = plan.config
     if config.training.deterministic:
         hardware.make_deterministic()
-    device = hardware.pick_device(
-        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
-    )
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), num_gpus)
     dtype = getattr(torch, config.training.mixed_precision_param)
     head_dim = plan.model_args.table.head_dim
     check_device(
@@ -145,6 +147,7 @@ def set_up(
     held_out: Sequence[OpenSource],
     extra_sinks: Sequence[Sink],
     heart: Heartbeat,
+    launch: Launch,
 ) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already."""
     since = time.perf_counter()
@@ -158,10 +161,10 @@ def set_up(
     log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
         history.set_aside(Path(config.job.dump_folder))
-    announce(plan, device)
+    announce(plan, device, launch)
     note_start(plan, device)
     if found is not None and dist.get_rank() == 0:
-        resume_diff(plan, found).log(_is_printed(plan))
+        resume_diff(plan, found).log(launch.is_checked and _is_newest(plan))
     with note_failure(plan, lambda: plan.resume_step):
         parts = plan, device, checkpoints, found, sources, held_out, extra_sinks, heart
         return _build(*parts, since=since)
@@ -300,9 +303,7 @@ def _set_values(
     return cursor
 
 
-def _is_printed(plan: Plan) -> bool:
+def _is_newest(plan: Plan) -> bool:
     """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
-    return CHECKED in os.environ and plan.resume_step == commit.choose_step(
-        plan.checkpoint_folder, load_step
-    )
+    return plan.resume_step == commit.choose_step(plan.checkpoint_folder, load_step)

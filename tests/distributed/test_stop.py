@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.system.errors import EXIT_INTERRUPTED
-from meshwright.system.processes import FROM_LAUNCHER, NUDGE, STOP_SIGNALS, Requests
+from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
 from meshwright.train import stop as preemption
 from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote
 from tests.helpers.forked import Forked
@@ -23,12 +23,11 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     """Take steps that last a millisecond on rank 0 and three on rank 1; rank 1 is asked at its
     fifth."""
     rank = dist.get_rank()
-    from_launcher = folder / f"from_launcher_{rank}"
-    os.environ[FROM_LAUNCHER] = str(from_launcher)
+    (from_launcher := folder / f"launcher_{rank}").mkdir()
     handled = (*STOP_SIGNALS, NUDGE)
     handlers = [signal.getsignal(number) for number in handled]
     step = 0
-    with Requests() as requests, requests.held():
+    with Requests(folder=str(from_launcher)) as requests, requests.held():
         vote = Vote(folder, 1 if way == "clock" and rank == 1 else 0, requests)
         while not vote.result().is_last(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
@@ -40,7 +39,7 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
                 if way == "file":
                     (folder / STOP_FILE).touch()
                 elif way == "launcher":
-                    from_launcher.write_text("SIGTERM")
+                    (from_launcher / STOP).write_text("SIGTERM")
                 elif way == "data":
                     vote.fail(OSError("gone"), last_step=7)
                 elif way != "clock" and way:
@@ -51,7 +50,6 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
             vote.clear_stop_file()
         if failures := vote.failures(step):
             reason = str(failures)
-    del os.environ[FROM_LAUNCHER]
     assert [signal.getsignal(number) for number in handled] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     return step, reason
@@ -137,7 +135,7 @@ from meshwright.train import stop as preemption
 from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
 process.JOIN_TIMEOUT_S = 1
-requests = process.Requests()
+requests = process.Requests(folder=sys.argv[2])
 vote = preemption.Vote(Path(sys.argv[1]), 0, requests)
 with requests, requests.held():
     print("ready", flush=True)
@@ -155,7 +153,7 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
     """Exit code and output of a process that is sent `numbers` while it works."""
     script = folder / "alone.py"
     script.write_text(ALONE.format(work=work))
-    process = Forked([script, folder], os.environ | variables)
+    process = Forked([script, folder, folder if variables else ""], os.environ | variables)
     process.wait_for_line("ready")
     for number in numbers:
         process.send_signal(number)
@@ -197,9 +195,9 @@ def test_a_second_ctrl_c_alone_ends_a_rank_at_once_whatever_it_does(tmp_path: Pa
 
 def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
     """As torchrun sees to: but if the launcher was asked to stop, it is no failure."""
-    failed = {"TORCHELASTIC_RUN_ID": "1", FROM_LAUNCHER: str(tmp_path / "stop")}
+    failed = {"TORCHELASTIC_RUN_ID": "1"}
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (128 + signal.SIGTERM, "")
-    (tmp_path / "stop").write_text("SIGTERM")
+    (tmp_path / STOP).write_text("SIGTERM")
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (0, "asked\n")
 
 

@@ -85,7 +85,7 @@ def _ranks(folder: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(word.endswith(b"/train.py") for word in words[:3]) and str(folder).encode() in words:
+        if b"meshwright.train" in words[:5] and str(folder).encode() in words:
             found.append(int(path.parent.name))
     return found
 

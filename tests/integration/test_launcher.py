@@ -47,7 +47,7 @@ def ranks_of(folder: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        is_rank = any(word.endswith(b"/train.py") for word in words[:3])
+        is_rank = b"meshwright.train" in words[:5]
         if is_rank and str(folder).encode() in words:
             found.append(int(path.parent.name))
     return found
@@ -262,7 +262,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
 
 
 def check_stacks(process: subprocess.Popen, folder: Path) -> None:
-    """SIGUSR2 to whatever runs train.py: each rank writes its stacks, and trains on."""
+    """SIGUSR2 to launcher and ranks: each rank writes its stacks, and trains on."""
     for number in (process.pid, *ranks_of(folder)):
         os.kill(number, signal.SIGUSR2)
     for rank in (0, 1):

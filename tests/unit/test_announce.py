@@ -11,6 +11,7 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.metrics import records as history
 from meshwright.system.log import log_to_console
+from meshwright.system.processes import Launch
 from meshwright.train import announce
 from meshwright.train.announce import announce_end, compact_toml, note_failure
 from meshwright.train.preflight import preflight
@@ -89,7 +90,7 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
     config, _ = load_config(words_of_job)
     plan = preflight(config, 1)
-    announce.announce(plan, torch.device("cpu"))
+    announce.announce(plan, torch.device("cpu"), Launch())
     num_all = f"{plan.model_args.table.num_params:,}"
     assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
 

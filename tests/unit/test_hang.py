@@ -290,9 +290,7 @@ def test_a_phase_is_told_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_alone_or_without_our_launcher_has_nobody_to_tell(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("MESHWRIGHT_HEARTBEATS", raising=False)
-    for variables in ({}, {"MESHWRIGHT_HEARTBEATS": str(tmp_path), "WORLD_SIZE": "1"}):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        heartbeat.heartbeat_of_this_rank().beat("data", 1)
+    for folder, ranks in (("", "2"), (str(tmp_path), "1")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        heartbeat.heartbeat_of_this_rank(folder).beat("data", 1)
     assert read_beats(tmp_path) == []
