@@ -239,7 +239,7 @@ class Job:
             with contextlib.suppress(OSError):
                 words = path.read_bytes()
                 if os.fsencode(self.folder) in words and b"meshwright" in words:
-                    is_rank = b"meshwright.train" in words.split(b"\0")[:5]
+                    is_rank = b"meshwright.train\0" in words and b"meshwright.launch\0" not in words
                     (ranks if is_rank else others).append(int(path.parent.name))
         return sorted(ranks) + [pid for pid in others if pid != self.process.pid]
 

@@ -9,7 +9,8 @@ prepare_environment() {
     local extra=${1:-}
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_requirements python "$extra"; then
         python=python
-        if ! python -c 'import importlib.metadata as m; m.version("meshwright")' 2>/dev/null; then
+        # a person reads it; in the log of a job it is noise
+        if [ -t 2 ] && ! python -c 'import importlib.metadata as m; m.version("meshwright")' 2>/dev/null; then
             echo "meshwright: for the command meshwright in this environment: python -m pip install" \
                 "--no-deps --editable $repository" >&2
         fi

@@ -29,6 +29,15 @@ RunOnRanks = Callable[..., list[Any]]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_signal_is_ignored() -> None:
+    """So do nohup with SIGHUP and such a shell with SIGQUIT. A handler is not inherited by programs
+    that tests start, and still lets the tests themselves live on."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_collection_finish() -> None:
     """Full collections leave alone what stays: modules, and the tests themselves."""
     gc.freeze()

@@ -1,6 +1,6 @@
 """torchrun with the job's own exit code, and without a second report of its errors.
 
-python -m meshwright.launch.__main__ TORCHRUN_ARGUMENTS train.py --job.config_file CONFIG ...
+python -m meshwright.launch TORCHRUN_ARGUMENTS -m meshwright.train --job.config_file CONFIG ...
 """
 
 import signal

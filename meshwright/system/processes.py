@@ -2,15 +2,18 @@
 
 import ctypes
 import json
+import multiprocessing.util
 import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -286,3 +289,23 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+SOCKET_PATH, SOCKET_NAME = 107, len("/pymp-12345678/listener-12345678")
+"""Bytes that Linux takes of a socket's path, and those that multiprocessing adds to a folder."""
+
+
+def fork_server(*modules: str) -> ForkServerContext:
+    """Return what starts processes as forks of one that has imported `modules`.
+
+    Its socket is below the temporary folder, or below /tmp where that one's path is too long.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME > SOCKET_PATH:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # which it then keeps
+        finally:
+            tempfile.tempdir = before
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*modules])
+    return context

@@ -166,6 +166,7 @@ def _with_onednn_and_without(dims: ParallelDims, options: dict) -> list[tuple[fl
     return found
 
 
+@needs_compiler
 @pytest.mark.skipif(not onednn_products.can_compute(), reason="oneDNN has no kernels here")
 def test_onednns_products_change_rounding_alone(on_ranks) -> None:
     for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):

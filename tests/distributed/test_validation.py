@@ -19,7 +19,7 @@ from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train import build
+from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight
 from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
@@ -149,9 +149,9 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
 
 def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> None:
     plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"])[0], 1)
-    monkeypatch.setattr(build, "evaluate", lambda *_: Evaluation(1.0, num_labels=1, num_bytes=1))
+    monkeypatch.setattr(parts, "evaluate", lambda *_: Evaluation(1.0, num_labels=1, num_bytes=1))
     sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
-    validate = build.build_validation(plan, sources, Mock(), torch.device("cpu"))
+    validate = parts.build_validation(plan, sources, Mock(), torch.device("cpu"))
     is_stopped = Mock(side_effect=[False, True])
     figures = validate(Mock(), is_stopped, Mock())
     assert {name.split("/")[1] for name in figures} == {"a"}

@@ -1,7 +1,6 @@
 """Scripts as processes of their own that import no torch: they fork from one that did."""
 
 import gc
-import multiprocessing
 import os
 import runpy
 import signal
@@ -17,6 +16,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from meshwright.commands.prove.ranks import IMPORTED_BY_RANKS
+from meshwright.system.processes import fork_server
 
 
 class Forked:
@@ -33,9 +33,7 @@ class Forked:
         self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         for path in self._outputs:
             path.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.train.job", *IMPORTED_BY_RANKS])
-        self.process = context.Process(
+        self.process = fork_server("meshwright.train.job", *IMPORTED_BY_RANKS).Process(
             target=_become, args=(self._words, dict(env), str(cwd), self._outputs)
         )
         self.process.start()

@@ -47,7 +47,9 @@ def ranks_of(folder: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        is_rank = b"meshwright.train" in words[:5]
+        is_rank = b"meshwright.train" in words[:5] or any(
+            w.endswith(b"/train.py") for w in words[:3]
+        )
         if is_rank and str(folder).encode() in words:
             found.append(int(path.parent.name))
     return found
@@ -262,7 +264,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
 
 
 def check_stacks(process: subprocess.Popen, folder: Path) -> None:
-    """SIGUSR2 to launcher and ranks: each rank writes its stacks, and trains on."""
+    """SIGUSR2 to the launcher and its ranks: each rank writes its stacks, and trains on."""
     for number in (process.pid, *ranks_of(folder)):
         os.kill(number, signal.SIGUSR2)
     for rank in (0, 1):

@@ -16,7 +16,7 @@ def requirements(repository: Path) -> str:
 def test_a_setting_of_lint_needs_no_network(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     for name in ("pyproject.toml", "requirements.txt", "scripts/environment.sh"):
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copyfile(ROOT / name, tmp_path / name)  # without its mode: it may be read-only
     before, text = requirements(tmp_path), (tmp_path / "pyproject.toml").read_text()
     assert all(
         part in before for part in ('"torch>=', '"pytest>=', "meshwright.commands.main:main")

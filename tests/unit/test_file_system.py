@@ -1,6 +1,8 @@
 """Files that appear whole."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,16 @@ def test_a_file_that_another_user_is_writing_is_kept(tmp_path, monkeypatch) -> N
     (file := tmp_path / f"a.{_machine_digits()}-01234567.1.unfinished").touch()
     remove_left_over(tmp_path, file.stat().st_mtime)
     assert file.exists()
+
+
+def test_processes_fork_below_a_temporary_folder_with_a_long_name(tmp_path: Path) -> None:
+    (folder := tmp_path / ("ü" * 40)).mkdir(parents=True)
+    script = (
+        "from meshwright.system.processes import fork_server\n"
+        "process = fork_server().Process(target=int)\n"
+        "process.start(); process.join(); print(process.exitcode)"
+    )
+    env = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert not [*folder.iterdir()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import ConfigError
+from meshwright.system.processes import fork_server
 from meshwright.train.preflight import Plan
 
 Result = TypeVar("Result")
@@ -259,9 +259,7 @@ def in_processes(
 def processes(workers: int) -> ProcessPoolExecutor:
     """Return a pool that takes a new process for every call: torch keeps meshes of groups that are
     gone in caches. Processes are forks of one that has imported torch, and has no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(workers, context, max_tasks_per_child=1)
+    return ProcessPoolExecutor(workers, fork_server(__name__), max_tasks_per_child=1)
 
 
 def _call(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:

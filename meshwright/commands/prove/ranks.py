@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from meshwright.system.processes import fork_server
+
 IMPORTED_BY_RANKS = (
     "torch._dynamo",
     *("meshwright.parallelisms.tensor_parallel", "meshwright.parallelisms.pipeline"),
@@ -93,9 +95,7 @@ def _start_method() -> ForkServerContext | SpawnContext:
     """
     if not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.commands.prove.measure", *IMPORTED_BY_RANKS])
-    return context
+    return fork_server("meshwright.commands.prove.measure", *IMPORTED_BY_RANKS)
 
 
 def _share_one_gloo_thread() -> None:

@@ -1,5 +1,6 @@
 """The jobs that are simulated: meshes, and what a config can switch on."""
 
+import tempfile
 from dataclasses import dataclass
 
 from meshwright.commands.prove.cases import KEYS
@@ -45,6 +46,7 @@ class Case:
 LOCAL_BATCH, SEQ_LEN = 2, 2048
 PRECISION = "--training.mixed_precision_param"
 BASE = (
+    f"--job.dump_folder={tempfile.gettempdir()}",  # the checkout may be read-only
     *("--job.config_file=train_configs/debug_model.toml", "--checkpoint.enable=false"),
     *(f"--training.local_batch_size={LOCAL_BATCH}", f"--training.seq_len={SEQ_LEN}"),
     *("--validation.enable=false", "--compile.enable=false"),
