@@ -1,4 +1,4 @@
-"""One rank of a job: python -m meshwright.train --job.config_file CONFIG [--section.key value ...]"""
+"""One rank of a job: python -m meshwright.train CONFIG [--section.key value ...]"""
 
 from meshwright.system.log import busy, log_to_console
 from meshwright.system.modules import uncollected

@@ -271,7 +271,7 @@ def _build_bad_steps(
         sources=[source.entry.name for source in sources],
         step=plan.resume_step,
         cursor=cursor,
-        saved=found["bad_steps"] if found else None,  # checkpoints from before have none
+        saved=found["bad_steps"] if found else None,
     )
 
 
