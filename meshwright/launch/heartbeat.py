@@ -80,6 +80,11 @@ class Beat:
     """Error of a collective that timed out; empty if there is none."""
     facts: Mapping[str, Any]
 
+    @property
+    def place(self) -> str:
+        """Where the rank was, in words."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
 
 class Heartbeat:
     """This rank's beats. Without a launcher that watches, they go nowhere.

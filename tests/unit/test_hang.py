@@ -195,7 +195,8 @@ Thread 0x0000000000000002 (most recent call first):
   File "/meshwright/step.py", line 1 in train_step
 """
 WORKS = WAITS.replace("/site-packages/torch/distributed/distributed_c10d.py", "/meshwright/a.py")
-ONE = Evidence(0, "a", 5, 3, "save", 9.0, 8.0, "comm.k", "S", "", "", WAITS, "")
+BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
+ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, collectives="")
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
@@ -244,11 +245,10 @@ def test_without_a_difference_nobody_is_blamed() -> None:
 
 def test_a_rank_that_was_stopped_twice_for_a_while_may_go_on(tmp_path, monkeypatch) -> None:
     launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
-    beat = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
     found = []
     for now, state in ((0.0, "T"), (0.4, "T"), (0.5, "S"), (0.6, "T"), (1.0, "T"), (1.2, "T")):
         monkeypatch.setattr(watch, "state_of", lambda pid, state=state: state)
-        found.append(launcher._is_hung([beat], now))
+        found.append(launcher._is_hung([BEAT], now))
     assert found == [False] * 5 + [True]
 
 
