@@ -141,7 +141,6 @@ def build_reporter(
     device: torch.device,
     phases: Phases,
     extra_sinks: Sequence[Sink],
-    resumed_step: int,
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
 ) -> Reporter:
@@ -158,8 +157,8 @@ def build_reporter(
         return Reporter(
             work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
         )
-    console = Console(_schedule(config), resumed_step)
-    destinations = [console, *_files(config, resumed_step), *extra_sinks]
+    console = Console(_schedule(config), plan.resume_step)
+    destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
     return Reporter(
         work, device, phases, destinations, tokens_seen, console.advance, best_validation
     )

@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.manager import CheckpointManager, HasState
+from meshwright.checkpoint.manager import HasState
 from meshwright.config.job_config import Checkpoint, JobConfig, compiles, is_compiled, saves
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
-from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.profiling import Profiler
@@ -25,7 +24,6 @@ from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeou
 from meshwright.system.device import ordered_attention
 from meshwright.system.log import busy, logger
 from meshwright.system.processes import Launch, Requests
-from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce_end, note_end, note_failure
 from meshwright.train.end import (
     check_has_data,
@@ -36,7 +34,7 @@ from meshwright.train.end import (
 )
 from meshwright.train.preflight import Plan
 from meshwright.train.resume import manifest_of, too_many_bad_records
-from meshwright.train.set_up import Job, order_attention, set_up, start
+from meshwright.train.set_up import Job, meet, set_up
 from meshwright.train.stop import Vote, remove_stop_file
 from meshwright.train.trainer import StepResult
 
@@ -126,12 +124,7 @@ def run(
     meeting = "meeting the other ranks, opening the data"
     heart.beat(meeting)
     with heart.guard(), busy(meeting):
-        device = start(plan, launch.num_gpus)
-        attention = ordered_attention(order_attention(plan, device))
-        sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-        check_agreement(plan, [*sources, *held_out], device.type)
-        checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
-        checkpoints.claim()
+        met = meet(plan, heart, launch)
     rank, is_done = dist.get_rank(), True
     try:
         if rank == 0:
@@ -139,21 +132,22 @@ def run(
         heart.beat("set-up")
         with heart.guard(), busy("set-up"):
             prepare_export(plan.config)
-            job = set_up(plan, device, checkpoints, sources, held_out, extra_sinks, heart, launch)
+            job = set_up(met, extra_sinks)
         if job is None:
             dist.destroy_process_group()
         else:
-            with attention:
+            with ordered_attention(met.attention):
                 is_done = _train(job, requests)
         heart.limit(0, "")  # nobody waits for the export
         return is_done and (rank > 0 or export_at_end(plan, requests))
     finally:
-        checkpoints.release()
+        met.checkpoints.release()
 
 
 def _train(job: Job, requests: Requests) -> bool:
     """Take the steps and save the last; return whether none is left."""
     config, dump_folder = job.plan.config, Path(job.plan.config.job.dump_folder)
+    rank, step = dist.get_rank(), job.plan.resume_step
     with (
         requests.held(),
         note_failure(job.plan, lambda: job.reporter.step),
@@ -161,14 +155,14 @@ def _train(job: Job, requests: Requests) -> bool:
     ):
         vote = Vote(dump_folder, config.job.max_run_seconds, requests)
         with (
-            Profiler(config.profiling, dump_folder, dist.get_rank(), job.resumed_step) as profiler,
+            Profiler(config.profiling, dump_folder, rank, step) as profiler,
             job.checkpoints,
             job.heart.guard(),
         ):
             taken, is_done = _loop(job, vote, profiler, requests)
             if taken is not None and saves(config.checkpoint):
                 _save(job, taken, is_last=True, is_done=is_done)
-        step = taken.step if taken is not None else job.resumed_step
+        step = taken.step if taken is not None else step
         with job.phase("end", step):
             return _end(job, vote, step, is_done)
 
@@ -182,7 +176,7 @@ def _loop(
         The last step of this process, and whether none comes after it: all are taken, or the data
         has ended.
     """
-    config, step, taken, is_last = job.plan.config, job.resumed_step, None, False
+    config, step, taken, is_last = job.plan.config, job.plan.resume_step, None, False
     waited_s = _fetch(job, vote, step)
     vote.cast()
     is_over = _decide(job, vote, step)
@@ -194,7 +188,7 @@ def _loop(
             check_has_data(step + 1)
             return taken, True
         step += 1
-        is_first = step == job.resumed_step + 1
+        is_first = step == job.plan.resume_step + 1
         vote.cast()  # on whether this step is the last; the ranks hear the result after it
         with job.phase("copying its batches to the device", step):
             batches = [batch.to(job.device, non_blocking=True) for batch in data.batches]
@@ -343,7 +337,7 @@ def _save(job: Job, taken: Taken, *, is_last: bool, is_done: bool = False) -> No
 def _end(job: Job, vote: Vote, step: int, is_done: bool) -> bool:
     """Close the parts, and say how it ended; return whether the last step is done."""
     config, steps, reason = job.plan.config, job.plan.config.training.steps, vote.decision.reason
-    is_new = step > job.resumed_step
+    is_new = step > job.plan.resume_step
     job.loader.close()
     job.bad_steps.close()
     if reason:
