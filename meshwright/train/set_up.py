@@ -41,7 +41,7 @@ from meshwright.train.preflight import Plan, check_first_weights, resume_diff
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of, place_in_data
 from meshwright.train.trainer import Trainer
-from meshwright.train.validation import Validate, WriteTexts, build_sampling, build_validation
+from meshwright.train.validation import Validation, WriteTexts, build_sampling
 
 PAUSES: dict[str, Pause | None] = {
     "validation": "validation",
@@ -74,7 +74,7 @@ class Job(Met):
     trainer: Trainer
     loader: Loader
     reporter: Reporter
-    validate: Validate | None
+    validate: Validation | None
     write_texts: WriteTexts | None
     bad_steps: BadStepReporter
     since: float
@@ -213,7 +213,7 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
         trainer=trainer,
         loader=build_loader(plan, met.sources, meshes, device, cursor),
         reporter=build_reporter(plan, device, trainer.phases, extra_sinks, tokens_seen, best),
-        validate=build_validation(plan, met.held_out, meshes, device) if met.held_out else None,
+        validate=Validation(plan, met.held_out, meshes, device) if met.held_out else None,
         write_texts=build_sampling(plan, meshes) if writes_texts else None,
         bad_steps=_build_bad_steps(met, cursor, found),
         since=since,
