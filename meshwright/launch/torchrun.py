@@ -1,6 +1,4 @@
-"""The ranks, through torchrun; which itself exits with 1 whatever its ranks exit with, and buries
-the reason under a table.
-"""
+"""Run torchrun, and report the failing rank's own exit code and error."""
 
 import argparse
 import logging

@@ -63,8 +63,14 @@ BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 
 
 COLUMNS = (  # header, width, colour
-    *(("loss", 9, BOLD), ("grad_norm", 10, ""), ("lr", 9, DIM), ("wps", 10, CYAN)),
-    *(("mfu", 6, ""), ("TFLOP/s", 8, DIM), ("GiB", 7, ""), ("eta", 12, "")),
+    ("loss", 9, BOLD),
+    ("grad_norm", 10, ""),
+    ("lr", 9, DIM),
+    ("wps", 10, CYAN),
+    ("mfu", 6, ""),
+    ("TFLOP/s", 8, DIM),
+    ("GiB", 7, ""),
+    ("eta", 12, ""),
 )
 
 

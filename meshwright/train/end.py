@@ -37,11 +37,12 @@ def raise_data_error(
         DataError: otherwise.
     """
     rank, error = min(failures.items())
-    what = f"the data cannot be read after step {step}: rank {rank}: {error}"
+    fault = f"the data cannot be read after step {step}: rank {rank}: {error}"
     if not is_new:
-        raise ConfigError(getattr(error, "key", ""), what)
-    check_resumes(config, what)
-    raise DataError(f"{what}\n  it is saved; what may pass is over when the job is started again")
+        raise ConfigError(getattr(error, "key", ""), fault)
+    check_resumes(config, fault)
+    fix = "if the cause was temporary, run the same command again: the last step is saved"
+    raise DataError(f"{fault}\n  fix: {fix}")
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
@@ -53,13 +54,13 @@ def check_resumes(config: Checkpoint, stopped: str) -> None:
         TrainingError: naming the key that prevents it.
     """
     if not config.enable:
-        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.enable = false")
+        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.enable = false")
     if config.load_only:
-        raise TrainingError(f"{stopped}; what was trained is lost: checkpoint.load_only = true")
+        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.load_only = true")
     if config.load_step != -1:
         raise TrainingError(
             f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
-            "from there again: leave it out to resume"
+            "from there again\n  fix: leave checkpoint.load_step out"
         )
 
 

@@ -1,4 +1,4 @@
-"""The part of a checkpoint beside its tensors: where a job was, and how another resumes from it."""
+"""The manifest of a checkpoint: where a job was, and how another resumes from there."""
 
 import dataclasses
 import math
@@ -70,9 +70,10 @@ def manifest_of(
 
 VALIDATED_ON = {
     *(f"validation.{key}" for key in (*Source.model_fields, "datasets", "num_samples")),
-    *("training.seq_len", "training.mask_documents"),
+    "training.seq_len",
+    "training.mask_documents",
 }
-"""Keys whose change makes losses of validations incomparable; beside the tokenizer."""
+"""Keys whose change makes losses of validations incomparable, in addition to the tokenizer."""
 
 
 def best_of(
@@ -101,7 +102,9 @@ def best_of(
         logger.info(
             "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
             "with other %s",
-            *(loss, step, ", ".join(sorted(differ))),
+            loss,
+            step,
+            ", ".join(sorted(differ)),
         )
         return None
     return step, loss
