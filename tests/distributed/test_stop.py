@@ -232,7 +232,7 @@ def result_of_stopping(folder: Path, *overrides: str) -> str:
     done = Forked([script, folder, *overrides], os.environ, cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     assert not (folder / STOP_FILE).exists()
-    return "result" + done.stdout.rpartition("\nresult")[2].rstrip()
+    return "result " + done.stdout.rpartition("result ")[2].rstrip()
 
 
 def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
