@@ -14,13 +14,7 @@ from meshwright.commands.check import check_job
 from meshwright.config.loader import find_config
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.machine import Ranks, count_cores, count_ranks
-from meshwright.system.processes import (
-    CHECKED,
-    GPUS_EXPECTED,
-    HOST_SETTINGS,
-    OTHER_MALLOC,
-    exit_when_asked,
-)
+from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
@@ -76,11 +70,12 @@ def run(given: Namespace) -> None:
 def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks need beside those that they inherit."""
     chosen = host_settings(ranks, inherited)
-    return chosen | {
-        CHECKED: "1",  # the check's notes are not repeated
-        GPUS_EXPECTED: str(ranks.gpus),  # ranks compare it with the number that torch can use
-        HOST_SETTINGS: " ".join(f"{name}={value}" for name, value in chosen.items()),
-    }
+    told = Launch(
+        is_checked=True,  # the check's notes are not repeated
+        num_gpus=ranks.gpus or 0,  # ranks compare it with the number that torch can use
+        host_settings=" ".join(f"{name}={value}" for name, value in chosen.items()),
+    )
+    return chosen | told.as_variable()
 
 
 def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:

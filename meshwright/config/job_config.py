@@ -6,8 +6,7 @@ Sections and keys have torchtitan 0.2's names wherever the meaning is the same.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
-from pydantic_core import PydanticCustomError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshwright.config.parallelism import ActivationCheckpoint, Comm, Compile, Float8, Parallelism
 from meshwright.config.section import OUTPUT_PATH, PATH_OR_NAME, InputPath, LocalPath, Section
@@ -67,12 +66,6 @@ class Model(Section):
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
 
 
-def _no_write_process(mode: object) -> object:
-    if mode == "process":
-        raise PydanticCustomError("removed", 'was removed, as it was no faster: write "thread"')
-    return mode
-
-
 class Checkpoint(Section):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
@@ -98,9 +91,7 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
-    async_mode: Annotated[Literal["disabled", "thread"], BeforeValidator(_no_write_process)] = (
-        "disabled"
-    )
+    async_mode: Literal["disabled", "thread"] = "disabled"
     """thread: write checkpoints while training continues. A thread of each rank writes from a copy
     in host memory, as large as the rank's part. disabled: training waits."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from meshwright.launch.heartbeat import Beat
 from meshwright.system.errors import in_ranges
 
 STOPPED = "Tt"
@@ -38,23 +39,14 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Beat):
     """The last that is known of a rank."""
 
-    rank: int
     host: str
-    count: int
-    step: int
-    phase: str
     age_s: float
     """Seconds since it entered the phase."""
-    limit_s: float
-    limit_key: str
     state: str
     """Its letter in /proc/PID/stat; "" if the process is gone."""
-    kernel: str
-    """Function of the kernel that it is in; "" if unknown."""
-    failed: str
     stacks: str
     collectives: str
 
@@ -71,11 +63,6 @@ class Evidence:
         return bool(self.failed) or any(
             _is_part_of(*part, file) for file, _ in self.frames for part in WAITS_IN
         )
-
-    @property
-    def place(self) -> str:
-        """Where it was, in words."""
-        return f"{self.phase} of step {self.step}" if self.step else self.phase
 
 
 def _is_part_of(package: str, part: str, file: str) -> bool:
@@ -135,8 +122,7 @@ def verdict(evidence: Sequence[Evidence], num_ranks: int, where: str) -> list[st
 
 def _describe(rank: Evidence) -> str:
     meaning = MEANINGS.get(rank.state, rank.state)
-    kernel = f", in {rank.kernel}" if rank.kernel and rank.state not in STOPPED else ""
-    return f"in {rank.place}, entered {rank.age_s:.0f} s ago: {meaning}{kernel}"
+    return f"in {rank.place}, entered {rank.age_s:.0f} s ago: {meaning}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

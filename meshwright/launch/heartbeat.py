@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.system.errors import EXIT_CODES
-from meshwright.system.processes import HEARTBEATS
+
+HEARTBEATS = "heartbeats"
+"""Folder in the launcher's, on each machine. The first rank there makes it."""
+
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
@@ -76,6 +79,11 @@ class Beat:
     failed: str
     """Error of a collective that timed out; empty if there is none."""
     facts: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where the rank was, in words."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
 
 
 class Heartbeat:
@@ -164,12 +172,15 @@ class Heartbeat:
         threading.Thread(target=wait, name="heartbeat", daemon=True).start()
 
 
-def heartbeat_of_this_rank() -> Heartbeat:
+def heartbeat_of_this_rank(folder: str) -> Heartbeat:
     """Return the heartbeat of a rank that torchrun started, watched if its launcher is ours.
 
     A rank alone waits for nobody.
+
+    Args:
+        folder: the launcher's, as `Launch` has it.
     """
-    folder, env = os.environ.get(HEARTBEATS), os.environ
+    env = os.environ
     if not folder or env.get("WORLD_SIZE", "1") == "1" or sys.platform != "linux":
         return Heartbeat()
     facts: dict[str, Any] = {"rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
@@ -177,7 +188,7 @@ def heartbeat_of_this_rank() -> Heartbeat:
     facts |= {"machines": int(env["GROUP_WORLD_SIZE"])}
     facts |= {"store": [env["MASTER_ADDR"], int(env["MASTER_PORT"])]}
     try:
-        return Heartbeat(Path(folder), facts)
+        return Heartbeat(Path(folder) / HEARTBEATS, facts)
     except OSError:  # a full disk: the job can do without
         return Heartbeat()
 

@@ -1,6 +1,4 @@
-"""The ranks, through torchrun; which itself exits with 1 whatever its ranks exit with, and buries
-the reason under a table.
-"""
+"""Run torchrun, and report the failing rank's own exit code and error."""
 
 import argparse
 import logging
@@ -11,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from meshwright.config.loader import load_config
+from meshwright.launch.heartbeat import HEARTBEATS
 from meshwright.launch.watch import Watch, tail, try_to_write
 from meshwright.metrics.records import note_missing_end
 from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
@@ -33,15 +33,8 @@ from meshwright.system.exit_codes import (
     code_of_request,
     exit_code,
 )
-from meshwright.system.log import SPEAK_EVERY_S, TERMINAL, logger, print_error
-from meshwright.system.processes import (
-    FROM_LAUNCHER,
-    HEARTBEATS,
-    LAUNCHER,
-    TRAINED,
-    before_training,
-    stop_signals,
-)
+from meshwright.system.log import SPEAK_EVERY_S, logger, print_error
+from meshwright.system.processes import STOP, TRAINED, Launch, before_training, stop_signals
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """torchrun's environment variable for the beginning of every line of a rank."""
@@ -55,10 +48,7 @@ def launch() -> None:
     _silence_torchrun()
     # torchrun copies ranks' output to files, and leaves them behind
     with tempfile.TemporaryDirectory(prefix="meshwright_console_") as folder:
-        request = Path(folder) / "stop"
-        hearts = Path(folder) / "heartbeats"  # the first rank makes it
-        os.environ |= {FROM_LAUNCHER: str(request), LAUNCHER: str(os.getpid())}
-        os.environ[HEARTBEATS] = str(hearts)
+        request = Path(folder) / STOP
         os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # where a rank was that C++ ended
         interrupts: list[int] = []
         _write_requests(request)
@@ -69,8 +59,10 @@ def launch() -> None:
         # torchrun is left no signal: it would take even the ones that nohup has us ignore. A name
         # that is none it passes over
         args = parse_args(["--log-dir", folder, "--signals-to-handle", "", *sys.argv[1:]])
-        _set_up_console(args)
+        told = replace(Launch.of_environment(), pid=os.getpid(), folder=folder)
+        os.environ |= replace(told, terminal=_set_up_console(args)).as_variable()
         machines = _say_start(args, Path(folder))
+        hearts = Path(folder) / HEARTBEATS
         watch = Watch(hearts, partial(_stderr_of, args), partial(_logs, args), logger.warning)
         try:
             with watch:
@@ -125,14 +117,16 @@ def _say_start(args: argparse.Namespace, folder: Path) -> int:
     return machines
 
 
-def _set_up_console(args: argparse.Namespace) -> None:
-    """Show the lines of a single rank as they are, and tell it of the terminal."""
+def _set_up_console(args: argparse.Namespace) -> str:
+    """Show the lines of a single rank as they are; return the terminal to tell it of, if any."""
     if not args.local_ranks_filter.isdecimal():  # several are shown: each line says whose it is
-        return
+        return ""
     # torchrun takes no empty template for its default "[rank0]:", but one that comes out empty
     args.role, os.environ[PREFIX] = "", "${role_name}"
-    with suppress(OSError):  # there is no terminal
-        os.environ[TERMINAL] = f"{args.local_ranks_filter}:{os.ttyname(sys.stdout.fileno())}"
+    try:
+        return f"{args.local_ranks_filter}:{os.ttyname(sys.stdout.fileno())}"
+    except OSError:  # there is none
+        return ""
 
 
 def _has_ranks(folder: Path) -> bool:

@@ -49,9 +49,6 @@ WARN_AFTER_S = 3.0
 """Seconds beyond the limit: a timeout of the ranks' own, which says more, comes first."""
 
 
-LOOKS, BETWEEN_LOOKS_S = 10, 0.002
-
-
 TAIL_BYTES = 2**16
 
 
@@ -97,7 +94,7 @@ class Watch:
     def last_place(self, rank: int) -> str:
         """Return the last known phase and step of a rank; "" if there is none."""
         beat = self._last_beat(rank)
-        return _evidence(beat, self._folder).place if beat is not None else ""
+        return beat.place if beat is not None else ""
 
     def last_step(self, rank: int) -> int | None:
         """Return the step that a rank was in; None if it was not on this machine, or alone."""
@@ -152,8 +149,7 @@ class Watch:
         for rank in culprits(self._examine(beats)):
             self._say(
                 f"rank {rank.rank} has been in {rank.place} for {rank.age_s:.0f} s, longer than "
-                f"{rank.limit_key}; the others wait for it (its state: {rank.state or 'dead'}"
-                f"{rank.kernel and ', in '}{rank.kernel})"
+                f"{rank.limit_key}; the others wait for it (its state: {rank.state or 'dead'})"
             )
 
     def _machine_found_one(self, beat: Beat, now: float) -> bool:
@@ -167,7 +163,7 @@ class Watch:
 
     def _examine(self, beats: Sequence[Beat]) -> list[Evidence]:
         """Have the ranks here write their stacks and last collectives, and collect everything."""
-        before = {beat.rank: _evidence(beat, self._folder) for beat in beats}
+        states = {beat.rank: state_of(beat.pid) for beat in beats}  # which the question may change
         with suppress(OSError):  # a full disk: there are stacks without the collectives
             (self._folder / EXAMINE).touch()
         for beat in beats:
@@ -175,8 +171,7 @@ class Watch:
                 _kill(beat.pid, STACKS_SIGNAL)
         time.sleep(ANSWER_S)
         return [
-            _evidence(beat, self._folder, state=before[beat.rank].state)
-            for beat in read_beats(self._folder)
+            _evidence(beat, self._folder, states[beat.rank]) for beat in read_beats(self._folder)
         ]
 
     def _conclude(self, beats: Sequence[Beat]) -> None:
@@ -245,25 +240,16 @@ class Machines:
                 told += [Evidence(**rank) for rank in json.loads(self._store.get(key))]
                 keys.remove(key)
             time.sleep(LOOK_EVERY_S / 5)
-        self._store.add("read", 1)  # the store ends with the launcher that holds it
-        while self._store.add("read", 0) < self._count - len(keys) and time.monotonic() < end:
-            time.sleep(LOOK_EVERY_S / 5)
+        time.sleep(LOOK_EVERY_S)  # for others to read: the store ends with the launcher that has it
         return sorted(told, key=lambda rank: rank.rank)
 
 
-def _evidence(beat: Beat, folder: Path, state: str | None = None) -> Evidence:
+def _evidence(beat: Beat, folder: Path, state: str) -> Evidence:
     return Evidence(
-        rank=beat.rank,
+        **vars(beat),
         host=socket.gethostname(),
-        count=beat.count,
-        step=beat.step,
-        phase=beat.phase,
         age_s=time.monotonic() - beat.since,
-        limit_s=beat.limit_s,
-        limit_key=beat.limit_key,
-        state=_usual_state(beat.pid) if state is None else state,
-        kernel=_read(Path(f"/proc/{beat.pid}/wchan")).strip("0"),
-        failed=beat.failed,
+        state=state,
         stacks=_read(folder / f"rank_{beat.rank}.stacks"),
         collectives=_read(folder / f"rank_{beat.rank}.collectives"),
     )
@@ -273,16 +259,6 @@ def state_of(pid: int) -> str:
     """Return the kernel's letter for the state of a process; "" if it is gone."""
     _, _, after_name = _read(Path(f"/proc/{pid}/stat")).rpartition(")")
     return after_name.split()[0] if after_name else ""
-
-
-def _usual_state(pid: int) -> str:
-    """As `state_of`. A rank that computes sleeps for moments, as for Python's lock: the first of
-    several looks that finds it awake counts."""
-    for _ in range(LOOKS):
-        if (state := state_of(pid)) != "S":
-            break
-        time.sleep(BETWEEN_LOOKS_S)
-    return state
 
 
 def _read(path: Path) -> str:

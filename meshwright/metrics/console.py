@@ -3,7 +3,6 @@
 import json
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tqdm import tqdm
 
@@ -21,70 +20,39 @@ NUM_RECENT = 10
 """Records whose steps the time of a step is averaged over."""
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The steps at which a job validates and saves."""
-
-    steps: int
-    validation_interval: int = 0
-    """Steps between validations, besides the last step. 0: it does not validate."""
-    save_interval: int = 0
-    """Steps between saves, besides the last step. 0: it does not save."""
-
-    def num_left(self, interval: int, step: int) -> int:
-        """Return how many multiples of `interval`, or last steps, lie after `step`."""
-        if interval == 0 or step >= self.steps:
-            return 0
-        is_last_extra = self.steps % interval != 0
-        return self.steps // interval - step // interval + is_last_extra
-
-
 class Eta:
-    """Seconds to the end: steps, validations and saves, each as long as it has taken.
+    """Seconds to the end: steps as long as the last ones, and pauses as in all steps so far.
 
-    The first record of a process is left out: compilation and warm-up are in it. A kind of work
-    that has not been timed yet counts nothing.
+    The first record of a process is left out: compilation and warm-up are in it.
+
+    Args:
+        steps: of the whole job.
     """
 
-    def __init__(self, schedule: Schedule, step: int) -> None:
-        """
-        Args:
-            step: the last one before this process.
-        """
-        self._schedule, self._first, self._step = schedule, step, step
+    def __init__(self, steps: int) -> None:
+        self._steps, self._step, self._first = steps, 0, 0
         self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
-        self._validation = [0, 0.0]  # how many, and their seconds together
-        self._save = [0, 0.0]
+        self._paused_s = 0.0
 
     def add(self, record: Record) -> None:
         """Take the times of a record in."""
-        step = int(record["step"])
-        if self._step != self._first:
-            self._recent.append((step - self._step, record["time/step_s"]))
-        if "time/validation_s" in record:
-            self._validation[0] += 1
-            self._validation[1] += record["time/validation_s"]
-        if "time/checkpoint_s" in record and self._schedule.save_interval:
-            # a save comes after the record of its step
-            interval = self._schedule.save_interval
-            self._save[0] += max((step - 1) // interval - (self._step - 1) // interval, 1)
-            self._save[1] += record["time/checkpoint_s"]
-        self._step = step
+        before, self._step = self._step, int(record["step"])
+        if not before:
+            self._first = self._step
+            return
+        self._recent.append((self._step - before, record["time/step_s"]))
+        self._paused_s += record.get("time/validation_s", 0.0) + record.get(
+            "time/checkpoint_s", 0.0
+        )
 
     @property
     def seconds(self) -> float | None:
         """Seconds from the last record on; None until steps have been timed."""
-        num_steps = sum(count for count, _ in self._recent)
-        if num_steps == 0:
-            return 0.0 if self._step >= self._schedule.steps else None
+        left, num_steps = self._steps - self._step, sum(count for count, _ in self._recent)
+        if left == 0 or num_steps == 0:
+            return None if left else 0.0
         step_s = sum(count * seconds for count, seconds in self._recent) / num_steps
-        left_s = (self._schedule.steps - self._step) * step_s
-        for interval, (count, seconds) in (
-            (self._schedule.validation_interval, self._validation),
-            (self._schedule.save_interval, self._save),
-        ):
-            left_s += self._schedule.num_left(interval, self._step) * seconds / max(count, 1)
-        return left_s
+        return left * (step_s + self._paused_s / (self._step - self._first))
 
 
 HEADER_EVERY = 25
@@ -95,8 +63,14 @@ BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 
 
 COLUMNS = (  # header, width, colour
-    *(("loss", 9, BOLD), ("grad_norm", 10, ""), ("lr", 9, DIM), ("wps", 10, CYAN)),
-    *(("mfu", 6, ""), ("TFLOP/s", 8, DIM), ("GiB", 7, ""), ("eta", 12, "")),
+    ("loss", 9, BOLD),
+    ("grad_norm", 10, ""),
+    ("lr", 9, DIM),
+    ("wps", 10, CYAN),
+    ("mfu", 6, ""),
+    ("TFLOP/s", 8, DIM),
+    ("GiB", 7, ""),
+    ("eta", 12, ""),
 )
 
 
@@ -127,12 +101,13 @@ def _flops(value: float) -> str:
 class Console:
     """Shows records as a table, validations below, and how far the job is."""
 
-    def __init__(self, schedule: Schedule, step: int) -> None:
+    def __init__(self, steps: int, step: int) -> None:
         """
         Args:
+            steps: of the whole job.
             step: the last one before this process.
         """
-        self._steps, self._eta = schedule.steps, Eta(schedule, step)
+        self._steps, self._eta = steps, Eta(steps)
         self._num_lines = 0
         self._columns = [*COLUMNS]
         room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
@@ -143,7 +118,7 @@ class Console:
         stream = console_stream()
         if is_terminal(stream):
             self._bar = tqdm(
-                total=schedule.steps,
+                total=steps,
                 initial=step,
                 file=stream,
                 leave=False,

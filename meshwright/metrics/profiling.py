@@ -139,8 +139,10 @@ class Profiler:
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
         path = self._traces_folder / f"step_{self._step}" / f"rank_{self._rank}.json"
-        text = summarize_operators(profiler.key_averages())
-        _write("trace", path, profiler.export_chrome_trace, text)
+        events = profiler.key_averages()
+        place = "device" if any(event.self_device_time_total for event in events) else "cpu"
+        table = events.table(sort_by=f"self_{place}_time_total", row_limit=LARGEST)
+        _write("trace", path, profiler.export_chrome_trace, table)
 
     def _write_snapshot(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}.pickle"
@@ -152,26 +154,6 @@ class Profiler:
                 pickle.dump(snapshot, file)
 
         _write("memory snapshot", path, write, summarize_memory(snapshot))
-
-
-def summarize_operators(events: Sequence[Any]) -> str:
-    """Return the operators that took the most time, without the ones they called.
-
-    Args:
-        events: of `torch.profiler.profile.key_averages`; its times are in us.
-    """
-    on_device = any(event.self_device_time_total for event in events)
-    name = "self_device_time_total" if on_device else "self_cpu_time_total"
-    times = Counter({event.key: getattr(event, name) for event in events})
-    counts = {event.key: event.count for event in events}
-    total = times.total() or 1
-    where = "the device" if on_device else "the CPU"
-    lines = [f"operators by their own time on {where}: {total / 1000:.1f} ms in all"]
-    lines += [
-        f"{us / 1000:10.2f} ms {100 * us / total:5.1f} % {counts[key]:6d} x  {key}"
-        for key, us in times.most_common(LARGEST)
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def summarize_memory(snapshot: Mapping[str, Any]) -> str:

@@ -39,11 +39,6 @@ EXCERPT = " " * 4
 SPEAK_EVERY_S = 10.0
 
 
-TERMINAL = "MESHWRIGHT_TERMINAL"
-"""Environment variable of the ranks: the local rank that is shown and the launcher's terminal, as
-"0:/dev/pts/3". torchrun hands the output of ranks on line by line, without colour or bars."""
-
-
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
@@ -159,15 +154,16 @@ def console_width(stream: TextIO) -> int:
         return WIDTH
 
 
-def log_to_console(*, is_launched: bool = False) -> None:
+def log_to_console(*, is_launched: bool = False, terminal: str = "") -> None:
     """Send the log of this rank to stdout, or its warnings alone if another rank says the same.
 
     A record with `is_printed` (`extra`) is not shown: another process has shown it.
 
     Args:
         is_launched: whether our launcher started this rank; it shows the ranks of LOG_RANK.
+        terminal: of the launcher, as `Launch` names it.
     """
-    stream = _terminal() or sys.stdout
+    stream = _open_terminal(terminal) or sys.stdout
     handler = ConsoleHandler(stream)
     if not _says_everything(is_launched):
         handler.setLevel(logging.WARNING)
@@ -186,9 +182,9 @@ def _says_everything(is_launched: bool) -> bool:
     return is_launched and os.environ.get("LOCAL_RANK") != "0"
 
 
-def _terminal() -> TextIO | None:
+def _open_terminal(terminal: str) -> TextIO | None:
     """Return the launcher's terminal, if this rank is the one that is shown there."""
-    local_rank, _, path = os.environ.get(TERMINAL, "").partition(":")
+    local_rank, _, path = terminal.partition(":")
     if not path or local_rank != os.environ.get("LOCAL_RANK"):
         return None
     try:  # as no rank's controlling terminal: Ctrl-C goes to the launcher

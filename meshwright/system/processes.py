@@ -1,6 +1,7 @@
 """Signals and parents of a job's processes. Free of torch."""
 
 import ctypes
+import json
 import multiprocessing.util
 import os
 import select
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -23,35 +25,42 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """A terminal that closes; signals that Slurm and others send some time before they kill; Ctrl-C."""
 
 
-FROM_LAUNCHER = "MESHWRIGHT_STOP_FILE"
-"""Environment variable of the ranks that names a file on their machine: the launcher writes the
-name of the signal there that it was sent. It does not pass the signal on: torchrun sends SIGTERM to
-the ranks of a job that has failed, and a rank could not tell which it is."""
+LAUNCH = "MESHWRIGHT_LAUNCH"
+"""Environment variable of the ranks: a `Launch`, as JSON."""
 
 
-TRAINED = "trained"
-"""File beside it: a rank of this machine has taken a step."""
+STOP, TRAINED = "stop", "trained"
+"""Files in the launcher's folder. It writes the name of the signal that it was sent to the first,
+and does not pass the signal on: torchrun sends SIGTERM to the ranks of a job that has failed, and a
+rank could not tell which it is. A rank makes the second once it has taken a step."""
 
 
-LAUNCHER = "MESHWRIGHT_LAUNCHER"
-"""Environment variable of the ranks: process number of the launcher that started them."""
+@dataclass(frozen=True)
+class Launch:
+    """What our launcher tells the ranks. Each process reads it once, at its start."""
 
+    pid: int = 0
+    """The launcher's process; 0: the ranks were started by another, such as plain torchrun."""
+    folder: str = ""
+    """On this machine: for requests to stop, and for heartbeats."""
+    terminal: str = ""
+    """The local rank that is shown and the launcher's terminal, as "0:/dev/pts/3". torchrun hands
+    the output of ranks on line by line, without colour or bars."""
+    is_checked: bool = False
+    """`meshwright check` has written to the same console."""
+    num_gpus: int = 0
+    """GPUs of this machine, as the launcher counted them."""
+    host_settings: str = ""
+    """Environment variables that the launcher has chosen for the machine."""
 
-HOST_SETTINGS = "MESHWRIGHT_HOST_SETTINGS"
-"""Environment variable of the ranks: the variables that the launcher has chosen for the machine."""
+    @classmethod
+    def of_environment(cls) -> "Launch":
+        """Return what the launcher has told; without one, the defaults."""
+        return cls(**json.loads(os.environ.get(LAUNCH, "{}")))
 
-
-HEARTBEATS = "MESHWRIGHT_HEARTBEATS"
-"""Environment variable of the ranks: folder on their machine where the launcher looks for their
-last phase."""
-
-
-CHECKED = "MESHWRIGHT_CHECKED"
-"""Environment variable of the ranks: `meshwright check` has written to the same console."""
-
-
-GPUS_EXPECTED = "MESHWRIGHT_GPUS"
-"""Environment variable of the ranks: GPUs of this machine, as the launcher counted them."""
+    def as_variable(self) -> dict[str, str]:
+        """Return the environment variable from which `of_environment` reads this."""
+        return {LAUNCH: json.dumps(asdict(self))}
 
 
 OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
@@ -115,12 +124,15 @@ class Requests:
         name: the signal of the first request; "": none has come.
         has_trained: this process has taken a step.
         is_agreed: all ranks know of a request.
+
+    Args:
+        folder: of the launcher, on this machine; "": the ranks have none.
     """
 
-    def __init__(self, when_asked: Literal["exit", "raise"] = "raise") -> None:
+    def __init__(self, when_asked: Literal["exit", "raise"] = "raise", folder: str = "") -> None:
         self.when_asked: Literal["exit", "raise", "hold"] = when_asked
         self.name, self.has_trained, self.is_agreed = "", False, False
-        self._from_launcher = Path(os.environ.get(FROM_LAUNCHER, os.devnull))
+        self._folder = Path(folder) if folder else None
         self._num_interrupts = 0
         self._is_entered = self._is_raised = False
 
@@ -178,9 +190,9 @@ class Requests:
     def note_training(self) -> None:
         """Note, for the launcher too, that there is something to save from now on."""
         self.has_trained = True
-        if FROM_LAUNCHER in os.environ:
+        if self._folder is not None:
             with suppress(OSError):  # a full disk: the launcher's words are then less exact
-                self._from_launcher.with_name(TRAINED).touch()
+                (self._folder / TRAINED).touch()
 
     def _restore(self) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
@@ -212,7 +224,7 @@ class Requests:
 
     def _launcher_says(self) -> str:
         try:
-            return self._from_launcher.read_text("ascii")
+            return (self._folder / STOP).read_text("ascii") if self._folder is not None else ""
         except OSError:  # it is not there
             return ""
 

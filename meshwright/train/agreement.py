@@ -27,8 +27,13 @@ COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all
 
 
 OWN_PATHS = {
-    *("config_file", "dump_folder", "token_cache_folder", "tokenizer_path", "chat_template_path"),
-    *("dataset_path", "dataset_format"),
+    "config_file",
+    "dump_folder",
+    "token_cache_folder",
+    "tokenizer_path",
+    "chat_template_path",
+    "dataset_path",
+    "dataset_format",
 }
 """Keys that may differ between machines: only the files they lead to must be the same."""
 
@@ -97,8 +102,7 @@ def _digest(facts: Mapping[str, str]) -> str:
 def _differences(
     name: str, groups: Sequence[tuple[str, list[int]]], hosts: Sequence[str]
 ) -> Iterator[str]:
-    """Lines on one fact. The group of most ranks, or of the first, is the one that others differ
-    from."""
+    """Yield lines on one fact: how other groups differ from that of most ranks, or of the first."""
     (usual, usual_ranks), *others = groups
     to_whom = _named(usual_ranks, hosts)
     for value, ranks in others:
@@ -128,7 +132,7 @@ def _source_hash() -> str:
 
 
 def _attention(plan: Plan, device_type: str) -> dict[str, str]:
-    """Tell which kernel of attention "auto" takes here; it compiles it, if need be."""
+    """Return the kernel of attention that "auto" takes here; it is compiled, if need be."""
     config = plan.config
     if device_type != "cpu" or not wants_cpu_attention(
         config.compile, config.training, config.parallelism
@@ -141,7 +145,7 @@ def _attention(plan: Plan, device_type: str) -> dict[str, str]:
 
 
 def _products(plan: Plan, device_type: str) -> dict[str, str]:
-    """Tell which library multiplies in fp32 here; the exchange is compiled, if need be."""
+    """Return the library that multiplies in fp32 here; its exchange is compiled, if need be."""
     config = plan.config
     if device_type != "cpu" or not wants_cpu_products(config.compile, config.training):
         return {}

@@ -1,13 +1,10 @@
 """A job's messages at its start and end, and its records beside the results."""
 
-import json
 import math
-import os
 import platform
 import shlex
 import socket
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,22 +24,22 @@ from meshwright.metrics.reporter import Reporter
 from meshwright.system import device as hardware
 from meshwright.system.errors import StopRequested, numbered
 from meshwright.system.files import whole_file
-from meshwright.system.log import WIDTH, logger
-from meshwright.system.processes import CHECKED, HOST_SETTINGS
+from meshwright.system.log import logger
+from meshwright.system.processes import Launch
 from meshwright.train.optim.groups import describe
 from meshwright.train.preflight import Plan
 
 
-def announce(plan: Plan, device: torch.device) -> None:
+def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
     """Describe the job in the log, and keep its config beside the results."""
     config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
         logger.info("%s", config.job.description)
     logger.info("config, where it differs from the defaults:")
-    for line in compact_toml(to_toml(config, True)):
+    for line in filter(None, to_toml(config, True).splitlines()):
         logger.info("  %s", line)
     for text in plan.notes:
-        logger.info("%s", text, extra={"is_printed": CHECKED in os.environ})
+        logger.info("%s", text, extra={"is_printed": launch.is_checked})
     shapes = args.parameter_shapes()
     num_trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in plan.frozen)
     logger.info(
@@ -60,8 +57,8 @@ def announce(plan: Plan, device: torch.device) -> None:
         hardware.device_name(device),
         torch.__version__,
     )
-    if settings := os.environ.get(HOST_SETTINGS):
-        logger.info("chosen for this machine by the launcher: %s", settings)
+    if launch.host_settings:
+        logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
     num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
     accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
@@ -104,30 +101,6 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
         for name, i in ids.items()
     )
     return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}"
-
-
-def compact_toml(text: str) -> list[str]:
-    """Return TOML with each table in one line, which is broken between keys where it is long."""
-    lines: list[str] = []
-    for section, table in tomllib.loads(text).items():
-        lines.append(f"[{section}]")
-        separator = " "
-        for key, value in table.items():
-            item = f"{key} = {_inline(value)}"
-            if len(lines[-1]) + len(separator) + len(item) <= WIDTH - 12:
-                lines[-1] += separator + item
-            else:
-                lines.append(f"  {item}")
-            separator = ", "
-    return lines
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:

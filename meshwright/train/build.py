@@ -19,7 +19,7 @@ from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.metrics import peak_flops as hardware
 from meshwright.metrics import sinks
-from meshwright.metrics.console import Console, Schedule
+from meshwright.metrics.console import Console
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
@@ -141,7 +141,6 @@ def build_reporter(
     device: torch.device,
     phases: Phases,
     extra_sinks: Sequence[Sink],
-    resumed_step: int,
     tokens_seen: int,
     best_validation: tuple[int, float] | None,
 ) -> Reporter:
@@ -158,8 +157,8 @@ def build_reporter(
         return Reporter(
             work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
         )
-    console = Console(_schedule(config), resumed_step)
-    destinations = [console, *_files(config, resumed_step), *extra_sinks]
+    console = Console(training.steps, plan.resume_step)
+    destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
     return Reporter(
         work, device, phases, destinations, tokens_seen, console.advance, best_validation
     )
@@ -175,14 +174,6 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
         return None
     logger.info("peak for mfu: %.4g TFLOP/s per device (%s)", tflops, source)
     return tflops * 1e12
-
-
-def _schedule(config: JobConfig) -> Schedule:
-    return Schedule(
-        config.training.steps,
-        config.validation.freq if config.validation.enable else 0,
-        config.checkpoint.interval if config.checkpoint.enable else 0,
-    )
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:

@@ -12,7 +12,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.job_config import is_compiled
 from meshwright.config.loader import config_errors, load_config
-from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.planned import planned_ledger
 from meshwright.system import device as hardware
 from meshwright.system.errors import (
@@ -26,45 +25,34 @@ from meshwright.system.errors import (
     TrainingError,
 )
 from meshwright.system.exit_codes import LOST_PEER
-from meshwright.system.log import log_to_console, logger, print_error
-from meshwright.system.processes import (
-    CHECKED,
-    FROM_LAUNCHER,
-    LAUNCHER,
-    Requests,
-    before_training,
-    die_with_parent,
-)
+from meshwright.system.log import logger, print_error
+from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
 from meshwright.train.preflight import preflight
 
 
-def main(requests: Requests | None = None) -> None:
+def main(launch: Launch, requests: Requests) -> None:
     """Run the job that the command line describes; leave with its exit code.
 
     Args:
-        requests: to stop, since the process began; None: from now on.
+        launch: as the launcher tells it.
+        requests: to stop, since the process began.
     """
-    if requests is None:
-        with Requests() as requests:
-            main(requests)
-        return
     if dist.is_torchelastic_launched():  # torchrun gives every rank a session of its own, so
         # nothing else would end it; without torchrun it may outlive its shell
-        die_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
-    log_to_console(is_launched=LAUNCHER in os.environ)
+        die_with_parent(launch.pid or os.getppid())
     code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
         requests.when_asked = "raise"
         requests.check()
         try:
-            is_done = _run_command_line(requests)
+            is_done = _run_command_line(launch, requests)
         finally:
             requests.when_asked = "hold"  # torchrun ends the other ranks of a job that has failed
         if not is_done:
             code = EXIT_STOPPED
     except StopRequested:
-        code = _stopped_before_training(requests)
+        code = _stopped_before_training(launch, requests)
     except ConfigError as error:
         if rank > 0:  # the first rank mostly says the same, and this one is then ended
             time.sleep(FIRST_RANK_PRINTS_WITHIN_S)
@@ -77,7 +65,7 @@ def main(requests: Requests | None = None) -> None:
         # ranks that were asked a moment before this one are gone, and so are compilers
         if requests.look() and not requests.has_trained:
             logger.error("failed after the request", exc_info=error, extra={"is_printed": True})
-            code = _stopped_before_training(requests)
+            code = _stopped_before_training(launch, requests)
         else:
             _log_failure(error)
             code = 1
@@ -90,12 +78,11 @@ def main(requests: Requests | None = None) -> None:
     os._exit(code)
 
 
-def _stopped_before_training(requests: Requests) -> int:
+def _stopped_before_training(launch: Launch, requests: Requests) -> int:
     """Return the exit code; say so if there is no launcher of ours that does."""
     if not requests.is_of_failure:
-        is_said = FROM_LAUNCHER in os.environ
         words = before_training(requests.look())
-        logger.info("%s", words, extra={"is_printed": is_said})
+        logger.info("%s", words, extra={"is_printed": launch.pid > 0})
     return requests.exit_code
 
 
@@ -126,16 +113,16 @@ def _to_plan() -> str:
 
 
 @record  # an exception reaches the launcher, which shows the first failing rank's
-def _run_command_line(requests: Requests) -> bool:
+def _run_command_line(launch: Launch, requests: Requests) -> bool:
     config, provenance = load_config(sys.argv[1:])
-    if CHECKED not in os.environ and os.environ.get("RANK", "0") == "0":
+    if not launch.is_checked and os.environ.get("RANK", "0") == "0":
         for note in provenance.notes:
             logger.info("%s", note)
     with config_errors(provenance):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
         try:
-            return run(plan, heart=heartbeat_of_this_rank(), requests=requests)
+            return run(plan, requests=requests, launch=launch)
         except torch.OutOfMemoryError as error:
             lines = planned_ledger(config, world_size)
             lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]

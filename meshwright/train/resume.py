@@ -1,4 +1,4 @@
-"""The part of a checkpoint beside its tensors: where a job was, and how another resumes from it."""
+"""The manifest of a checkpoint: where a job was, and how another resumes from there."""
 
 import dataclasses
 import math
@@ -70,9 +70,10 @@ def manifest_of(
 
 VALIDATED_ON = {
     *(f"validation.{key}" for key in (*Source.model_fields, "datasets", "num_samples")),
-    *("training.seq_len", "training.mask_documents"),
+    "training.seq_len",
+    "training.mask_documents",
 }
-"""Keys whose change makes losses of validations incomparable; beside the tokenizer."""
+"""Keys whose change makes losses of validations incomparable, in addition to the tokenizer."""
 
 
 def best_of(
@@ -93,7 +94,7 @@ def best_of(
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
-    was = saved.get("validation_content", {})  # {}: it was not validated, or by an older version
+    was = saved.get("validation_content", {})
     same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
     if not differ and not all(same):
         differ.add("content of the validation data")
@@ -101,7 +102,9 @@ def best_of(
         logger.info(
             "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
             "with other %s",
-            *(loss, step, ", ".join(sorted(differ))),
+            loss,
+            step,
+            ", ".join(sorted(differ)),
         )
         return None
     return step, loss
@@ -118,8 +121,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
         return Cursor()
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
-        # a streamed source's, saved by an older version, has fewer facts
-        if was != source.content and not source.content.startswith(f"{was}, "):
+        if was != source.content:
             commit = saved.get("data_revisions", {}).get(source.entry.name, "")
             pin = ""
             if commit not in ("", source.revision):

@@ -1,11 +1,11 @@
 """The parts of one rank's job, made ready for its first step."""
 
-import dataclasses
 import gc
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig, has_inductor
 from meshwright.datasets.loader import Loader
-from meshwright.datasets.opening import OpenSource
+from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import records as history
 from meshwright.metrics.records import Sink
-from meshwright.metrics.reporter import Reporter
+from meshwright.metrics.reporter import Pause, Phase, Reporter
 from meshwright.metrics.sinks import Spared
 from meshwright.models.kernels import large_blocks
 from meshwright.parallelisms import ring_attention
@@ -31,8 +31,9 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, st
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import device as hardware
-from meshwright.system.log import log_to_file, logger
-from meshwright.system.processes import CHECKED, GPUS_EXPECTED, OTHER_MALLOC
+from meshwright.system.log import busy, log_to_file, logger
+from meshwright.system.processes import OTHER_MALLOC, Launch
+from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
@@ -40,40 +41,88 @@ from meshwright.train.preflight import Plan, check_first_weights, resume_diff
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of, place_in_data
 from meshwright.train.trainer import Trainer
-from meshwright.train.validation import Validate, WriteTexts, build_sampling, build_validation
+from meshwright.train.validation import Validation, WriteTexts, build_sampling
+
+PAUSES: dict[str, Pause | None] = {
+    "validation": "validation",
+    "save": "checkpoint",
+    "preparing saves": None,
+}
+"""Phases that rates leave out, and the figure that the time of each adds to, if any."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """The parts of one rank's job, ready for the first step."""
+class Met:
+    """A job whose ranks have met: they agree on it, its data is open, its folder claimed."""
 
     plan: Plan
     device: torch.device
-    meshes: Meshes
-    trainer: Trainer
-    checkpoints: CheckpointManager
+    attention: Sequence[str]
+    """torch's kernels of attention in the order in which they are to be tried; empty: its own."""
     sources: Sequence[OpenSource]
     held_out: Sequence[OpenSource]
+    checkpoints: CheckpointManager
+    heart: Heartbeat
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Job(Met):
+    """The parts of one rank's job, ready for the step after `plan.resume_step`."""
+
+    meshes: Meshes
+    trainer: Trainer
     loader: Loader
     reporter: Reporter
-    validate: Validate | None
+    validate: Validation | None
     write_texts: WriteTexts | None
     bad_steps: BadStepReporter
-    resumed_step: int
-    """The last step that was taken before this process; 0 at the start."""
     since: float
     """`time.perf_counter()` when its set-up began."""
-    heart: Heartbeat
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None, *, is_long: bool = False) -> Iterator[None]:
+        """Tell the launcher, the log and the clock which part of the job this rank does inside.
+
+        Args:
+            step: the one under way; None: as before.
+            is_long: the log says every ten seconds that the phase is not over, as it does of a
+                phase in `PAUSES`.
+        """
+        self.heart.beat(name, step)
+        with ExitStack() as stack:
+            if name in PAUSES:
+                stack.enter_context(self.reporter.paused(PAUSES[name]))
+            if is_long or name in PAUSES:
+                stack.enter_context(busy(name))
+            yield
 
 
-def start(plan: Plan) -> torch.device:
-    """Check the plan against the device, and have the ranks meet."""
+def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
+    """Have the ranks meet, open the data and claim the folder of checkpoints. Collective.
+
+    Raises:
+        ConfigError: on every rank, if ranks run different jobs, or another job has the folder.
+    """
+    device = _start(plan, launch.num_gpus)
+    attention = _order_attention(plan, device)
+    sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
+    check_agreement(plan, [*sources, *held_out], device.type)
+    checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+    checkpoints.claim()
+    return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
+
+
+def _start(plan: Plan, num_gpus: int) -> torch.device:
+    """Check the plan against the device, and have the ranks meet.
+
+    Args:
+        num_gpus: that the driver lists; 0: not known.
+    """
     config = plan.config
     if config.training.deterministic:
         hardware.make_deterministic()
-    device = hardware.pick_device(
-        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
-    )
+    device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), num_gpus)
     dtype = getattr(torch, config.training.mixed_precision_param)
     head_dim = plan.model_args.table.head_dim
     check_device(
@@ -92,7 +141,7 @@ def start(plan: Plan) -> torch.device:
     return device
 
 
-def order_attention(plan: Plan, device: torch.device) -> list[str]:
+def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     """Return the order of torch's kernels of attention on a GPU, if plain attention is used; empty:
     torch's own. The log names the kernel."""
     training, parallelism = plan.config.training, plan.config.parallelism
@@ -112,50 +161,34 @@ def order_attention(plan: Plan, device: torch.device) -> list[str]:
     return order
 
 
-def set_up(
-    plan: Plan,
-    device: torch.device,
-    checkpoints: CheckpointManager,
-    sources: Sequence[OpenSource],
-    held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[Sink],
-    heart: Heartbeat,
-) -> Job | None:
-    """Resume or begin: build every part of the job. None if its last step is done already."""
+def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
+    """Resume or begin: build every part of the job. None if its last step is done already.
+
+    Args:
+        extra_sinks: beside those that the config asks for.
+    """
     since = time.perf_counter()
-    config = plan.config
-    plan, found = _resume_or_begin(plan, checkpoints)
+    met, found = _resume_or_begin(met)
+    plan, dump_folder = met.plan, Path(met.plan.config.job.dump_folder)
     if found is not None and resume_diff(plan, found).is_done:
-        if plan.resume_step < config.training.steps:
-            place_in_data(plan, found, sources)  # raises if it is other data, which may go on
+        if plan.resume_step < plan.config.training.steps:
+            place_in_data(plan, found, met.sources)  # raises if it is other data, which may go on
         _say_done(plan)
         return None
-    log_to_file(Path(config.job.dump_folder) / "logs", dist.get_rank())
+    log_to_file(dump_folder / "logs", dist.get_rank())
     if plan.resume_step == 0 and dist.get_rank() == 0:
-        history.set_aside(Path(config.job.dump_folder))
-    announce(plan, device)
-    note_start(plan, device)
+        history.set_aside(dump_folder)
+    announce(plan, met.device, met.launch)
+    note_start(plan, met.device)
     if found is not None and dist.get_rank() == 0:
-        resume_diff(plan, found).log(_is_printed(plan))
+        resume_diff(plan, found).log(met.launch.is_checked and _is_newest(plan))
     with note_failure(plan, lambda: plan.resume_step):
-        parts = plan, device, checkpoints, found, sources, held_out, extra_sinks, heart
-        return _build(*parts, since=since)
+        return _build(met, found, extra_sinks, since)
 
 
-def _build(
-    plan: Plan,
-    device: torch.device,
-    checkpoints: CheckpointManager,
-    found: Manifest | None,
-    sources: Sequence[OpenSource],
-    held_out: Sequence[OpenSource],
-    extra_sinks: Sequence[Sink],
-    heart: Heartbeat,
-    *,
-    since: float,
-) -> Job:
+def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since: float) -> Job:
     """Build the parts of a job that resumes from `found`, or begins."""
-    config = plan.config
+    plan, config, device = met.plan, met.plan.config, met.device
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
@@ -164,35 +197,26 @@ def _build(
         _take_large_blocks()
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
-    trainer = Trainer(plan, meshes, device, note=lambda phase: heart.beat(phase.replace("_", "/")))
-    checkpoints.guard(trainer.optimizer)
-    cursor = _set_values(plan, trainer, checkpoints, found, sources)
+
+    def note(phase: Phase) -> None:
+        met.heart.beat(phase.replace("_", "/"))
+
+    trainer = Trainer(plan, meshes, device, note=note)
+    met.checkpoints.guard(trainer.optimizer)
+    cursor = _set_values(met, trainer, found)
+    tokens_seen = found["tokens_seen"] if found else 0
+    best = best_of(found, plan, met.held_out) if found else None
+    writes_texts = met.held_out and config.validation.sample_prompts
     return Job(
-        plan,
-        device,
-        meshes,
-        trainer,
-        checkpoints,
-        sources,
-        held_out,
-        loader=build_loader(plan, sources, meshes, device, cursor),
-        reporter=build_reporter(
-            plan,
-            device,
-            trainer.phases,
-            extra_sinks,
-            plan.resume_step,
-            found["tokens_seen"] if found else 0,
-            best_of(found, plan, held_out) if found else None,
-        ),
-        validate=build_validation(plan, held_out, meshes, device) if held_out else None,
-        write_texts=(
-            build_sampling(plan, meshes) if held_out and config.validation.sample_prompts else None
-        ),
-        bad_steps=_build_bad_steps(plan, device, sources, cursor, found),
-        resumed_step=plan.resume_step,
+        **vars(met),
+        meshes=meshes,
+        trainer=trainer,
+        loader=build_loader(plan, met.sources, meshes, device, cursor),
+        reporter=build_reporter(plan, device, trainer.phases, extra_sinks, tokens_seen, best),
+        validate=Validation(plan, met.held_out, meshes, device) if met.held_out else None,
+        write_texts=build_sampling(plan, meshes) if writes_texts else None,
+        bad_steps=_build_bad_steps(met, cursor, found),
         since=since,
-        heart=heart,
     )
 
 
@@ -213,37 +237,32 @@ def _say_done(plan: Plan) -> None:
     logger.info(words + "job.dump_folder.", plan.checkpoint_folder, what, key)
 
 
-def _resume_or_begin(plan: Plan, checkpoints: CheckpointManager) -> tuple[Plan, Manifest | None]:
-    """Return the plan with the step it resumes from, and the manifest of that checkpoint, if any.
+def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
+    """Return the job with the step it resumes from, and the manifest of that checkpoint, if any.
 
     Raises:
         ConfigError: if the checkpoint does not suit the config, or the first weights do not.
     """
-    found = checkpoints.select_and_verify()
-    plan = dataclasses.replace(plan, resume_step=found["step"] if found else 0)
+    found = met.checkpoints.select_and_verify()
+    plan = replace(met.plan, resume_step=found["step"] if found else 0)
     if found is not None:
         resume_diff(plan, found).check()
     else:
-        checkpoints.tell(lambda: check_first_weights(plan))
-    return plan, found
+        met.checkpoints.tell(lambda: check_first_weights(plan))
+    return replace(met, plan=plan), found
 
 
-def _build_bad_steps(
-    plan: Plan,
-    device: torch.device,
-    sources: Sequence[OpenSource],
-    cursor: Cursor,
-    found: Manifest | None,
-) -> BadStepReporter:
+def _build_bad_steps(met: Met, cursor: Cursor, found: Manifest | None) -> BadStepReporter:
+    config = met.plan.config
     return BadStepReporter(
-        plan.config.bad_steps,
-        device,
-        is_early=plan.config.optimizer.early_step_in_backward,
-        folder=Path(plan.config.job.dump_folder),
-        sources=[source.entry.name for source in sources],
-        step=plan.resume_step,
+        config.bad_steps,
+        met.device,
+        is_early=config.optimizer.early_step_in_backward,
+        folder=Path(config.job.dump_folder),
+        sources=[source.entry.name for source in met.sources],
+        step=met.plan.resume_step,
         cursor=cursor,
-        saved=found["bad_steps"] if found else None,  # checkpoints from before have none
+        saved=found["bad_steps"] if found else None,
     )
 
 
@@ -257,27 +276,19 @@ def _user_sinks(config: JobConfig) -> list[Sink]:
     ]
 
 
-def _set_values(
-    plan: Plan,
-    trainer: Trainer,
-    checkpoints: CheckpointManager,
-    found: Manifest | None,
-    sources: Sequence[OpenSource],
-) -> Cursor:
+def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
-        initialize_weights(plan, trainer.model)
+        initialize_weights(met.plan, trainer.model)
         return Cursor()
-    cursor = place_in_data(plan, found, sources)
-    checkpoints.load(trainer.tensors, found)
+    cursor = place_in_data(met.plan, found, met.sources)
+    met.checkpoints.load(trainer.tensors, found)
     for stage in trainer.model.stages:
         stage.init_buffers()
     return cursor
 
 
-def _is_printed(plan: Plan) -> bool:
+def _is_newest(plan: Plan) -> bool:
     """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
-    return CHECKED in os.environ and plan.resume_step == commit.choose_step(
-        plan.checkpoint_folder, load_step
-    )
+    return plan.resume_step == commit.choose_step(plan.checkpoint_folder, load_step)

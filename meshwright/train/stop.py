@@ -4,6 +4,7 @@ same step."""
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,12 +34,28 @@ VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""
 
 
-class StopCoordinator:
-    """Whether some rank of this job has been asked to stop; all ranks learn it at the same step.
+@dataclass(frozen=True)
+class Decision:
+    """The result of a vote, the same on every rank."""
 
-    As a context it ends with the last vote. Collective: every rank makes one, and asks it as often.
+    reason: str = ""
+    """Why the ranks stop; "": nobody was asked to."""
+    last_step: int = NO_LIMIT
+    """The last step that every rank can take, as far as they know."""
+
+    def is_last(self, step: int) -> bool:
+        """Return whether the job ends with `step`."""
+        return bool(self.reason) or step >= self.last_step
+
+
+class Vote:
+    """The vote of all ranks on when to stop: some may be asked to, or have no more data.
+
+    `cast` begins a vote, and `result` ends it. Collective: every rank calls both as often. Once the
+    ranks have decided to stop, both do nothing.
 
     Attributes:
+        decision: the newest.
         limit: on waiting for the votes of other ranks.
 
     Args:
@@ -57,75 +74,60 @@ class StopCoordinator:
             f"{self._stop_file} is there",
             *(number.name for number in STOP_SIGNALS),
         )
-        # the last step that this rank can take, and that all can, as far as they have said
-        self._own_last_step = self._last_step = NO_LIMIT
+        self.decision = Decision()
         self._error: Exception | None = None
-        self._asked = self._agreed = 0  # votes
+        self._own_last_step, self._asked = NO_LIMIT, 0
         self._wants_trace = self._takes_trace = False
         self._is_first_rank = dist.get_rank() == 0
-        self._begun = time.monotonic()
-        self._look_at = self._begun
+        self._begun = self._look_at = time.monotonic()
         self.limit = VOTE_TIMEOUT
         self._group = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT)
         # the reason; the last step, negative; whether a trace is wanted
-        self._vote = torch.zeros(3, dtype=torch.int64)
-        self._voting: dist.Work | None = None
-
-    def __enter__(self) -> "StopCoordinator":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._voting is not None and kind is None:
-            self._voting.wait(self.limit)
-
-    @property
-    def reason(self) -> str:
-        """The reason that the ranks have agreed to stop for; empty if they have not."""
-        return self._reasons[self._agreed]
+        self._votes = torch.zeros(3, dtype=torch.int64)
+        self._work: dist.Work | None = None
 
     def fail(self, error: Exception, last_step: int) -> None:
-        """Say that this rank can take no step after `last_step`.
-
-        All ranks know it after the second call of `should_stop` from now, without waiting for it
-        after the first. So to be known in time, it is to be said a step ahead.
-        """
+        """Have the next vote say that this rank can take no step after `last_step`."""
         if last_step >= self._own_last_step:
             return
         self._error, self._own_last_step = error, last_step
         if not isinstance(error, (ConfigError, OSError)):
             logger.error("reading failed", exc_info=error)
 
-    def is_over(self, step: int) -> bool:
-        """Return whether `step` is the last: some rank was asked to stop, or can take no other."""
-        return self.should_stop() or step >= self._last_step
-
     def failures(self, step: int) -> dict[int, Exception]:
         """By rank, why there can be no step after `step`; empty if there can. Collective."""
-        if step < self._last_step:
+        if step < self.decision.last_step:
             return {}
         errors: list[Exception | None] = [None] * dist.get_world_size()
         mine = self._error if self._own_last_step <= step else None
         dist.all_gather_object(errors, None if mine is None else _as_plain(mine), self._group)
         return {rank: error for rank, error in enumerate(errors) if error is not None}
 
-    def should_stop(self) -> bool:
-        """Return whether any rank had been asked to stop as of the previous call.
+    def cast(self) -> None:
+        """Send this rank's vote; waits for nothing."""
+        if self.decision.reason:
+            return
+        self._look()
+        if name := self._requests.name:
+            self._asked = max(self._asked, self._reasons.index(name))
+        self._votes[0] = self._asked
+        self._votes[1] = -self._own_last_step
+        self._votes[2] = int(self._wants_trace)
+        self._wants_trace = False
+        self._work = dist.all_reduce(
+            self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
 
-        Ranks vote asynchronously during the step, so only the first call waits.
-        """
-        if self._agreed:
-            return True
-        if self._voting is None:
-            self._cast_vote()
-        assert self._voting is not None
-        self._voting.wait(self.limit)
-        self._agreed, self._last_step = int(self._vote[0]), -int(self._vote[1])
-        self._takes_trace |= bool(self._vote[2])
-        self._voting = None
-        self._requests.is_agreed = bool(self._agreed)
-        if not self._agreed:
-            self._cast_vote()
-        return bool(self._agreed)
+    def result(self) -> Decision:
+        """Wait for the votes of all ranks, as they were cast; return what they decide."""
+        if self._work is not None:
+            self._work.wait(self.limit)
+            self._work = None
+            reason, last_step, wants_trace = self._votes.tolist()
+            self.decision = Decision(self._reasons[reason], -last_step)
+            self._takes_trace |= bool(wants_trace)
+            self._requests.is_agreed = bool(reason)
+        return self.decision
 
     def takes_trace(self) -> bool:
         """Return whether somebody asked for a trace, once; on all ranks at the same step."""
@@ -141,18 +143,6 @@ class StopCoordinator:
                 logger.warning(
                     "%s has to be removed before the job can resume: %s", STOP_FILE, error
                 )
-
-    def _cast_vote(self) -> None:
-        self._look()
-        if name := self._requests.name:
-            self._asked = max(self._asked, self._reasons.index(name))
-        self._vote[0] = self._asked
-        self._vote[1] = -self._own_last_step
-        self._vote[2] = int(self._wants_trace)
-        self._wants_trace = False
-        self._voting = dist.all_reduce(
-            self._vote, dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
 
     def _look(self) -> None:
         """Note requests to stop that are not signals."""

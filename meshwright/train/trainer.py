@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,22 @@ class StepResult:
     """() int64: labels counted in the global batch."""
     group_norms: Tensor | None = None
     """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
+
+
+class Sums(NamedTuple):
+    """Numbers of a step that are added up over all ranks."""
+
+    loss: Tensor
+    """() fp32: mean over all counted labels of the global batch."""
+    squares: Tensor
+    """(1 + G,) fp32: squared norms of all gradients and of those of each group."""
+
+    def over_ranks(self) -> "Sums":
+        """Return the sums over the whole job. Collective: a single one, for every axis."""
+        flat = torch.cat([part.flatten() for part in self])
+        dist.all_reduce(flat)
+        parts = flat.split([part.numel() for part in self])
+        return Sums(*(part.view_as(own) for part, own in zip(parts, self, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -117,10 +133,9 @@ def train_step(
         squares = early.square_sum.unsqueeze(0)
     mark("communication")
     # ranks of a tp group have the same loss; ranks without the last stage have none
-    sums = torch.cat([(loss / meshes.tp.size()).unsqueeze(0), squares])
-    dist.all_reduce(sums)  # over the whole job: one collective for every axis
+    sums = Sums(loss / meshes.tp.size(), squares).over_ranks()
     mark("optimizer")
-    loss, grad_norm = sums[0], sums[1].sqrt()
+    loss, grad_norm = sums.loss, sums.squares[0].sqrt()
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
     if early is None:
         is_clipped = options.max_norm != float("inf")
@@ -128,7 +143,7 @@ def train_step(
         update(optimizer, is_held_back, divisor)
         optimizer.zero_grad()
     mark(None)
-    group_norms = sums[2:].sqrt() if options.norm_groups else None
+    group_norms = sums.squares[1:].sqrt() if options.norm_groups else None
     return StepResult(loss, grad_norm, num_labels, group_norms)
 
 

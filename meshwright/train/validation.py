@@ -152,7 +152,7 @@ def continue_prompts(
         shape: B and S of a microbatch of training. B prompts are continued at a time.
         eos_id: token that ends a text; it is not part of it.
         mask_documents: give attention the mask that it has in training.
-        is_stopped: the same on every rank; asked before each token.
+        is_stopped: a collective, asked before each token.
     """
     positions = local_positions(shape[1], meshes.cp, torch.device(meshes.world.device_type))
 
@@ -244,61 +244,44 @@ Fail = Callable[[Exception], None]
 """Notes that this rank cannot continue, so that all ranks stop."""
 
 
-Validate = Callable[[LocalModel, Callable[[], bool], Fail], dict[str, float]]
-"""Evaluates a model: figures by name. It asks between its steps whether it is to stop."""
+class Validation:
+    """The evaluation of a model on held-out sources. Every call is a collective.
 
-
-def build_validation(
-    plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
-) -> Validate:
-    """Return a function that evaluates a model on `sources`. Collective.
-
-    It omits the figures of a source that it was stopped in. Streamed sources are read here, once,
-    and kept: whether they hold enough shows before the first step, and no later validation waits
-    for a network.
+    Streamed sources are read here, once, and kept: whether they hold enough shows before the first
+    step, and no later validation waits for a network.
 
     Raises:
         ConfigError: if a source holds fewer samples than it is to give.
     """
-    training, shape = plan.config.training, _batch_shape(plan, meshes)
-    token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
 
-    rules = SampleRules(
-        training.seq_len + 1,
-        seed=None,  # as they lie
-        max_epochs=1,
-        max_bad_records=training.max_bad_records,
-    )
+    def __init__(
+        self, plan: Plan, sources: Sequence[OpenSource], meshes: Meshes, device: torch.device
+    ) -> None:
+        self._training, self._num_samples = plan.config.training, plan.config.validation.num_samples
+        self._sources, self._meshes, self._device = sources, meshes, device
+        self._shape = _batch_shape(plan, meshes)
+        self._token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
+        self._kept = {
+            source.entry.key: list(self._read(source))
+            for source in sources
+            if not isinstance(source, CachedSource)
+        }
 
-    def read(source: OpenSource) -> Iterator[list[Sample]]:
-        stream = SampleStream(
-            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
-        )
-        num_samples = plan.config.validation.num_samples
-        if isinstance(source, CachedSource) and num_samples == -1:
-            num_samples = source.cache.num_tokens // rules.length
-        return padded_samples(stream, shape, num_samples)
+    def __call__(
+        self, model: LocalModel, is_stopped: Callable[[], bool], fail: Fail
+    ) -> dict[str, float]:
+        """Return the figures by name, without those of a source that it was stopped in.
 
-    kept = {
-        source.entry.key: list(read(source))
-        for source in sources
-        if not isinstance(source, CachedSource)
-    }
-
-    def steps(source: OpenSource) -> Iterator[list[Batch]]:
-        for samples in kept[source.entry.key] if source.entry.key in kept else read(source):
-            batches = to_batches(samples, shape.local_batch_size, training.mask_documents)
-            yield [batch.send(device) for batch in batches]
-
-    def validate(model: LocalModel, is_stopped: Callable[[], bool], fail: Fail) -> dict[str, float]:
+        Args:
+            is_stopped: a collective, asked before each step.
+        """
         figures: dict[str, float] = {}
-        for source in sources:
-            prefix = "validation/" + f"{source.entry.name}/" * (len(sources) > 1)
-            result = evaluate(
-                model, _until_stopped(steps(source), is_stopped, fail), meshes, token_bytes
-            )
+        for source in self._sources:
+            steps = _until_stopped(self._steps(source), is_stopped, fail)
+            result = evaluate(model, steps, self._meshes, self._token_bytes)
             if is_stopped():
                 break
+            prefix = "validation/" + f"{source.entry.name}/" * (len(self._sources) > 1)
             figures |= {
                 f"{prefix}loss": result.loss,
                 f"{prefix}perplexity": result.perplexity,
@@ -306,7 +289,44 @@ def build_validation(
             }
         return figures
 
-    return validate
+    def _steps(self, source: OpenSource) -> Iterator[list[Batch]]:
+        """Yield this rank's microbatches of each step, on the device."""
+        size, mask_documents = self._shape.local_batch_size, self._training.mask_documents
+        for samples in self._kept.get(source.entry.key) or self._read(source):
+            batches = to_batches(samples, size, mask_documents)
+            yield [batch.send(self._device) for batch in batches]
+
+    def _read(self, source: OpenSource) -> Iterator[list[Sample]]:
+        """Yield this rank's samples of each step."""
+        training, shape = self._training, self._shape
+        rules = SampleRules(
+            training.seq_len + 1,
+            seed=None,  # as they lie
+            max_epochs=1,
+            max_bad_records=training.max_bad_records,
+        )
+        stream = SampleStream(
+            [source], [1], Cursor(), rules, batch=shape.global_batch_size, slots=shape.slots
+        )
+        num_samples = self._num_samples
+        if isinstance(source, CachedSource) and num_samples == -1:
+            num_samples = source.cache.num_tokens // rules.length
+        return padded_samples(stream, shape, num_samples)
+
+
+def _until_stopped(
+    steps: Iterator[list[Batch]], is_stopped: Callable[[], bool], fail: Fail
+) -> Iterator[list[Batch]]:
+    """Yield the steps that all ranks have, until they are to stop. Collective."""
+    while True:
+        batches: list[Batch] | None = None
+        try:
+            batches = next(steps, None)
+        except (ConfigError, OSError) as error:
+            fail(error)
+        if is_stopped() or batches is None:
+            return
+        yield batches
 
 
 WriteTexts = Callable[[LocalModel, Callable[[], bool]], dict[str, str]]
@@ -335,19 +355,3 @@ def build_sampling(plan: Plan, meshes: Meshes) -> WriteTexts:
         }
 
     return write_texts
-
-
-def _until_stopped(
-    steps: Iterator[list[Batch]], is_stopped: Callable[[], bool], fail: Fail
-) -> Iterator[list[Batch]]:
-    """Those steps that all ranks have. Collective."""
-    while True:
-        batches: list[Batch] | None = None
-        try:
-            batches = next(steps, None)
-        except (ConfigError, OSError) as error:
-            fail(error)
-        is_stopped()  # sends this rank's vote
-        if is_stopped() or batches is None:  # after all have been heard
-            return
-        yield batches

@@ -91,8 +91,7 @@ def _slow_sink(config: object, folder: Path) -> Any:
 def _slow_down(phase: str, seconds: float) -> None:
     """Wrap the function of the job in which the phase happens."""
     from meshwright.checkpoint import manager
-    from meshwright.train import job as train
-    from meshwright.train import set_up
+    from meshwright.train import end, validation
 
     def before(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: object, **given: object) -> Any:
@@ -104,15 +103,14 @@ def _slow_down(phase: str, seconds: float) -> None:
     if phase == "save":
         manager.CheckpointManager.save = before(manager.CheckpointManager.save, seconds)  # type: ignore[method-assign]
     elif phase == "export":
-        train.export_last = before(train.export_last, EXPORT_STALL_S)
+        end.export_last = before(end.export_last, EXPORT_STALL_S)
     elif phase == "validation":
-        build = set_up.build_validation
+        validate = validation.Validation.__call__
 
-        def build_slow(*args: Any) -> Any:
-            validate = build(*args)
-            return lambda model, stopped, fail: validate(model, before(stopped, 0.3), fail)
+        def slowly(self: Any, model: Any, stopped: Callable[..., Any], fail: Any) -> Any:
+            return validate(self, model, before(stopped, 0.3), fail)
 
-        set_up.build_validation = build_slow
+        validation.Validation.__call__ = slowly  # type: ignore[method-assign]
 
 
 SINKS = {"slow": _slow_sink} if os.environ.get(STALLED) == "setup" else {}

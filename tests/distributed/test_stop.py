@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.system.errors import EXIT_INTERRUPTED
-from meshwright.system.processes import FROM_LAUNCHER, NUDGE, STOP_SIGNALS, Requests
+from meshwright.system.processes import NUDGE, STOP, STOP_SIGNALS, Requests
 from meshwright.train import stop as preemption
-from meshwright.train.stop import PROFILE_FILE, STOP_FILE, StopCoordinator
+from meshwright.train.stop import PROFILE_FILE, STOP_FILE, Vote
 from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -23,36 +23,33 @@ def steps_until_stopped(folder: Path, way: str) -> tuple[int, str]:
     """Take steps that last a millisecond on rank 0 and three on rank 1; rank 1 is asked at its
     fifth."""
     rank = dist.get_rank()
-    from_launcher = folder / f"from_launcher_{rank}"
-    os.environ[FROM_LAUNCHER] = str(from_launcher)
+    (from_launcher := folder / f"launcher_{rank}").mkdir()
     handled = (*STOP_SIGNALS, NUDGE)
     handlers = [signal.getsignal(number) for number in handled]
     step = 0
-    with (
-        Requests() as requests,
-        requests.held(),
-        StopCoordinator(folder, 1 if way == "clock" and rank == 1 else 0, requests) as stop,
-    ):
-        while not stop.is_over(step) and step < (STEPS if way != "clock" else 10**6):
+    with Requests(folder=str(from_launcher)) as requests, requests.held():
+        vote = Vote(folder, 1 if way == "clock" and rank == 1 else 0, requests)
+        while not vote.result().is_last(step) and step < (STEPS if way != "clock" else 10**6):
             step += 1
+            vote.cast()
             time.sleep(0.001 + 0.002 * rank)
             if rank == 0 and step == 5 and way == "data":
-                stop.fail(OSError("gone later"), last_step=9)
+                vote.fail(OSError("gone later"), last_step=9)
             if rank == 1 and step == 5:
                 if way == "file":
                     (folder / STOP_FILE).touch()
                 elif way == "launcher":
-                    from_launcher.write_text("SIGTERM")
+                    (from_launcher / STOP).write_text("SIGTERM")
                 elif way == "data":
-                    stop.fail(OSError("gone"), last_step=7)
+                    vote.fail(OSError("gone"), last_step=7)
                 elif way != "clock" and way:
                     os.kill(os.getpid(), signal.Signals[way])
-        reason = stop.reason
+        vote.result()
+        reason = vote.decision.reason
         if reason:
-            stop.clear_stop_file()
-        if failures := stop.failures(step):
+            vote.clear_stop_file()
+        if failures := vote.failures(step):
             reason = str(failures)
-    del os.environ[FROM_LAUNCHER]
     assert [signal.getsignal(number) for number in handled] == handlers
     assert signal.set_wakeup_fd(-1) == -1
     return step, reason
@@ -101,14 +98,15 @@ def test_who_is_not_asked_takes_all_steps(on_ranks, tmp_path: Path) -> None:
 def steps_of_traces(folder: Path) -> list[int]:
     """Steps after which a trace is to begin; rank 0's folder gets the file twice."""
     traced, rank = [], dist.get_rank()
-    with StopCoordinator(folder, 0, Requests()) as stop:
-        for step in range(1, 61):
-            if rank == 0 and step in (3, 30):
-                (folder / PROFILE_FILE).touch()
-            time.sleep(0.001 + 0.002 * rank)
-            stop.is_over(step)
-            if stop.takes_trace():
-                traced.append(step)
+    vote = Vote(folder, 0, Requests())
+    for step in range(1, 61):
+        vote.cast()
+        if rank == 0 and step in (3, 30):
+            (folder / PROFILE_FILE).touch()
+        time.sleep(0.001 + 0.002 * rank)
+        vote.result()
+        if vote.takes_trace():
+            traced.append(step)
     return traced
 
 
@@ -137,11 +135,13 @@ from meshwright.train import stop as preemption
 from meshwright.parallelisms.meshes import start_process_group
 start_process_group(torch.device("cpu"), 60)
 process.JOIN_TIMEOUT_S = 1
-requests = process.Requests()
-with requests, requests.held(), preemption.StopCoordinator(Path(sys.argv[1]), 0, requests) as stop:
+requests = process.Requests(folder=sys.argv[2])
+vote = preemption.Vote(Path(sys.argv[1]), 0, requests)
+with requests, requests.held():
     print("ready", flush=True)
     {work}
-    print("asked" if stop.should_stop() else "not asked", flush=True)
+    vote.cast()
+    print("asked" if vote.result().reason else "not asked", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 # one call without Python, of up to some seconds: Python's own handlers wait until it is over
@@ -153,7 +153,7 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
     """Exit code and output of a process that is sent `numbers` while it works."""
     script = folder / "alone.py"
     script.write_text(ALONE.format(work=work))
-    process = Forked([script, folder], os.environ | variables)
+    process = Forked([script, folder, folder if variables else ""], os.environ | variables)
     process.wait_for_line("ready")
     for number in numbers:
         process.send_signal(number)
@@ -167,12 +167,11 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
 # as if it came just then, while files are looked for and what was found is noted
 IN_A_LOOK = """
     def look():
-        stop._look, before = lambda: None, stop._asked
+        vote._look, before = lambda: None, vote._asked
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
-        stop._asked = max(before, 0)
-    stop._look = look
-    stop.should_stop()
+        vote._asked = max(before, 0)
+    vote._look = look
 """
 FAILING = """
     def fail(*_, **__): raise OSError(116, "Stale file handle")
@@ -196,9 +195,9 @@ def test_a_second_ctrl_c_alone_ends_a_rank_at_once_whatever_it_does(tmp_path: Pa
 
 def test_a_rank_of_a_job_that_has_failed_ends_soon(tmp_path: Path) -> None:
     """As torchrun sees to: but if the launcher was asked to stop, it is no failure."""
-    failed = {"TORCHELASTIC_RUN_ID": "1", FROM_LAUNCHER: str(tmp_path / "stop")}
+    failed = {"TORCHELASTIC_RUN_ID": "1"}
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (128 + signal.SIGTERM, "")
-    (tmp_path / "stop").write_text("SIGTERM")
+    (tmp_path / STOP).write_text("SIGTERM")
     assert signalled(tmp_path, ASLEEP, signal.SIGTERM, **failed) == (0, "asked\n")
 
 
@@ -233,7 +232,7 @@ def result_of_stopping(folder: Path, *overrides: str) -> str:
     done = Forked([script, folder, *overrides], os.environ, cwd=ROOT).wait()
     assert done.returncode == 0, done.stderr
     assert not (folder / STOP_FILE).exists()
-    return done.stdout.splitlines()[-1]
+    return "result " + done.stdout.rpartition("result ")[2].rstrip()
 
 
 def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
@@ -241,7 +240,7 @@ def test_what_would_not_go_on_is_not_said_to(tmp_path: Path) -> None:
     (tmp_path / STOP_FILE).touch()  # left by a job before: it does not stop this one before step 1
     lost = result_of_stopping(tmp_path, "--checkpoint.enable", "false")
     assert lost.startswith("result after step ")
-    assert lost.endswith("STOP is there; what was trained is lost: checkpoint.enable = false")
+    assert lost.endswith("STOP is there; nothing was saved, because checkpoint.enable = false")
     assert result_of_stopping(tmp_path) == "result False"
     (step,) = commit.saved_steps(tmp_path / "checkpoint")
     assert step > 0

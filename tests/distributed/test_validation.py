@@ -152,7 +152,7 @@ def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> No
     plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"])[0], 1)
     monkeypatch.setattr(parts, "evaluate", lambda *_: Evaluation(1.0, num_labels=1, num_bytes=1))
     sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
-    validate = parts.build_validation(plan, sources, Mock(), torch.device("cpu"))
+    validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))
     is_stopped = Mock(side_effect=[False, True])
     figures = validate(Mock(), is_stopped, Mock())
     assert {name.split("/")[1] for name in figures} == {"a"}

@@ -6,10 +6,10 @@ Run by torchrun. What is not finite is so on the last rank alone.
 import json
 import math
 import os
-import sys
 from contextlib import ExitStack
 
-from meshwright.train import main, trainer
+from meshwright.train import trainer
+from meshwright.train.__main__ import start
 from meshwright.train.trainer import StepResult, train_step
 from tests.helpers.faults import loss_times
 
@@ -25,4 +25,4 @@ def faulty_step(*args: object, step: int, **options: object) -> StepResult:
 
 if __name__ == "__main__":
     trainer.train_step = faulty_step
-    sys.exit(main.main())
+    start()

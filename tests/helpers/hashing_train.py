@@ -6,13 +6,12 @@ if given, the first rank waits to be killed, and all others for it.
 
 import hashlib
 import os
-import sys
 import time
 
 import torch
 
 from meshwright.datasets.loader import Loader, StepData
-from meshwright.train.main import main
+from meshwright.train.__main__ import start
 
 HOLD_AFTER = float(os.environ.get("HOLD_AFTER", "inf"))
 next_of_loader = Loader.__next__
@@ -40,4 +39,4 @@ def noting_next(self: Loader) -> StepData:
 
 if __name__ == "__main__":
     Loader.__next__ = noting_next
-    sys.exit(main())
+    start()

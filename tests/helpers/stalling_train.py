@@ -7,7 +7,6 @@ writes to).
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from meshwright.checkpoint.writer import CommittingWriter
 from meshwright.datasets.loader import Loader
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.models import decoder
-from meshwright.train import main
+from meshwright.train.__main__ import start
 
 
 def stall(way: str) -> None:
@@ -58,4 +57,4 @@ if __name__ == "__main__":
     rank, step, place, way = os.environ["STALL"].split()
     if os.environ["RANK"] == rank:
         plant(int(step), place, way)
-    sys.exit(main.main())
+    start()

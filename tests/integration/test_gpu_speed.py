@@ -17,7 +17,7 @@ def test_a_tiny_job_leaves_its_figures_and_one_that_fails_its_error(
     assert "error" not in found, found["error"]
     for key in ("time/step_s", "time/wps", "step_1_allocated_gib", "steady_reserved_gib"):
         assert found[key] > 0
-    assert "operators by their own time" in found["operators"]
+    assert "Self CPU time total" in found["operators"]
     bad = gpu_speed.run_job(gpu_speed.TINY, tmp_path / "bad", {"training.seq_len": -1}, steps=7)
     assert bad["exit_code"] == 2
     assert "training.seq_len" in bad["error"]

@@ -11,8 +11,9 @@ from meshwright.config.loader import load_config
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.metrics import records as history
 from meshwright.system.log import log_to_console
+from meshwright.system.processes import Launch
 from meshwright.train import announce
-from meshwright.train.announce import announce_end, compact_toml, note_failure
+from meshwright.train.announce import announce_end, note_failure
 from meshwright.train.preflight import preflight
 
 
@@ -89,7 +90,7 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
     config, _ = load_config(words_of_job)
     plan = preflight(config, 1)
-    announce.announce(plan, torch.device("cpu"))
+    announce.announce(plan, torch.device("cpu"), Launch())
     num_all = f"{plan.model_args.table.num_params:,}"
     assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
 
@@ -97,32 +98,3 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
 def test_the_tokens_around_a_document_are_named() -> None:
     line = announce._describe_tokenizer(build_tokenizer("bytes"))
     assert line == "tokenizer: 258 tokens, BOS 256, EOS 257"
-
-
-def test_a_table_takes_a_line_and_a_long_one_is_broken_between_keys() -> None:
-    text = '[job]\ndump_folder = "out"\nmax_run_seconds = 50\n\n[training]\n'
-    text += "".join(f"a_long_key_number_{n} = {n}\n" for n in range(8))
-    first, *others = compact_toml(text)
-    assert first == '[job] dump_folder = "out", max_run_seconds = 50'
-    assert len(others) == 3
-    assert all(len(line) <= 88 for line in others)
-    numbers = [item.split(" = ")[1].split()[0] for item in ", ".join(others).split(", ")]
-    assert numbers == [str(n) for n in range(8)]
-
-
-def test_values_of_every_kind_fit_into_their_line() -> None:
-    text = """[training]
-max_norm = inf
-lr = 1e-3
-deterministic = true
-fp32_modules = [
-    "output",
-]
-[[training.datasets]]
-name = "ä"
-weight = 0.5
-"""
-    assert compact_toml(text) == [
-        '[training] max_norm = inf, lr = 0.001, deterministic = true, fp32_modules = ["output"]',
-        '  datasets = [{name = "ä", weight = 0.5}]',
-    ]

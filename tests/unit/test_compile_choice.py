@@ -21,7 +21,7 @@ from meshwright.config.parallelism import Compile
 from meshwright.parallelisms.rules import compile_choice
 from meshwright.parallelisms.rules.compile_choice import LEAST_FLOP
 from meshwright.system.errors import ConfigError
-from meshwright.system.processes import Requests
+from meshwright.system.processes import Launch, Requests
 from meshwright.train.agreement import check_same
 from meshwright.train.main import _run_command_line
 from meshwright.train.preflight import Plan, preflight
@@ -164,7 +164,7 @@ def test_an_error_of_the_compiler_names_the_way_out(plan_of, monkeypatch) -> Non
     for words in (LONG, [*LONG, "--compile.enable=true"], []):
         monkeypatch.setattr("sys.argv", ["train.py", "--job.config_file", DEBUG, *words])
         with pytest.raises(FailedError) as caught:
-            _run_command_line(Requests())
+            _run_command_line(Launch(), Requests())
         notes.append("".join(getattr(caught.value, "__notes__", [])))
     assert notes[0].endswith("fix: compile.enable = false")
     assert notes[1:] == ["", ""]

@@ -195,7 +195,8 @@ Thread 0x0000000000000002 (most recent call first):
   File "/meshwright/step.py", line 1 in train_step
 """
 WORKS = WAITS.replace("/site-packages/torch/distributed/distributed_c10d.py", "/meshwright/a.py")
-ONE = Evidence(0, "a", 5, 3, "save", 9.0, 8.0, "comm.k", "S", "", "", WAITS, "")
+BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
+ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, collectives="")
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
 
 
@@ -244,11 +245,10 @@ def test_without_a_difference_nobody_is_blamed() -> None:
 
 def test_a_rank_that_was_stopped_twice_for_a_while_may_go_on(tmp_path, monkeypatch) -> None:
     launcher = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
-    beat = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
     found = []
     for now, state in ((0.0, "T"), (0.4, "T"), (0.5, "S"), (0.6, "T"), (1.0, "T"), (1.2, "T")):
         monkeypatch.setattr(watch, "state_of", lambda pid, state=state: state)
-        found.append(launcher._is_hung([beat], now))
+        found.append(launcher._is_hung([BEAT], now))
     assert found == [False] * 5 + [True]
 
 
@@ -290,9 +290,7 @@ def test_a_phase_is_told_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_alone_or_without_our_launcher_has_nobody_to_tell(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("MESHWRIGHT_HEARTBEATS", raising=False)
-    for variables in ({}, {"MESHWRIGHT_HEARTBEATS": str(tmp_path), "WORLD_SIZE": "1"}):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        heartbeat.heartbeat_of_this_rank().beat("data", 1)
+    for folder, ranks in (("", "2"), (str(tmp_path), "1")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        heartbeat.heartbeat_of_this_rank(folder).beat("data", 1)
     assert read_beats(tmp_path) == []

@@ -1,10 +1,12 @@
 """Environment variables that the launcher chooses."""
 
+import json
+
 import pytest
 
 from meshwright.commands.train import MALLOC, WAITING, environment
 from meshwright.system.machine import Ranks, count_cores
-from meshwright.system.processes import HOST_SETTINGS
+from meshwright.system.processes import LAUNCH
 
 CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
 
@@ -12,9 +14,9 @@ CPU, GPU = Ranks(2, 1, 0), Ranks(1, 1, 1)
 def chosen(ranks: Ranks, **own: str) -> dict[str, str]:
     """What is chosen beside `own`; the list that the job logs must be the same."""
     new = environment(ranks, own)
-    listed = dict(word.split("=", 1) for word in new.pop(HOST_SETTINGS).split())
-    assert listed == {k: v for k, v in new.items() if not k.startswith("MESHWRIGHT")}
-    return listed
+    told = json.loads(new.pop(LAUNCH))
+    assert dict(word.split("=", 1) for word in told["host_settings"].split()) == new
+    return new
 
 
 def test_cpu_ranks_share_the_cores_and_keep_freed_memory() -> None:

@@ -86,7 +86,7 @@ def test_a_plan_of_a_wrong_config_imports_no_torch() -> None:
 def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: bool) -> None:
     show = (
         "import sys; from meshwright.config.loader import load_config;"
-        "from meshwright.train.export import prepare_export;"
+        "from meshwright.train.end import prepare_export;"
         f"prepare_export(load_config(['--checkpoint.last_save_in_hf={is_asked_for}'.lower(),"
         "'--model.tokenizer_path=x'])[0]); print(*sys.modules)"
     )

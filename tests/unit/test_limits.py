@@ -22,10 +22,9 @@ def test_validation_that_compiles_may_take_as_long_as_the_first_step(
     """Masks have compiled kernels in a job that is not compiled, too."""
     eager: dict[str, dict[str, bool]] = {"compile": {"enable": False}}
     config, given = JobConfig.model_validate(eager | {section: {key: True}}), list[str]()
-    job, due, result = MagicMock(), MagicMock(is_first=False), MagicMock(group_norms=None)
-    job.plan.config, job.bad_steps.figures = config, {}
+    job = MagicMock()
+    job.plan.config = config
     job.validate.return_value = {"loss/validation": 1.0}
     monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
-    data = MagicMock(epochs={})
-    assert "loss/validation" in train._figures(job, MagicMock(), train.Taken(7, data, result), due)
+    assert "loss/validation" in train._validate(job, MagicMock(), 7)
     assert given == limits

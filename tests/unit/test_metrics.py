@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics import peak_flops
-from meshwright.metrics.console import Console, Eta, Schedule
+from meshwright.metrics.console import Console, Eta
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
@@ -149,7 +149,7 @@ def test_texts_are_written_as_they_are(tmp_path, wandb, caplog) -> None:
     lines = TextLines(tmp_path / "samples.jsonl", resumed_step=0)
     events = TensorBoard(tmp_path, 0, "", {})
     tracked = WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
-    sinks = (lines, events, tracked, Console(Schedule(steps=10), step=0))
+    sinks = (lines, events, tracked, Console(10, step=0))
     for sink in sinks:
         sink.write({"step": 3, "time/step_s": 1.0, **RECORD})
         sink.write_texts(3, TEXTS)
@@ -243,17 +243,17 @@ def test_a_device_that_is_not_in_the_table_has_no_peak_but_the_users(monkeypatch
     assert _peak_flops_per_s(given, cpu) == pytest.approx(165.2e12)
 
 
-def test_time_left_counts_validations_and_saves_and_not_the_first_record() -> None:
-    eta = Eta(Schedule(steps=100, validation_interval=40, save_interval=50), step=0)
+def test_time_left_counts_pauses_and_not_the_first_record() -> None:
+    eta = Eta(steps=100)
     assert eta.seconds is None
-    eta.add({"step": 1, "time/step_s": 60.0})  # compiles
+    eta.add({"step": 1, "time/step_s": 60.0, "time/validation_s": 99.0})  # compiles
     assert eta.seconds is None
     eta.add({"step": 20, "time/step_s": 2.0})
     assert eta.seconds == pytest.approx(80 * 2.0)
-    eta.add({"step": 40, "time/step_s": 2.0, "time/validation_s": 7.0})
-    assert eta.seconds == pytest.approx(60 * 2.0 + 2 * 7.0)  # at 80 and after the last
+    eta.add({"step": 41, "time/step_s": 2.0, "time/validation_s": 7.0})
+    assert eta.seconds == pytest.approx(59 * (2.0 + 7.0 / 40))
     eta.add({"step": 51, "time/step_s": 2.0, "time/checkpoint_s": 5.0})
-    assert eta.seconds == pytest.approx(49 * 2.0 + 2 * 7.0 + 5.0)
+    assert eta.seconds == pytest.approx(49 * (2.0 + 12.0 / 50))
     eta.add({"step": 100, "time/step_s": 2.0, "time/validation_s": 14.0})
     assert eta.seconds == 0
 
@@ -355,7 +355,7 @@ RECORD = {
 def test_console_lines_are_aligned_and_fit(capsys, monkeypatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_COLUMNS", "100")
     log_to_console()
-    console = Console(Schedule(steps=1_000_000), step=0)
+    console = Console(1_000_000, step=0)
     for step in (1, 500_000, 999_999):
         console.write({"step": step, "time/step_s": 1.0, **RECORD})
     console.close()
@@ -378,7 +378,7 @@ def test_a_narrow_console_goes_without_columns(capsys, monkeypatch) -> None:
     log_to_console()
     record = {name: value for name, value in RECORD.items() if "mfu" not in name}
     for steps in (120, 100_000):
-        Console(Schedule(steps), step=0).write({"step": 1, "time/step_s": 1.0, **record})
+        Console(steps, step=0).write({"step": 1, "time/step_s": 1.0, **record})
         header, line, *_ = capsys.readouterr().out.splitlines()
         assert len(header) == len(line) <= 80
         names = ["loss", "grad_norm", "lr", "wps", "mfu", "eta"]
@@ -392,7 +392,7 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     log_to_console()
-    console = Console(Schedule(steps=10), step=0)
+    console = Console(10, step=0)
     console.advance(5)
     console.write({"step": 5, "time/step_s": 1.0, **RECORD})
     console.close()
@@ -401,7 +401,7 @@ def test_colour_and_bar_are_for_terminals(monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.truncate(0)
     log_to_console()
-    Console(Schedule(steps=10), step=0).write({"step": 5, "time/step_s": 1.0, **RECORD})
+    Console(10, step=0).write({"step": 5, "time/step_s": 1.0, **RECORD})
     assert "\x1b[1m" not in terminal.getvalue()
 
 

@@ -83,9 +83,9 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
     assert {"step 6", "step 7"} <= names
     assert not {"step 5", "step 8"} & names
     summary = (folder / "rank_1.txt").read_text()
-    assert summary.startswith("operators by their own time on the CPU: ")
-    assert " 2 x  aten::mm\n" in summary
-    assert not summary.startswith("operators by their own time on the CPU: 0.0 ms")
+    (multiplied,) = (line.split() for line in summary.splitlines() if "aten::mm " in line)
+    assert multiplied[-1] == "2"  # calls
+    assert "Self CPU time total: " in summary
 
 
 def test_a_job_that_ends_before_leaves_no_half_of_a_trace(tmp_path, caplog) -> None:

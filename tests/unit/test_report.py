@@ -142,12 +142,6 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path) -> None:
     assert "running, or ended without a word" in (tmp_path / "report.html").read_text()
 
 
-def test_names_of_before_are_understood(tmp_path) -> None:
-    lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0, "wps": 5.0, "epochs/a": 0.5}])
-    run = read_run(tmp_path)
-    assert run.records == [{"step": 1, "loss/train": 2.0, "time/wps": 5.0, "data/epochs/a": 0.5}]
-
-
 def test_a_folder_without_a_run_is_an_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match="RUN_DIR = .*: holds no metrics.jsonl\n  fix: "):
         report([str(tmp_path)])

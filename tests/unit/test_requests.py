@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.system.processes import FROM_LAUNCHER, TRAINED, Requests
+from meshwright.system.processes import STOP, TRAINED, Requests
 from tests.helpers.forked import Forked
 
 RANK = """
 import os, signal, subprocess, sys, time
 from meshwright.system import processes as process
 process.STUCK_S = process.JOIN_TIMEOUT_S = 0.5
-with process.Requests({mode!r}) as requests:
+with process.Requests({mode!r}, {launcher!r}) as requests:
     try:
         {work}
     except process.StopRequested as asked:
@@ -44,8 +44,9 @@ CHILD = """
 
 
 def rank(folder: Path, work: str, number: int = 0, mode: str = "raise", **given: str):
-    """Exit code and output of a rank that gets a signal."""
-    (script := folder / "rank.py").write_text(RANK.format(mode=mode, work=work))
+    """Exit code and output of a rank that gets a signal; with `given`, of torchrun's."""
+    launcher = str(folder) if given else ""
+    (script := folder / "rank.py").write_text(RANK.format(mode=mode, work=work, launcher=launcher))
     process = Forked([script], os.environ | given)
     if number:
         process.wait_for_line("ready")
@@ -72,16 +73,14 @@ def test_it_waits_for_what_there_is_to_save(tmp_path: Path) -> None:
 
 
 def test_the_launcher_s_request_is_heard_in_every_phase(tmp_path: Path) -> None:
-    request = tmp_path / "stop"
-    request.write_text("SIGUSR1")
-    given = {FROM_LAUNCHER: str(request), "TORCHELASTIC_RUN_ID": "1"}
-    assert rank(tmp_path, SLEEP, **given) == (0, "raised SIGUSR1 75")
+    (tmp_path / STOP).write_text("SIGUSR1")
+    assert rank(tmp_path, SLEEP, TORCHELASTIC_RUN_ID="1") == (0, "raised SIGUSR1 75")
 
 
 def test_torchrun_s_sigterm_is_no_request(tmp_path: Path) -> None:
     """It ends the ranks of a job that has failed."""
-    given = {FROM_LAUNCHER: str(tmp_path / "stop"), "TORCHELASTIC_RUN_ID": "1"}
-    assert rank(tmp_path, SLEEP, signal.SIGTERM, **given) == (0, "raised SIGTERM 143")
+    ended = rank(tmp_path, SLEEP, signal.SIGTERM, TORCHELASTIC_RUN_ID="1")
+    assert ended == (0, "raised SIGTERM 143")
 
 
 def test_a_process_that_a_library_forks_ends_as_usual(tmp_path: Path) -> None:
@@ -99,20 +98,19 @@ def test_a_signal_that_was_ignored_stays_ignored(monkeypatch) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_launcher_is_told_of_the_first_step(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(FROM_LAUNCHER, str(tmp_path / "stop"))
-    requests = Requests()
+def test_the_launcher_is_told_of_the_first_step(tmp_path: Path) -> None:
+    requests = Requests(folder=str(tmp_path))
     requests.note_training()
     assert requests.has_trained
     assert (tmp_path / TRAINED).exists()
     assert requests.look() == ""
-    (tmp_path / "stop").write_text("SIGINT")
+    (tmp_path / STOP).write_text("SIGINT")
     assert requests.look() == "SIGINT"  # though nothing listens
 
 
 def test_a_second_ctrl_c_ends_what_is_being_saved(tmp_path: Path) -> None:
     work = HELD.replace("time.sleep(1)", "time.sleep(8)")
-    (script := tmp_path / "rank.py").write_text(RANK.format(mode="raise", work=work))
+    (script := tmp_path / "rank.py").write_text(RANK.format(mode="raise", work=work, launcher=""))
     process = Forked([script], os.environ)
     process.wait_for_line("ready")
     process.send_signal(signal.SIGINT)

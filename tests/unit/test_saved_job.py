@@ -143,14 +143,6 @@ def test_a_stream_of_other_text_of_the_same_size_is_other_data(tmp_path: Path) -
     check_is_noticed(opened(*BYTES, *lines(tmp_path, "a dokument")), before)
 
 
-def test_a_stream_saved_by_a_version_that_noted_less_resumes(tmp_path: Path) -> None:
-    source = opened(*BYTES, *lines(tmp_path))
-    older = ", ".join(source.content.split(", ")[:3])
-    assert older.startswith("1 shards, 256 documents a window, ")
-    assert place_of(source, older).sample == 3
-    check_is_noticed(source, older[:-1])
-
-
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
@@ -195,5 +187,3 @@ def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, 
         FORGOTTEN + "content of the validation data"
     ]
     assert best_of(saved, plan, []) == (20, 3.5)  # it is not validated now
-    del saved["validation_content"]  # of an older version
-    assert best_of(saved, plan, [after]) == (20, 3.5)

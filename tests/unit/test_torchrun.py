@@ -17,7 +17,7 @@ from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_co
 from meshwright.launch.watch import Watch
 from meshwright.metrics import records as history
 from meshwright.system.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
-from meshwright.system.log import TERMINAL, console_stream, log_to_console, logger, print_error
+from meshwright.system.log import console_stream, log_to_console, logger, print_error
 from meshwright.system.processes import TRAINED
 from tests.helpers.jobs import wait_for
 
@@ -156,17 +156,16 @@ def test_the_rank_that_is_shown_writes_to_the_launcher_s_terminal(monkeypatch) -
     """With colour and bars, which torchrun would not pass on; the other ranks do not."""
     seen, terminal = os.openpty()
     monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w"))
-    for name in (TERMINAL, PREFIX, "LOCAL_RANK"):
+    for name in (PREFIX, "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # and put back afterwards
     several = Namespace(local_ranks_filter="0,1", role="rank")
-    _set_up_console(several)
-    assert (os.environ[TERMINAL], several.role) == ("", "rank")
+    assert (_set_up_console(several), several.role) == ("", "rank")
     one = Namespace(local_ranks_filter="1", role="rank")
-    _set_up_console(one)
-    assert (os.environ[TERMINAL], one.role) == (f"1:{os.ttyname(terminal)}", "")
+    told = _set_up_console(one)
+    assert (told, one.role) == (f"1:{os.ttyname(terminal)}", "")
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
-        log_to_console()
+        log_to_console(terminal=told)
         assert (console_stream() is sys.stdout) == (rank == "0")
     logger.info("from rank 1")
     assert os.read(seen, 100).endswith(b" from rank 1\r\n")

@@ -33,7 +33,7 @@ from meshwright.parallelisms.meshes import Meshes, build_meshes
 from meshwright.parallelisms.shards import local_box
 from meshwright.system.files import Place
 from meshwright.train.preflight import Plan, preflight
-from meshwright.train.validation import build_validation
+from meshwright.train.validation import Validation
 
 NOTHING: dict[str, Any] = {
     "tokens_seen": 0,
@@ -228,7 +228,7 @@ def _measure(
         calm_post_norms(stage)
     weights = {name: _copy(parameter) for name, parameter in job.model.named_parameters()}
     gradients, done = _keep_gradients(job.model, job.optimizer)
-    validate = build_validation(plan, [held_out], meshes, cpu)
+    validate = Validation(plan, [held_out], meshes, cpu)
     checkpoint = SmallCheckpoint(folder, world_size)
     for step in range(1, training.steps + 1):
         loss, grad_norm = job.step(step, seen.samples)

@@ -61,8 +61,6 @@ figcaption { font-weight: 600 } figcaption small { font-weight: 400; margin-left
   font-weight: 500; white-space: nowrap } tr:last-child td { border-bottom: 0 }
 td.wide { min-width: 14rem } pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
   font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace } summary { cursor: pointer }
-.bar { display: flex; height: 1.1rem; border-radius: .3rem; overflow: hidden; gap: 1px;
-  margin: .5rem 0 } .bar i { background: var(--c); min-width: 2px }
 @media print { .chart, .card, .tile { break-inside: avoid } }
 """
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.metrics.report.charts import Chart, Curve, draw, short
-from meshwright.metrics.report.document import document
+from meshwright.metrics.report.document import document, table
 from meshwright.metrics.report.run import Run
 from meshwright.metrics.report.tables import (
     best_validation,
@@ -212,26 +212,13 @@ def _time_table(run: Run) -> str:
     whole = sum(totals.values())
     if not whole:
         return ""
-    bar = "".join(
-        f'<i class="c{number}" style="flex:{seconds:.3f}"></i>'
-        for number, seconds in enumerate(totals.values())
-        if seconds
-    )
     rows = [
-        (
-            f'<i class="c{number}"></i>{escape(name)}',
-            duration(seconds),
-            f"{100 * seconds / whole:.1f}%",
-        )
-        for number, (name, seconds) in enumerate(totals.items())
+        [name, duration(seconds), f"{100 * seconds / whole:.1f}%"]
+        for name, seconds in totals.items()
         if seconds
     ]
-    cells = "".join(
-        f'<tr><td class="legend">{name}</td><td>{seconds}</td><td>{share}</td></tr>'
-        for name, seconds, share in rows
+    note = (
+        "On the first rank, summed over logged steps: starts and the last save are not in it. "
+        "Collectives inside forward and backward count there."
     )
-    return (
-        f'<div class="card"><div class="bar">{bar}</div><div class="scroll"><table>{cells}</table>'
-        "</div><p class='note'>On the first rank, summed over logged steps: starts and the last "
-        "save are not in it. Collectives inside forward and backward count there.</p></div>"
-    )
+    return table((), rows) + f'<p class="note">{note}</p>'

@@ -9,21 +9,6 @@ from typing import Any
 
 from meshwright.system.errors import check
 
-RENAMED = {  # names before 0.2, in groups since
-    "loss": "loss/train",
-    "grad_norm": "optim/grad_norm",
-    "lr": "optim/lr",
-    "skipped_steps": "optim/skipped_steps",
-    "wps": "time/wps",
-    "mfu_pct": "time/mfu_pct",
-    "step_time_s": "time/step_s",
-    "data_time_s": "time/data_s",
-    "memory_gib": "memory/peak_gib",
-    "tokens_seen": "data/tokens",
-    "bad_records": "data/bad_records",
-}
-
-
 Row = Mapping[str, Any]
 
 
@@ -93,7 +78,7 @@ def read_run(folder: Path) -> Run:
     )
     records = [
         {
-            RENAMED.get(_old_prefix(name), _old_prefix(name)): value
+            name: value
             for name, value in row.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
@@ -109,10 +94,6 @@ def read_run(folder: Path) -> Run:
         best=next((_table(file) for file in sorted(folder.glob("*/best.json"))), None),
         proof=_table(folder / "proof" / "proof.json"),
     )
-
-
-def _old_prefix(name: str) -> str:
-    return f"data/{name}" if name.startswith("epochs/") else name
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,133 @@
+"""The end of a job: the errors that say whether it resumes, and the model folder that it leaves."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.find import open_checkpoint
+from meshwright.config.job_config import Checkpoint, JobConfig, saves
+from meshwright.system.errors import (
+    ConfigError,
+    DataError,
+    SaveError,
+    StopRequested,
+    TrainingError,
+)
+from meshwright.system.files import Place
+from meshwright.system.log import logger
+from meshwright.system.processes import Requests
+from meshwright.train.preflight import Plan
+
+
+def raise_data_error(
+    config: Checkpoint, failures: Mapping[int, Exception], step: int, *, is_new: bool
+) -> None:
+    """End a job of which some ranks cannot read the data of the step after `step`.
+
+    Args:
+        failures: their errors, by rank.
+        is_new: this process has taken steps, so starting it again makes progress. Otherwise it is a
+            config error: a scheduler that restarts the job would loop forever.
+
+    Raises:
+        ConfigError: if the process has taken no step.
+        TrainingError: as `check_resumes`.
+        DataError: otherwise.
+    """
+    rank, error = min(failures.items())
+    fault = f"the data cannot be read after step {step}: rank {rank}: {error}"
+    if not is_new:
+        raise ConfigError(getattr(error, "key", ""), fault)
+    check_resumes(config, fault)
+    fix = "if the cause was temporary, run the same command again: the last step is saved"
+    raise DataError(f"{fault}\n  fix: {fix}")
+
+
+def check_resumes(config: Checkpoint, stopped: str) -> None:
+    """Check that the same command, run again, resumes from here.
+
+    Otherwise a scheduler that restarts the job would loop forever.
+
+    Raises:
+        TrainingError: naming the key that prevents it.
+    """
+    if not config.enable:
+        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.enable = false")
+    if config.load_only:
+        raise TrainingError(f"{stopped}; nothing was saved, because checkpoint.load_only = true")
+    if config.load_step != -1:
+        raise TrainingError(
+            f"{stopped}; it is saved, but checkpoint.load_step = {config.load_step} would begin "
+            "from there again\n  fix: leave checkpoint.load_step out"
+        )
+
+
+def check_has_data(step: int) -> None:
+    """Raise `ConfigError` if `step`, for which there is no data, is the first."""
+    if step == 1:
+        key, fix = "training.max_epochs", "raise it, add data, or lower training.global_batch_size"
+        raise ConfigError(key, f"{key}: gives less than one global batch\n  fix: {fix}")
+
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export_at_end(plan: Plan, requests: Requests) -> bool:
+    """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
+    config = plan.config.checkpoint
+    if not (config.last_save_in_hf and saves(config)):
+        return True
+    try:
+        requests.check()  # it may have come during the last save
+        export_last(plan)
+    except StopRequested as asked:
+        logger.info("%s: the export is left out; start it again to export what is saved", asked)
+        return False
+    return True
+
+
+def prepare_export(config: JobConfig) -> None:
+    """Import what `export_last` will need, if it is asked for: files may change during the job."""
+    if config.checkpoint.last_save_in_hf:
+        import_module("meshwright.checkpoint.conversion.export")
+        import_module("meshwright.checkpoint.conversion.export_job")
+
+
+def export_last(plan: Plan) -> None:
+    """Export the newest checkpoint to {dump_folder}/hf, as `checkpoint.last_save_in_hf` asks.
+
+    To be called by one rank, when no other needs it any longer. Does nothing if the folder is
+    there already.
+
+    Raises:
+        SaveError: if it cannot be written, or is not what was saved.
+    """
+    try:
+        _export_newest(plan)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
+
+
+def _export_newest(plan: Plan) -> None:
+    # not above: other jobs would import them before their first step
+    from meshwright.checkpoint.conversion.export import export
+    from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
+
+    config = plan.config
+    place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
+    with open_checkpoint(place, logger.warning) as (found, manifest):
+        out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
+        if out.exists():
+            return
+        job = export_job(
+            found,
+            manifest,
+            plan.spec,
+            plan.tokenizer,
+            tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+            dtype=getattr(torch, config.checkpoint.export_dtype),
+            max_shard_bytes=MAX_SHARD_BYTES,
+        )
+        export(job, out, logger.info)
