@@ -1,4 +1,8 @@
-"""The datasets by name; any other name with a slash is a dataset of the Hugging Face hub."""
+"""Sample i of a job, on any mesh: from files or the hub, through tokens, to batches.
+
+This table has the datasets by name; any other name with a slash is one of the Hugging Face hub. The
+keys that choose one are in `config/training.py`.
+"""
 
 from functools import partial
 

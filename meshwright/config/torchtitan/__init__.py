@@ -1,0 +1,4 @@
+"""torchtitan's TOMLs, read as ours.
+
+Their checkpoints are in `checkpoint/conversion`.
+"""

@@ -1,4 +1,7 @@
-"""The dataset table's kinds of sources, and how each is opened."""
+"""The kinds of sources in the dataset table, and how each is opened: files, rows, tokens, the hub.
+
+Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache`.
+"""
 
 import glob
 import os

@@ -1,4 +1,7 @@
-"""The model families by name."""
+"""The model families by name, a file for each: its sizes, its layers, its names in other formats.
+
+The layers that families share are in `models/layers.py` and `models/attention.py`.
+"""
 
 from pkgutil import resolve_name
 
