@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.document_mask import Mask, masked_attention
-from meshwright.models.kernels import cpu_attention
 from meshwright.models.layers import Linear, RMSNorm, add_layers
 from meshwright.models.table import AttentionSpec
 
@@ -70,11 +69,6 @@ class CausalAttention(nn.Module):
     unless that is its purpose.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_cpu_kernel = False
-        """Whether it is `cpu_attention`'s, where that takes the heads."""
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
     ) -> Tensor:
@@ -86,8 +80,6 @@ class CausalAttention(nn.Module):
             mask: from `build_mask`, and causal too; None: only causal.
             scale: of products of queries with keys.
         """
-        if mask is None and self.has_cpu_kernel and cpu_attention.takes(q, k, v):
-            return cpu_attention.causal_attention(q, k, v, scale=scale)
         if mask is None:
             return causal_attention(q, k, v, scale=scale)
         return masked_attention(q, k, v, mask, scale=scale)

@@ -171,7 +171,7 @@ def run(
         device = start(plan)
         attention = ordered_attention(order_attention(plan, device))
         sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-        check_agreement(plan, [*sources, *held_out], device.type)
+        check_agreement(plan, [*sources, *held_out])
         checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
         checkpoints.claim()
     try:
