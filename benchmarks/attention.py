@@ -1,4 +1,4 @@
-"""Causal attention on this CPU: torch's, and cpu_attention.cpp.
+"""Causal attention on this CPU: torch's, and the kernel of cpu_kernels.
 
 Forward and backward of one layer: medians, in turns; and errors of the output and of the gradients
 against fp64, relative to their size.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.kernels import cpu_attention
+from meshwright.parallelisms.cpu_kernels import attention
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """With the kernel."""
-    return cpu_attention.causal_attention(q, k, v, scale=q.shape[-1] ** -0.5)
+    return attention.attend(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
 def results(
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     start = time.perf_counter()
-    if reason := cpu_attention.why_not(args.head_dim, dtype):
+    if reason := attention.why_not(args.head_dim, dtype):
         raise SystemExit(f"no kernel: {reason}")
     print(f"kernel loaded, or compiled if it was not yet: {time.perf_counter() - start:.1f} s")
     torch.manual_seed(0)

@@ -22,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parent / "contenders"))  # last: one is called transformers
 from workload import Workload
 
-from meshwright.models.kernels import onednn_products
-
 
 def best_s(function: Callable[[], object], device: torch.device) -> float:
     """Return the shortest of at least 5 runs in 0.3 s."""
@@ -35,18 +33,6 @@ def best_s(function: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
-
-
-def best_of_libraries_s(
-    function: Callable[[], object], device: torch.device, *, is_fp32: bool
-) -> float:
-    """Return the shortest run, also by oneDNN if that multiplies fp32 on this machine."""
-    seconds = best_s(function, device)
-    if device.type == "cpu" and is_fp32 and not onednn_products.why_not():
-        onednn_products.take(True)
-        seconds = min(seconds, best_s(function, device))
-        onednn_products.take(False)
-    return seconds
 
 
 def products(work: Workload) -> dict[str, tuple[int, int, int]]:
@@ -70,8 +56,7 @@ def main() -> None:
     work = Workload(**args.workload)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = {"device": device, "dtype": getattr(torch, work.dtype)}
-    is_fp32 = options["dtype"] == torch.float32
-    best = functools.partial(best_of_libraries_s, device=device, is_fp32=is_fp32)
+    best = functools.partial(best_s, device=device)
     tokens = work.batch * work.seq_len
     total_s, flops = 0.0, 0
     for name, (inputs, outputs, times) in products(work).items():

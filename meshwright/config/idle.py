@@ -61,7 +61,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
     ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
-    ("compile.enable", _is_off, "backend cpu_attention cpu_products"),
+    ("compile.enable", _is_off, "backend cpu_attention"),
     ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
     (
         "checkpoint.enable",
@@ -100,11 +100,6 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "compile.cpu_attention",
         lambda c: not suits_cpu_attention(c.training, c.parallelism),
         "it is for attention without mask_documents and context parallelism",
-    ),
-    (
-        "compile.cpu_products",
-        lambda c: c.training.mixed_precision_param != "float32",
-        "the model computes in bfloat16",
     ),
     (
         "profiling.profile_freq",

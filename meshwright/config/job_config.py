@@ -261,26 +261,15 @@ def is_compiled(compilation: Compile) -> bool:
     return compilation.enable
 
 
-def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
-    """Return whether attention is one that the kernel of `compile.cpu_attention` computes."""
-    return not training.mask_documents and parallelism.context_parallel_degree == 1
-
-
 def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
-    """Return whether a job on CPUs looks for that kernel."""
+    """Return whether a job on CPUs looks for the kernel of `compile.cpu_attention`."""
     is_on = is_compiled(compilation) and compilation.cpu_attention == "auto"
     return is_on and suits_cpu_attention(training, parallelism)
 
 
-def wants_cpu_products(compilation: Compile, training: Training) -> bool:
-    """Return whether a job on CPUs looks for the products of `compile.cpu_products`."""
-    is_on = is_compiled(compilation) and compilation.cpu_products == "auto"
-    return is_on and training.mixed_precision_param == "float32"
-
-
-def has_inductor(c: JobConfig) -> bool:
-    """Return whether inductor compiles, so that a compiler of C++ is started on CPUs."""
-    return is_compiled(c.compile) and c.compile.backend == "inductor"
+def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
+    """Return whether attention is one that the kernel computes."""
+    return not training.mask_documents and parallelism.context_parallel_degree == 1
 
 
 def num_data_ranks(c: JobConfig) -> int:

@@ -132,14 +132,9 @@ class Compile(Section):
     """Backend of torch.compile; all but inductor are for finding faults."""
 
     cpu_attention: Literal["auto", "torch"] = "auto"
-    """Causal attention on CPUs. auto: our kernel in C++, if the job is compiled, attention
-    has no masks, there is a C++ compiler, and the CPUs have AMX or AVX512-BF16 (for float32: AVX2),
-    on every rank; otherwise torch's. torch: torch's."""
-
-    cpu_products: Literal["auto", "torch"] = "auto"
-    """Matmuls in float32 on CPUs. auto: by oneDNN, if the job is compiled, there is a C++ compiler,
-    and the CPUs have AVX-512 and are not Intel's, on every rank; otherwise torch's, by MKL. torch:
-    torch's."""
+    """Causal attention on CPUs. auto: our kernel in C++, if the job is compiled, attention has no
+    masks, and every rank has a C++ compiler and AMX or AVX512-BF16 (for float32: AVX2); otherwise
+    torch's. torch: torch's."""
 
 
 class Float8(Section):

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.document_mask import Mask, masked_attention
-from meshwright.models.kernels import cpu_attention
-from meshwright.models.layers import Linear, RMSNorm
+from meshwright.models.layers import Linear, RMSNorm, add_layers
 from meshwright.models.table import AttentionSpec
 
 
@@ -70,11 +69,6 @@ class CausalAttention(nn.Module):
     unless that is its purpose.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_cpu_kernel = False
-        """Whether it is `cpu_attention`'s, where that takes the heads."""
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float
     ) -> Tensor:
@@ -86,8 +80,6 @@ class CausalAttention(nn.Module):
             mask: from `build_mask`, and causal too; None: only causal.
             scale: of products of queries with keys.
         """
-        if mask is None and self.has_cpu_kernel and cpu_attention.takes(q, k, v):
-            return cpu_attention.causal_attention(q, k, v, scale=scale)
         if mask is None:
             return causal_attention(q, k, v, scale=scale)
         return masked_attention(q, k, v, mask, scale=scale)
@@ -116,19 +108,18 @@ class Attention(nn.Module):
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries). Names are Meta's.
     """
 
+    wq: Linear
+    wk: Linear
+    wv: Linear
+    wo: Linear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.qk_norm = spec.head_dim, spec.qk_norm
         self.scale = 1 / math.sqrt(spec.head_dim)
-        query, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        self.wq = Linear(spec.dim, query)
-        self.wk = Linear(spec.dim, kv)
-        self.wv = Linear(spec.dim, kv)
-        self.wo = Linear(query, spec.dim)
-        if spec.qk_norm is not None:
-            is_whole = spec.qk_norm == "all"
-            self.q_norm = RMSNorm(query if is_whole else spec.head_dim, eps=spec.norm_eps)
-            self.k_norm = RMSNorm(kv if is_whole else spec.head_dim, eps=spec.norm_eps)
+        add_layers(self, spec.parameters, spec.norm_eps)
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:

@@ -5,7 +5,7 @@ where it is used, and again where backward computes a layer again. Its gradient 
 microbatches are added up in the type of the weight. If the types are equal, nothing is copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.models.table import FeedForwardSpec
+from meshwright.models.table import FeedForwardSpec, Parameter
 
 
 class Linear(nn.Linear):
@@ -92,18 +92,32 @@ class _CastVectors(torch.autograd.Function):
         return of_table, None, None
 
 
+def add_layers(module: nn.Module, parameters: Mapping[str, Parameter], eps: float = 1e-5) -> None:
+    """Give `module` the layers that its part of the table names: a linear layer for a matrix, a
+    norm for a vector.
+
+    Args:
+        eps: of the norms.
+    """
+    for name, parameter in parameters.items():
+        *rows, columns = parameter.shape
+        layer = Linear(columns, *rows) if rows else RMSNorm(columns, eps=eps)
+        module.add_module(name.removesuffix(".weight"), layer)
+
+
 class FeedForward(nn.Module):
     """SwiGLU block, w2(silu(w1 x) * w3 x), without biases.
 
     Source: Shazeer 2020, arXiv:2002.05202 (FFN_SwiGLU). Names of weights are Meta's.
     """
 
+    w1: Linear
+    w2: Linear
+    w3: Linear
+
     def __init__(self, spec: FeedForwardSpec) -> None:
         super().__init__()
-        dim, hidden_dim = spec.dim, spec.hidden_dim
-        self.w1 = Linear(dim, hidden_dim)
-        self.w2 = Linear(hidden_dim, dim)
-        self.w3 = Linear(dim, hidden_dim)
+        add_layers(self, spec.parameters)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D) -> (B, S, D)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

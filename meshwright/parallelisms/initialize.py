@@ -4,14 +4,10 @@ Not on the number of ranks, the mesh, the wrapping, the device, or the order of 
 rank computes just the elements that it holds, and any two ranks agree on any element, to the bit.
 """
 
-import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from statistics import NormalDist
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -31,97 +27,53 @@ FRACTION_BITS = 24  # a float32 holds them exactly
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64 adds it to its state
 
 
-BLOCKS = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Elements at a time. On CPUs temporaries stay in the cache, and a thread fills a block; on GPUs
-few kernels are launched."""
+BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Elements at a time. On CPUs torch spreads an operator on so few over no threads, which on busy
+cores wait for each other longer than they compute; on GPUs few kernels are launched."""
 
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter and buffer of `model` in place, sharded or not."""
-
-    def blocks() -> Iterator[Callable[[], None]]:
-        for name, parameter in model.named_parameters():
-            local, offset = local_box(parameter)
-            std = model.table.parameters[name].std
-            if std is None:
-                local.detach().fill_(1.0)
-            else:
-                yield from normal_blocks(local, std, seed, name, tuple(parameter.shape), offset)
-
-    fill(blocks(), all(parameter.device.type == "cpu" for parameter in model.parameters()))
+    for name, parameter in model.named_parameters():
+        local, offset = local_box(parameter)
+        std = model.table.parameters[name].std
+        if std is None:
+            local.detach().fill_(1.0)
+        else:
+            fill_normal(local.detach(), std, seed, name, tuple(parameter.shape), offset)
     model.init_buffers()
 
 
-def normal_blocks(
+def fill_normal(
     box: Tensor,
     std: float,
     seed: int,
     name: str,
     global_shape: tuple[int, ...],
     offset: tuple[int, ...],
-) -> Iterator[Callable[[], None]]:
-    """Yield functions that fill the blocks of `box`, which lies at `offset` in a tensor of
-    `global_shape`, with truncated normals; in any order, on any thread.
+) -> None:
+    """Fill `box`, which lies at `offset` in a tensor of `global_shape`, with truncated normals.
 
     Element i of the whole tensor, counted in row-major order, is a function of (seed, name, i).
-    Temporaries of each are a few times a block of `BLOCKS`, or one row where that is longer. Does
-    not wait for the device, but for the first box on it.
+    Temporaries are a few times a block of `BLOCKS`, or one row where that is longer. Does not wait
+    for the device, but for the first box on it.
     """
     if not box.numel():
         return
-    box, device = box.detach(), box.device
+    device = box.device
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
     steps = [_signed(math.prod(global_shape[dim + 1 :]) * GAMMA) for dim in range(box.dim())]
     row = torch.full((), _signed(key + GAMMA), device=device)  # states of the whole's first row
     for dim in range(1, box.dim()):
         along = torch.arange(offset[dim], offset[dim] + box.shape[dim], device=device)
         row = row.unsqueeze(-1) + along * steps[dim]
-    rows_per_block = max(1, BLOCKS.get(device.type, BLOCKS["cpu"]) // row.numel())
-
-    def fill_block(start: int) -> None:
-        some = box[start : start + rows_per_block]
-        first = torch.arange(offset[0] + start, offset[0] + start + len(some), device=device)
-        states = (first * steps[0]).view(-1, *(1 for _ in row.shape)) + row
-        some.copy_(_normal(_mix_(states)).mul_(std))
-
-    _quantiles(device)  # before blocks, whose threads would each compute them
-    for start in range(0, box.shape[0], rows_per_block):
-        yield partial(fill_block, start)
-
-
-def fill(blocks: Iterator[Callable[[], None]], is_on_cpu: bool) -> None:
-    """Fill all blocks; on CPUs by as many threads as torch has, which take one after the other."""
-    if not is_on_cpu:
-        for fill_block in blocks:
-            fill_block()
-        return
-    lock = Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                fill_block = next(blocks, None)
-            if fill_block is None:
-                return
-            fill_block()
-
-    count = torch.get_num_threads()
-    with ThreadPoolExecutor(count, initializer=_compute_alone) as threads:
-        for future in [threads.submit(work) for _ in range(count)]:
-            future.result()
-
-
-def _compute_alone() -> None:
-    """Have torch spread no operator of this thread over other threads. On busy cores these wait for
-    each other ten times longer than they compute.
-
-    Not by `torch.set_num_threads`, which changes MKL's choice of threads for the whole process: a
-    job that fills no weights, since it resumes, would round differently.
-    """
-    torch.get_num_threads()  # in a new thread torch sets OpenMP's number when first asked for it
-    if openmp := getattr(ctypes.CDLL(None), "omp_set_num_threads", None):
-        openmp(1)
+    first = offset[0]
+    for block in box.split(max(1, BLOCKS.get(device.type, BLOCKS["cpu"]) // row.numel())):
+        along = torch.arange(first, first + len(block), device=device)
+        states = (along * steps[0]).view(-1, *(1 for _ in row.shape)) + row
+        block.copy_(_normal(_mix_(states)).mul_(std))
+        first += len(block)
 
 
 def _mix_(x: Tensor) -> Tensor:

@@ -11,19 +11,11 @@ from pathlib import Path
 import torch
 from torch.compiler import config
 
-from meshwright.config.job_config import (
-    is_compiled,
-    needs_fsdp_alone,
-    wants_cpu_attention,
-    wants_cpu_products,
-)
+from meshwright.config.job_config import is_compiled, needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
 from meshwright.config.training import Training
-from meshwright.models.attention import CausalAttention
 from meshwright.models.decoder import Decoder
-from meshwright.models.kernels import cpu_attention, onednn_products
 from meshwright.parallelisms import activation_checkpoint, context_parallel, data_parallel
-from meshwright.parallelisms import data_parallel as precision
 from meshwright.parallelisms.meshes import Meshes
 
 
@@ -123,7 +115,7 @@ def parallelize(
     2. Context parallelism, inside of every wrapper of a block.
     3. Activation checkpointing before compile, so that the compiler sees the recomputation.
     4. Compile block by block, so that one graph serves every layer; and the loss. On CPUs, the
-       kernel of attention, too, and the library of products.
+       kernel of attention, too.
     5. FSDP last, so that its hooks surround the compiled blocks; on a single rank too if it has to
        offload or to add gradients up. Otherwise it would only copy: layers cast their own weights.
 
@@ -149,14 +141,13 @@ def parallelize(
         applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
-    is_on_cpu = meshes.world.device_type == "cpu"
-    if is_on_cpu and wants_cpu_products(compilation, training):
-        applied.append(_multiply_by_onednn())
-    else:
-        onednn_products.take(False)
     if is_compiled(compilation):
+        is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
-            applied.append(_use_cpu_kernel(model, training.mixed_precision_param))
+            from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs alone
+
+            dtype = getattr(torch, training.mixed_precision_param)
+            applied.append(attention.apply_cpu_attention(model, dtype))
         has_meshes = meshes.tp.size() > 1
         casts = float8_options.enable and float8_options.recipe_name == "rowwise"
         applied.append(
@@ -165,29 +156,12 @@ def parallelize(
             )
         )
     if meshes.world.size() == 1 and not needs_fsdp_alone(training, float8_options):
-        applied.append(precision.compute_in(model, training.mixed_precision_param, fp32_modules))
+        applied.append(
+            data_parallel.compute_in(model, training.mixed_precision_param, fp32_modules)
+        )
     else:
         applied.append(data_parallel.apply_fsdp(model, meshes, training, parallelism, fp32_modules))
     return applied
-
-
-def _multiply_by_onednn() -> str:
-    """Have oneDNN multiply, if that is faster on this machine."""
-    if reason := onednn_products.why_not():
-        return f"products in float32: torch's, since {reason}"
-    onednn_products.take(True)
-    return "products in float32: oneDNN's"
-
-
-def _use_cpu_kernel(model: Decoder, dtype: str) -> str:
-    """Give attention its kernel in C++, if this machine has it."""
-    if reason := cpu_attention.why_not(model.table.head_dim, getattr(torch, dtype)):
-        return f"attention: torch's, since {reason}"
-    for block in model.layers.values():
-        core = block.get_submodule("attention.core")
-        assert isinstance(core, CausalAttention)
-        core.has_cpu_kernel = True
-    return f"attention: {cpu_attention.SOURCE.name}"
 
 
 def _compile(

@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import differences, shown, to_json
-from meshwright.config.job_config import wants_cpu_attention, wants_cpu_products
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.token_cache.spec import short_hash, tokenizer_parts
-from meshwright.models.kernels import cpu_attention, onednn_products
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train.preflight import Plan
 
@@ -38,7 +36,7 @@ OWN_PATHS = {
 """Keys that may differ between machines: only the files they lead to must be the same."""
 
 
-def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str) -> None:
+def check_agreement(plan: Plan, sources: Sequence[OpenSource]) -> None:
     """Compare this rank's job with the others'. Collective.
 
     Raises:
@@ -54,8 +52,6 @@ def check_agreement(plan: Plan, sources: Sequence[OpenSource], device_type: str)
             "model.tokenizer_path": short_hash(of_tokenizer),
             **{f"{source.entry.key}.dataset": source.content for source in sources},
             "experimental.custom_import": plan.own_code,
-            **_attention(plan, device_type),
-            **_products(plan, device_type),
         }
     )
 
@@ -129,25 +125,3 @@ def _source_hash() -> str:
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
-
-
-def _attention(plan: Plan, device_type: str) -> dict[str, str]:
-    """Return the kernel of attention that "auto" takes here; it is compiled, if need be."""
-    config = plan.config
-    if device_type != "cpu" or not wants_cpu_attention(
-        config.compile, config.training, config.parallelism
-    ):
-        return {}
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    reason = cpu_attention.why_not(plan.model_args.table.head_dim, dtype)
-    chosen = "torch's" if reason else cpu_attention.SOURCE.name  # each log has its own reason
-    return {"compile.cpu_attention": f'{chosen} ("torch" runs on all machines)'}
-
-
-def _products(plan: Plan, device_type: str) -> dict[str, str]:
-    """Return the library that multiplies in fp32 here; its exchange is compiled, if need be."""
-    config = plan.config
-    if device_type != "cpu" or not wants_cpu_products(config.compile, config.training):
-        return {}
-    chosen = "torch's" if onednn_products.why_not() else "oneDNN's"
-    return {"compile.cpu_products": f'{chosen} ("torch" runs on all machines)'}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config.job_config import JobConfig, has_inductor
+from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.datasets.sample_stream import Cursor
@@ -24,7 +24,6 @@ from meshwright.metrics import records as history
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
 from meshwright.metrics.sinks import Spared
-from meshwright.models.kernels import large_blocks
 from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
@@ -32,7 +31,7 @@ from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
 from meshwright.system import device as hardware
 from meshwright.system.log import busy, log_to_file, logger
-from meshwright.system.processes import OTHER_MALLOC, Launch
+from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
@@ -107,7 +106,7 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     device = _start(plan, launch.num_gpus)
     attention = _order_attention(plan, device)
     sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-    check_agreement(plan, [*sources, *held_out], device.type)
+    check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
     checkpoints.claim()
     return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
@@ -192,9 +191,6 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
     extra_sinks = [*extra_sinks, *_user_sinks(config)]
     torch.manual_seed(config.training.seed)
     gc.disable()  # a collection on one rank makes all others wait: they collect together
-
-    if device.type == "cpu" and has_inductor(config):
-        _take_large_blocks()
     meshes = build_meshes(plan.dims, device.type)
     set_timeout(meshes, config.comm.init_timeout_seconds)
 
@@ -218,14 +214,6 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
         bad_steps=_build_bad_steps(met, cursor, found),
         since=since,
     )
-
-
-def _take_large_blocks() -> None:
-    """Keep large tensors out of malloc's heap, unless the user has chosen an allocator."""
-    chosen = next((name for name in OTHER_MALLOC if os.environ.get(name)), "")
-    reason = f"{chosen} is set" if chosen else large_blocks.take()
-    where = f"malloc's, since {reason}" if reason else "heaps of their own"
-    logger.info("memory of large tensors: %s", where)
 
 
 def _say_done(plan: Plan) -> None:

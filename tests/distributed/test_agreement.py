@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
@@ -20,7 +19,6 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
-from meshwright.models.kernels import cpu_attention, onednn_products
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import agreement
 from meshwright.train.agreement import check_agreement
@@ -59,8 +57,6 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT.replace("text 7 ", "text 8 "))
     if is_other and case == "streamed, of other size":
         data(folder / str(rank), TEXT + TEXT)
-    if case in KERNELS:
-        words |= {"--compile.enable": "true", "--training.mixed_precision_param": KERNELS[case]}
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
     config, _ = load_config([word for pair in words.items() for word in pair])
@@ -70,14 +66,9 @@ def difference(folder: Path, case: str) -> str:
     if is_other and case == "own code":
         plan = dataclasses.replace(plan, own_code="other")
     code = "0" if is_other and case == "code" else agreement._source_hash()
-    reasons = {torch.bfloat16: "no compiler"} if is_other and case == "kernel" else {}
-    with (
-        patch.object(agreement, "_source_hash", lambda: code),
-        patch.object(cpu_attention, "why_not", lambda _, dtype: reasons.get(dtype, "")),
-        patch.object(onednn_products, "why_not", lambda: "x" * (is_other and case == "products")),
-    ):
+    with patch.object(agreement, "_source_hash", lambda: code):
         try:
-            check_agreement(plan, open_training_data(config), "cpu")
+            check_agreement(plan, open_training_data(config))
         except ConfigError as error:
             return str(error)
     return ""
@@ -96,12 +87,8 @@ CASES = {
     "a key": "optimizer.lr: ",
     "tokenizer": "model.tokenizer_path: ",
     "code": "code: ",
-    "kernel": "compile.cpu_attention: ",
-    "products": "compile.cpu_products: ",
     "own code": "experimental.custom_import: ",
 }
-KERNELS = {"kernel": "bfloat16", "products": "float32"}
-"""Cases of what a machine has for CPUs, and the type of a job that asks for it."""
 
 
 def every_difference(folder: Path) -> dict[str, str]:

@@ -5,16 +5,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
 
-from meshwright.models.kernels import cpu_attention, onednn_products
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
+from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_state import Job
 from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
 from tests.helpers.compiler import needs_compiler
-from tests.helpers.tiny import TINY
+from tests.helpers.tiny import TINY, parallel_model
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
 TP = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
@@ -147,7 +148,7 @@ def _with_kernel_and_without(dims: ParallelDims, options: dict) -> list[tuple[in
     return found
 
 
-REASON = cpu_attention.why_not(16, torch.bfloat16)
+REASON = attention.why_not(16, torch.bfloat16)
 
 
 @pytest.mark.skipif(REASON != "", reason=REASON)
@@ -159,25 +160,19 @@ def test_attentions_kernel_on_cpus_changes_rounding_alone(on_ranks) -> None:
             assert own[1:] == pytest.approx(torchs[1:], rel=2e-3)
 
 
-WIDE = dataclasses.replace(TINY, dim=256)  # of products that are exchanged
-
-
-def _with_onednn_and_without(dims: ParallelDims, options: dict) -> list[tuple[float, float]]:
-    """Loss and gradient norm of a step in fp32, by `compile.cpu_products`."""
+def _has_kernel_unless_a_rank_lacks_it() -> list[bool]:
+    """Whether this rank's blocks have attention's kernel: of a job where all can, and where the
+    second rank cannot."""
     found = []
-    with patch.object(onednn_products, "why_not", lambda: ""):
-        for library in ("auto", "torch"):
-            Graphs()  # of none before
-            job = Job(dims, args=WIDE, cpu_products=library, **options)
-            assert onednn_products.are_taken() == (library == "auto")
-            result = job.take_step(1)
-            found.append((float(result.loss), float(result.grad_norm)))
+    for lacking in (None, 1):
+        reason = "of a test" * (dist.get_rank() == lacking)
+        with patch.object(attention, "why_not", lambda *_, reason=reason: reason):
+            model, _ = parallel_model(FSDP, compile_backend="eager")
+        cores = [block.attention.core for block in model.stages[0].layers.values()]
+        (has_it,) = {core.forward is attention.attend for core in cores}
+        found.append(has_it)
     return found
 
 
-@needs_compiler
-@pytest.mark.skipif(not onednn_products.can_compute(), reason="oneDNN has no kernels here")
-def test_onednns_products_change_rounding_alone(on_ranks) -> None:
-    for dims, options in ((TP, AOT | OP), (FSDP, AOT | FULL)):
-        for own, torchs in on_ranks(2, _with_onednn_and_without, dims, options):
-            assert own == pytest.approx(torchs, rel=1e-5)
+def test_all_ranks_have_attentions_kernel_or_none(on_ranks) -> None:
+    assert on_ranks(2, _has_kernel_unless_a_rank_lacks_it) == [[True, False]] * 2

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
-from meshwright.parallelisms.initialize import fill, normal_blocks
+from meshwright.parallelisms.initialize import fill_normal
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import local_box
@@ -50,8 +50,7 @@ def stir(model: Decoder | LocalModel) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             local, offset = local_box(parameter.detach())
-            blocks = normal_blocks(local, 0.3, 1, name, tuple(parameter.shape), offset)
-            fill(blocks, is_on_cpu=True)
+            fill_normal(local, 0.3, 1, name, tuple(parameter.shape), offset)
             local.add_(1)
 
 

@@ -50,7 +50,6 @@ def _build(options: dict[str, str], world_size: int) -> list[str]:
                 "parallelism.context_parallel_degree": "2",
                 "activation_checkpoint.mode": "selective",
                 "compile.enable": "true",
-                "compile.cpu_products": "torch",  # "auto" says what this machine has
                 "compile.backend": "aot_eager",
             },
             [

@@ -42,7 +42,6 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "memory_budget": ActivationCheckpoint,
     "compile_backend": Compile,
     "cpu_attention": Compile,
-    "cpu_products": Compile,
 }
 KEYS = {  # where they differ from the options' names
     "reshard_after_forward": "fsdp_reshard_after_forward",
@@ -145,13 +144,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def lines_on_one_rank(dtype: str, device_type: str = "cpu", **compilation: object) -> list[str]:
+def lines_on_one_rank(
+    dtype: str,
+    device_type: str = "cpu",
+    model: Decoder | None = None,
+    mask_documents: bool = False,
+    **compilation: object,
+) -> list[str]:
     """What the log says of a model that one rank computes in `dtype`, compiled or not."""
     alone = SimpleNamespace(size=lambda: 1, device_type=device_type)
     return parallelize(
-        plain_model(TINY),
+        plain_model(TINY) if model is None else model,
         cast(Meshes, SimpleNamespace(world=alone, tp=alone, cp=alone)),
-        training=Training(mixed_precision_param=dtype),
+        training=Training(mixed_precision_param=dtype, mask_documents=mask_documents),
         parallelism=Parallelism(),
         recomputation=ActivationCheckpoint(),
         compilation=Compile(backend="eager", **{"enable": False} | compilation),

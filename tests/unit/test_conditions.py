@@ -122,7 +122,7 @@ OUTCOMES = {
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
         "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_cpu_backend fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
-        compile="backend cpu_attention cpu_products",
+        compile="backend cpu_attention",
         float8="recipe_name filter_fqns emulate",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
         "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
@@ -234,10 +234,6 @@ AWAKE: dict[str, dict[str, Any]] = {
     "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
     "compile.backend": {"compile__enable": True},
     "compile.cpu_attention": {"compile__enable": True},
-    "compile.cpu_products": {
-        "compile__enable": True,
-        "training__mixed_precision_param": "float32",
-    },
     **{
         f"float8.{key}": {"float8__enable": True}
         for key in ("recipe_name", "filter_fqns", "emulate")
@@ -279,7 +275,6 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
     "compile.backend": {"compile__enable": False},
     "compile.cpu_attention": {"compile__enable": True, "training__mask_documents": True},
-    "compile.cpu_products": {"compile__enable": True},
     "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
     "validation.sample_tokens": {"validation__enable": True},
 }

@@ -16,11 +16,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.parallelism import SAVED_OPS
-from meshwright.models.attention import CausalAttention
-from meshwright.models.kernels import cpu_attention
 from meshwright.parallelisms import parallelize as compile_cache
 from meshwright.parallelisms.activation_checkpoint import _keeping
-from meshwright.parallelisms.parallelize import _use_cpu_kernel
+from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from tests.helpers.tiny import TINY, lines_on_one_rank, plain_model
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -30,7 +28,6 @@ in_both_types = pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=pytest.mark.skipif(r != "", reason=r)) for d, r in REASONS.items()],
 )
-SOURCE = "cpu_attention.cpp"
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/attention.py"
 FORWARD = "meshwright.cpu_attention.default"
 
@@ -54,7 +51,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return cpu_attention.causal_attention(q, k, v, scale=0.2)
+    return cpu_attention.attend(q, k, v, scale=0.2)
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -314,52 +311,50 @@ def test_a_graph_for_other_vector_instructions_is_not_found(monkeypatch) -> None
 
 def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
     taken = []
-    monkeypatch.setattr(
-        cpu_attention, "causal_attention", lambda q, k, v, scale: taken.append(q) or q
-    )
-    core = CausalAttention()
+
+    def note(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        taken.append(q)
+        return q, q
+
+    monkeypatch.setattr(cpu_attention, "cpu_attention", note)
     q, k, v, _ = inputs()
-    core(q, k, v, scale=0.2)
-    assert not taken  # nobody asked for it
-    core.has_cpu_kernel = True
-    core(q, k, v, scale=0.2)
-    assert len(taken) == 1
-    core(q.float(), k.float(), v.float(), scale=0.2)
+    attend = cpu_attention.attend
+    attend(q, k, v, scale=0.2)
+    attend(q.float(), k.float(), v.float(), scale=0.2)
     assert len(taken) == 2
-    core(q.double(), k.double(), v.double(), scale=0.2)
-    core(q, k, v, torch.ones(1, 1, 140, 140, dtype=torch.bool).tril(), scale=0.2)
-    core(q[..., :24], k[..., :24], v[..., :24], scale=0.2)
-    core(q, k, v[..., :16], scale=0.2)
+    attend(q.double(), k.double(), v.double(), scale=0.2)
+    attend(q, k, v, torch.ones(1, 1, 140, 140, dtype=torch.bool).tril(), scale=0.2)
+    attend(q[..., :24], k[..., :24], v[..., :24], scale=0.2)
+    attend(q, k, v[..., :16], scale=0.2)
     assert len(taken) == 2
 
 
 @pytest.mark.parametrize("reason", ["", "of a test"])
-def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, reason) -> None:
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_every_block_gets_it_or_none_and_the_log_says_so(monkeypatch, name, reason) -> None:
     asked = []
     monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or reason)
     model = plain_model(TINY)
-    line = _use_cpu_kernel(model, "float32")
-    assert line == "attention: " + ("torch's, since of a test" if reason else SOURCE)
-    cores = [block.attention.core for block in model.layers.values()]
-    assert [core.has_cpu_kernel for core in cores] == [not reason] * TINY.n_layers
-    assert asked == [(TINY.dim // TINY.n_heads, torch.float32)]
-
-
-def test_gpus_need_no_kernel_of_cpus(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_attention, "why_not", lambda *_: pytest.fail("asked for it"))
-    assert not any(
-        "attention" in line for line in lines_on_one_rank("bfloat16", "cuda", enable=True)
-    )
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_the_kernel_is_asked_for_in_the_type_of_the_job(monkeypatch, name) -> None:
-    asked = []
-    monkeypatch.setattr(cpu_attention, "why_not", lambda *of: asked.append(of) or "of a test")
-    lines = lines_on_one_rank(name, enable=True, cpu_products="torch")
-    assert "attention: torch's, since of a test" in lines
+    lines = lines_on_one_rank(name, enable=True, model=model)
+    chosen = "torch's, since of a test" if reason else "cpu_kernels/attention.cpp"
+    assert f"attention: {chosen}" in lines
+    forwards = [block.attention.core.forward for block in model.layers.values()]
+    assert [forward is cpu_attention.attend for forward in forwards] == [not reason] * 3
     assert asked == [(TINY.dim // TINY.n_heads, getattr(torch, name))]
     assert "meshwright" in compile_cache.config.cache_key_tag
+
+
+@pytest.mark.parametrize("case", ["GPU", "eager", "torch", "documents"])
+def test_jobs_without_the_kernel_do_not_ask_for_it(monkeypatch, case) -> None:
+    monkeypatch.setattr(cpu_attention, "why_not", lambda *_: pytest.fail("asked for it"))
+    lines = lines_on_one_rank(
+        "bfloat16",
+        "cuda" if case == "GPU" else "cpu",
+        mask_documents=case == "documents",
+        enable=case != "eager",
+        cpu_attention="torch" if case == "torch" else "auto",
+    )
+    assert not any("attention" in line for line in lines)
 
 
 def broken() -> None:

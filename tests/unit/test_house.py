@@ -16,8 +16,8 @@ from meshwright.commands.plan import trace
 from meshwright.launch import hang
 from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
-from meshwright.models.kernels import cpu_attention
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
+from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from meshwright.train.optim import gradients, optimizers
 from meshwright.train.stop import StopCoordinator
 

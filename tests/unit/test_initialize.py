@@ -1,22 +1,17 @@
 """Initial values: a function of seed, name and index, and normally distributed."""
 
-import ctypes
 import math
-import os
-import subprocess
-import sys
-from ast import literal_eval
 
 import pytest
 import torch
 
 from meshwright.parallelisms import initialize
-from meshwright.parallelisms.initialize import fill, normal_blocks
+from meshwright.parallelisms.initialize import fill_normal
 
 
 def whole(shape, seed=0, name="w") -> torch.Tensor:
     values = torch.empty(shape)
-    fill(normal_blocks(values, 1.0, seed, name, shape, (0,) * len(shape)), is_on_cpu=True)
+    fill_normal(values, 1.0, seed, name, shape, (0,) * len(shape))
     return values
 
 
@@ -31,7 +26,7 @@ def whole(shape, seed=0, name="w") -> torch.Tensor:
 )
 def test_a_box_equals_the_same_part_of_the_whole(shape, offset, box) -> None:
     part = torch.empty(box)
-    fill(normal_blocks(part, 1.0, 0, "w", shape, offset), is_on_cpu=True)
+    fill_normal(part, 1.0, 0, "w", shape, offset)
     where = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
     assert torch.equal(part, whole(shape)[where])
 
@@ -42,62 +37,6 @@ def test_blocks_of_any_size_give_equal_bits(monkeypatch, block: int) -> None:
     want = whole((700, 3))
     monkeypatch.setitem(initialize.BLOCKS, "cpu", block)
     assert torch.equal(whole((700, 3)), want)
-
-
-SHOW_THREADS = """
-import ctypes, threading
-from pathlib import Path
-import torch
-from meshwright.parallelisms import initialize
-
-mkl = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-dynamic = getattr(mkl, "mkl_serv_get_dynamic", lambda: 1)
-counts = []
-count = lambda: counts.append((torch.get_num_threads(), dynamic()))
-def count_alone():
-    initialize._compute_alone()
-    count()
-count()
-for target in (count_alone, count):
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-blocks = initialize.normal_blocks(torch.empty(9), 1.0, 0, "w", (9,), (0,))
-initialize.fill(blocks, is_on_cpu=True)
-count()
-print(counts)
-"""
-
-
-def test_a_thread_computes_alone_and_others_multiply_as_before() -> None:
-    """Otherwise a job that resumes, and fills nothing, would round its products differently."""
-    if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
-        pytest.skip("torch without OpenMP")
-    show = [sys.executable, "-c", SHOW_THREADS]
-    env = os.environ | {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    run = subprocess.run(show, capture_output=True, text=True, check=True, env=env)
-    before, (alone, _), *others = literal_eval(run.stdout)
-    assert alone == 1
-    assert others == [before] * 2
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_any_number_of_threads_gives_equal_bits(monkeypatch, count) -> None:
-    want = whole((700, 300))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
-    assert torch.equal(whole((700, 300)), want)
-
-
-def test_a_gpus_blocks_are_filled_in_order() -> None:
-    filled: list[int] = []
-    fill(iter([lambda: filled.append(1), lambda: filled.append(2)]), is_on_cpu=False)
-    assert filled == [1, 2]
-
-
-def test_the_error_of_a_thread_is_raised(monkeypatch) -> None:
-    monkeypatch.setattr(initialize, "_mix_", lambda states: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        whole((700, 300))
 
 
 def test_name_and_seed_matter() -> None:

@@ -17,7 +17,7 @@ KNOWN = {
     "commands/completion.py": "_actions",  # argparse's
     "parallelisms/shards.py": "torch.distributed.tensor._utils",
     "models/document_mask.py": "torch._C._dynamo",
-    "models/kernels/library.py": "torch._inductor torch._inductor.codecache",
+    "parallelisms/cpu_kernels/attention.py": "torch._inductor torch._inductor.codecache",
     "parallelisms/activation_checkpoint.py": "torch._dynamo torch._functorch",
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
     "train/optim/gradients.py": "_foreach_norm",

@@ -11,7 +11,7 @@
 // One thread does all of what one sum needs, always in the same order: equal bits for any number
 // of threads.
 //
-// Compiled with cpu_products.cpp before it.
+// Compiled with products.cpp before it.
 #include <ATen/Parallel.h>
 #include <c10/core/impl/alloc_cpu.h>
 

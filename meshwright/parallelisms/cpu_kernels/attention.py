@@ -1,4 +1,4 @@
-"""Causal attention on CPUs by a kernel of ours (cpu_attention.cpp), forward and backward.
+"""Causal attention on CPUs by a kernel of ours (attention.cpp), forward and backward.
 
 The kernel is compiled on the machine that runs it, by the compiler of torch.compile, into the cache
 of torch.compile.
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.models.kernels import library
+from meshwright.models.attention import causal_attention
+from meshwright.models.decoder import Decoder
+from meshwright.models.document_mask import Mask, masked_attention
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-
-
-PRODUCTS = SOURCE.with_name("cpu_products.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp")]
+"""Compiled as one file."""
 
 
 FLAGS = (
@@ -55,34 +56,86 @@ def why_not(width: int, dtype: torch.dtype) -> str:
     try:
         is_usable = _kernel().is_usable(dtype == torch.float32)
     except Exception as error:
-        return f"the kernel was not compiled: {library.first_line(error)}"
+        first_line = next(iter(str(error).splitlines()), repr(error))
+        return f"the kernel was not compiled: {first_line}"
     return "" if is_usable else "torch and its compiler do not use this CPU's instructions for it"
 
 
 @cache
 def _kernel() -> ctypes.CDLL:
-    """Compile the kernel, unless it lies in the cache of torch.compile, and load it."""
+    """Compile the kernel, unless its library lies in the cache of torch.compile, and load it.
+
+    Raises:
+        Exception: of any kind: no compiler, no headers, a full disk, or other torch inside.
+    """
+    # private: inductor's own way from C++ to a library, with its lock between processes. If it
+    # changes, jobs go without the kernel, and the log says why.
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.codecache import CppCodeCache  # not at import, which would take a second
+
     has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     flags = (*FLAGS, BF16_FLAG) if has_bf16 else FLAGS
-    text = PRODUCTS.read_text("utf-8") + SOURCE.read_text("utf-8")
-    kernel = library.load(text, flags)
+    # the cache knows texts and commands, not what another torch's headers make of them
+    text = "".join([f"// torch {torch.__version__}\n", *(path.read_text() for path in SOURCES)])
+    try:
+        # without its trial of the compiler, for which it starts a process and imports torch: this
+        # text, with the same flags, is one
+        with config.patch({"cpp.vec_isa_ok": True}):
+            kernel = CppCodeCache.load(text, extra_flags=flags)
+    except Exception:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()  # it has taken the trial for done
+        raise
+    assert isinstance(kernel, ctypes.CDLL)
     kernel.attend.restype = kernel.differentiate.restype = ctypes.c_char_p
     return kernel
 
 
+def apply_cpu_attention(model: Decoder, dtype: torch.dtype) -> str:
+    """Give every block of `model` the kernel, in place, if all ranks have it. Collective.
+
+    Args:
+        model: whose attention has no masks, before its first step.
+        dtype: that it computes in.
+
+    Returns:
+        A line for the log.
+    """
+    if reason := _of_any_rank(why_not(model.table.head_dim, dtype)):
+        return f"attention: torch's, since {reason}"
+    for block in model.layers.values():
+        core = block.get_submodule("attention.core")
+        core.forward = attend  # one for all blocks, so that they share a graph
+    return f"attention: {SOURCES[-1].parent.name}/{SOURCES[-1].name}"
+
+
+def _of_any_rank(reason: str) -> str:
+    """Return the first reason that a rank of the job has; empty if none has one. Collective."""
+    if not dist.is_initialized() or dist.get_backend() != "gloo":  # a plan, or one rank in a test
+        return reason
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((f"{why} (rank {rank})" for rank, why in enumerate(reasons) if why), "")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float) -> Tensor:
+    """Keep the contract of `CausalAttention`, by the kernel if it is made for such heads."""
+    if mask is not None:
+        return masked_attention(q, k, v, mask, scale=scale)
+    if not takes(q, k, v):
+        return causal_attention(q, k, v, scale=scale)
+    out, _ = cpu_attention(q, k, v, scale)
+    return out
+
+
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel is made for such heads; arguments as `causal_attention`'s."""
+    """Return whether the kernel is made for such heads.
+
+    All are bf16 or all fp32, (B, N, S, H) and (B, K, S, H) twice; K divides N, and 16 divides H.
+    """
     width = q.shape[-1]
     are_plain = all(x.is_cpu and x.dtype == q.dtype for x in (q, k, v)) and q.dtype in INSTRUCTIONS
     has_all_keys = q.shape[2] == k.shape[2] and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
     return are_plain and has_all_keys and width == k.shape[-1] and width % WIDTH_UNIT == 0
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """(B, N, S, H), (B, K, S, H) twice -> (B, N, S, H); K divides N, and 16 divides H. All bf16, or
-    all fp32."""
-    out, _ = cpu_attention(q, k, v, scale)
-    return out
 
 
 # Operators, so that the compiler leaves their insides alone, and recomputation knows their names.
