@@ -25,7 +25,6 @@ from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Reporter
 from meshwright.metrics.sinks import Spared
 from meshwright.models.kernels import large_blocks
-from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
@@ -74,16 +73,12 @@ def start(plan: Plan) -> torch.device:
     device = hardware.pick_device(
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get(GPUS_EXPECTED, "0"))
     )
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    head_dim = plan.model_args.table.head_dim
     check_device(
         config,
         device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
         has_float8=hardware.has_float8(device),
-        fp32_modules=plan.fp32_modules,
     )
     if device.type == "cuda":
         check_memory(config, plan.least_bytes, hardware.memory_gib(device))
