@@ -2,13 +2,12 @@
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from meshwright.config.job_config import JobConfig, changed, is_compiled
 from meshwright.models.args import divisors_of
+from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
 from meshwright.system.errors import check
 
@@ -156,19 +155,7 @@ def check_device(
     )
 
 
-class HasParts(Protocol):
-    """A model's dimensions that tensor parallelism cuts."""
-
-    @property
-    def parts(self) -> Mapping[str, int]:
-        """Numbers that it must divide, by key of `model.args`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding and of the output, which it need not divide."""
-
-
-def check_divisible(config: JobConfig, model: HasParts) -> None:
+def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     """Check that every dimension split over ranks is divisible by their number, and that every
     rank has rows of the vocabulary.
 
