@@ -4,7 +4,7 @@
 #   scripts/gpu_smoke.sh [FOLDER]        default: outputs/gpu_smoke; what to send back is in it
 #
 # One GPU: no wait in a step, kernels, initial values, resumes, offload, documents, compiled and
-# deterministic runs, memory against the simulation. Two: meshes, ring against gather, a killed rank.
+# deterministic runs, memory against the simulation. Two: meshes, a killed rank.
 # Last, the speed of a cut 8B model, and rates of the device, which plans assume.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

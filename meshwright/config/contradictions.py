@@ -217,16 +217,6 @@ CONTRADICTIONS = (
         "{training.mixed_precision_param}",
         'set training.mixed_precision_param = "bfloat16"',
     ),
-    Contradiction(
-        "parallelism.context_parallel_attention",
-        lambda c: (
-            c.parallelism.context_parallel_attention == "ring"
-            and c.parallelism.context_parallel_degree > 1
-            and c.training.mask_documents
-        ),
-        "ring attention does not support training.mask_documents",
-        'use "gather"',
-    ),
 )
 
 

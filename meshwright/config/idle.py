@@ -36,7 +36,6 @@ def _is_off(value: object) -> bool:
 
 IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("parallelism.tensor_parallel_degree", _is_one, "enable_async_tensor_parallel"),
-    ("parallelism.context_parallel_degree", _is_one, "context_parallel_attention"),
     (
         "parallelism.pipeline_parallel_degree",
         _is_one,

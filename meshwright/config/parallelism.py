@@ -27,11 +27,6 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
 
-    context_parallel_attention: Literal["auto", "gather", "ring"] = "auto"
-    """How a rank's queries meet all keys. gather: the rank gathers keys and values, layer by layer,
-    and again in backward. Only with `training.mask_documents` does it keep them. ring: keys and
-    values pass from rank to rank, not with documents. auto: gather."""
-
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that share the layers; microbatches travel through them."""
 
@@ -83,7 +78,6 @@ SAVED_OPS = [
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "meshwright.cpu_attention",
-    "meshwright.ring_attention",
     "higher_order.flex_attention",
     "higher_order.inductor_compiled_code",
     "_c10d_functional.reduce_scatter_tensor",

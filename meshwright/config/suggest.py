@@ -220,6 +220,9 @@ _ADVICE = {
         "sequence_parallel enable_sequence_parallel"
     ),
     "leave it out: the launcher sets it": "local_rank rank master_addr master_port",
+    "leave it out: context parallelism always gathers keys and values": (
+        "context_parallel_attention context_parallel_rotate_method"
+    ),
 }
 
 

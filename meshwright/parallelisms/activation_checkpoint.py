@@ -73,7 +73,7 @@ def keep_within_budget(backend: str, memory_budget: float, has_meshes: bool = Fa
         f"torch {torch.__version__} cannot with tensor parallelism",
         "use torch 2.13, or another mode",
     )
-    # with operators of others, as ring attention, which were else free to compute again
+    # with operators of ours, as the CPU's attention, which were else free to compute again
     options: dict[str, object] = {
         "activation_memory_budget": memory_budget,
         "is_non_builtin_to_include": True,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,165 +10,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from meshwright.config.parallelism import Parallelism
 from meshwright.config.training import Training
+from meshwright.models.attention import repeat_heads
 from meshwright.models.batch import Batch
 from meshwright.models.decoder import Decoder
 from meshwright.models.document_mask import Mask, masked_attention
 from meshwright.parallelisms.meshes import all_gather, reduce_scatter
-from meshwright.parallelisms.ring_attention import (
-    SEQUENCE,
-    efficient_kernels,
-    is_available,
-    kernels,
-    ring_attention,
-    torch_ring,
-)
 
-Part = tuple[Tensor, Tensor]
-"""Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
+SEQUENCE = 2
+"""Of (B, N, S, H), the dimension that is cut."""
 
 
 WIDTHS = 8
-"""The kernels of GPUs take heads whose width is a multiple of this."""
+"""Flash attention on GPUs takes heads whose width is a multiple of this."""
 
 
-def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunks: tuple[int, int],
-    *,
-    mesh: DeviceMesh | None = None,
-    scale: float | None = None,
-    is_flash: bool = True,
-) -> Tensor:
-    """Return (B, N, S/cp, H): attention of the queries to all keys up to their own position.
-
-    Collective over `mesh`, in forward and backward.
-
-    Args:
-        q: (B, N, S/cp, H), two chunks of equal length, one after the other.
-        k: (B, K, S/cp, H), at the positions of `q`; K divides N.
-        v: as `k`.
-        chunks: numbers of the two chunks among the equal chunks of the sequence.
-        mesh: the cp axis; None: `k` and `v` are those of all ranks, in the order of positions.
-        scale: of products of queries with keys; None: H^-1/2.
-        is_flash: on GPUs, whether flash attention takes it; memory-efficient attention if not.
-    """
-    width = q.shape[-1]
-    scale = width**-0.5 if scale is None else scale  # of the heads, without padding
-    if q.is_cuda and width % WIDTHS:
-        q, k, v = (F.pad(x, (0, -width % WIDTHS)) for x in (q, k, v))
-    apply: Callable[..., Tensor] = _GatheredAttention.apply
-    return apply(q, k, v, chunks, mesh, is_flash, scale)[..., :width]
+Chunks = tuple[int, int]
+"""A rank's two chunks, by their number among the 2 cp equal chunks of the sequence."""
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """The fused kernels return the logarithms but no gradient of them, hence a backward of ours."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chunks: tuple[int, int],
-        mesh: DeviceMesh | None,
-        is_flash: bool,
-        scale: float,
-    ) -> Tensor:
-        own = k, v
-        if mesh is not None:
-            k, v = gather(torch.stack([k, v]), mesh).unbind(0)
-        attend, _ = kernels(q) if is_flash else efficient_kernels()
-        outputs, sums = [], []
-        for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
-            parts: list[Part] = []
-            for keys, is_causal in seen:
-                out, logsumexp, *_ = attend(
-                    queries, k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale
-                )
-                parts.append((out, logsumexp))
-            out, logsumexp = functools.reduce(_merge, parts)
-            outputs.append(out)
-            sums.append(logsumexp.contiguous())
-        output = torch.cat(outputs, SEQUENCE)
-        ctx.save_for_backward(q, *own, output, *sums)
-        ctx.options = chunks, mesh, is_flash, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, *sums = ctx.saved_tensors
-        chunks, mesh, is_flash, scale = ctx.options
-        if mesh is not None:
-            # The compiler would move a gather without a gradient to forward, and keep its result.
-            # So a few numbers of the gradient are gathered too.
-            ahead = grad[0, 0, 0]
-            mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
-            parts = all_gather(mine, mesh)[:, : -len(ahead)]
-            k, v = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
-        _, backward = kernels(q) if is_flash else efficient_kernels()
-        # of no element are there more than two parts, so that 16-bit sums, too, are rounded once
-        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
-        by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
-        for into, grad_out, queries, out, logsumexp, seen in zip(
-            *by_chunk, sums, _keys(q, chunks), strict=True
-        ):
-            for keys, is_causal in seen:
-                of_q, of_k, of_v, *_ = backward(
-                    grad_out=grad_out,
-                    query=queries,
-                    key=k[:, :, keys],
-                    value=v[:, :, keys],
-                    out=out,
-                    logsumexp=logsumexp,  # of all keys: so the parts' gradients add up
-                    is_causal=is_causal,
-                    scale=scale,
-                )
-                into += of_q
-                grad_k[:, :, keys] += of_k
-                grad_v[:, :, keys] += of_v
-        if mesh is not None:
-            grad_k, grad_v = _scatter(torch.stack([grad_k, grad_v]), mesh).unbind(0)
-        return grad_q, grad_k, grad_v, None, None, None, None
-
-
-def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
-    return _in_order(all_gather(x, mesh).unflatten(0, (mesh.size(), 2)))
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """(cp, 2, B, K, S/cp, H) -> (2, B, K, S, H)."""
-    early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
-    return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)
-
-
-def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(2, B, K, S, H) -> (2, B, K, S/cp, H): the sum over ranks, at this rank's positions."""
-    chunks = x.chunk(2 * mesh.size(), dim=-2)
-    parts = [torch.cat([chunks[rank], chunks[-1 - rank]], -2) for rank in range(mesh.size())]
-    return reduce_scatter(torch.cat(parts), mesh)
-
-
-def _keys(q: Tensor, chunks: tuple[int, int]) -> list[list[tuple[slice, bool]]]:
-    """For each chunk of `q`, the keys that it sees, and whether causally: its own, and before."""
-    length = q.shape[SEQUENCE] // 2
-    return [
-        [(slice(chunk * length, (chunk + 1) * length), True)]
-        + ([(slice(0, chunk * length), False)] if chunk else [])
-        for chunk in chunks
-    ]
-
-
-def _merge(a: Part, b: Part) -> Part:
-    """Attention to the keys of both, and its logarithms, from that to the keys of each."""
-    (out_a, sum_a), (out_b, sum_b) = a, b
-    weight = torch.sigmoid(sum_b - sum_a).unsqueeze(-1)
-    out = torch.lerp(out_a.float(), out_b.float(), weight).to(out_a.dtype)
-    return out, torch.logaddexp(sum_a, sum_b)
+Part = tuple[Tensor, Tensor]
+"""Attention to some of the keys: (B, N, queries, H), and its logarithms, (B, N, queries) fp32."""
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
@@ -193,28 +55,32 @@ def local_part(batch: Batch, positions: Tensor) -> Batch:
     return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)
 
 
-def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> str:
+def apply_cp(model: Decoder, mesh: DeviceMesh, training: Training) -> str:
     """Make the attention of every block in `model` span the cp axis `mesh`, in place.
 
-    Queries stay; keys and values are gathered or sent on from rank to rank, as
-    `parallelism.context_parallel_attention` says. Collective in forward and backward.
+    Collective in forward and backward.
 
     Returns:
         A line for the log.
     """
     dtype = getattr(torch, training.mixed_precision_param)
-    has_kernel = is_available(mesh.device_type, dtype, model.table.head_dim)
-    uses_ring = parallelism.context_parallel_attention == "ring"
-    ring = mesh.get_group().group_name if uses_ring else None
-    if uses_ring:
-        torch_ring()  # if torch has moved it, that shows here
+    has_flash = has_flash_attention(mesh.device_type, dtype, model.table.head_dim)
     # one for all blocks, so that they share a graph
-    shared = functools.partial(attend, mesh=mesh, ring=ring, has_kernel=has_kernel)
+    shared = functools.partial(attend, mesh=mesh, has_flash=has_flash)
     for block in model.layers.values():
         core = block.get_submodule("attention.core")
         core.forward = shared
-    way = "go from rank to rank" if uses_ring else "are gathered"
-    return f"context parallelism: sequences cut in {mesh.size()}; keys and values {way}"
+    return f"context parallelism: sequences cut in {mesh.size()}; keys and values are gathered"
+
+
+def has_flash_attention(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether this process has flash attention for such heads: not all GPUs have it."""
+    if device_type != "cuda":
+        return True
+    width = head_dim + -head_dim % WIDTHS
+    like_q = torch.empty(1, 1, 128, width, dtype=dtype, device=device_type, requires_grad=True)
+    params = torch.backends.cuda.SDPAParams(like_q, like_q, like_q, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 def attend(
@@ -225,40 +91,223 @@ def attend(
     *,
     scale: float,
     mesh: DeviceMesh,
-    ring: str | None,
-    has_kernel: bool = True,
+    has_flash: bool = True,
 ) -> Tensor:
     """(B, N, S/cp, H), (B, K, S/cp, H), (B, K, S/cp, W) -> (B, N, S/cp, W).
 
-    It keeps the contract of `CausalAttention`.
+    It keeps the contract of `CausalAttention`. Collective over `mesh`, in forward and backward.
 
     Args:
         mask: of this rank's queries and all keys; None: only causal.
-        ring: name of the group of `mesh` if keys and values are to go around, where they can.
-        has_kernel: `ring_attention.is_available` for these heads in 16 bits.
+        has_flash: of `has_flash_attention`, for these heads.
     """
-    # on GPUs flash attention takes no fp32, which `fp32_modules` may have made of this layer
-    is_flash = has_kernel and not (q.is_cuda and q.dtype == torch.float32)
     width = v.shape[-1]
-    if q.shape[-1] != width:  # zeros change neither scores nor other columns
-        widest = max(q.shape[-1], width)
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    if ring is not None and mask is None and is_flash:
-        return ring_attention(q, k, v, ring, scale)[0][..., :width]
+    is_flash = mask is None and has_flash and q.dtype in FLASH[q.device.type].dtypes
+    q, k, v = _of_one_width(q, k, v, WIDTHS if is_flash and q.is_cuda else 1)
     rank, size = mesh.get_local_rank(), mesh.size()
     chunks = (rank, 2 * size - 1 - rank)
-    if mask is None:
-        attended = gathered_attention(q, k, v, chunks, mesh=mesh, scale=scale, is_flash=is_flash)
-        return attended[..., :width]
-    k, v = gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
+    if is_flash:
+        apply: Callable[..., Tensor] = _GatheredAttention.apply
+        return apply(q, k, v, chunks, mesh, scale)[..., :width]
+    k, v = _gather(torch.stack([k, v]), mesh).unbind(0)  # (B, K, S, H)
     if isinstance(mask, BlockMask):  # skips later keys by itself
         return masked_attention(q, k, v, mask, scale=scale)[..., :width]
-    length = q.shape[2] // 2
+    return masked_in_chunks(q, k, v, mask, chunks, scale)[..., :width]
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> list[Tensor]:
+    """Pad with zeros to the same multiple: they change neither scores nor other columns."""
+    width = max(q.shape[-1], v.shape[-1])
+    width += -width % multiple
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+
+
+def masked_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chunks: Chunks, scale: float
+) -> Tensor:
+    """Attend by a kernel that takes masks: of each chunk of `q` to no key that comes later.
+
+    Args:
+        mask: (B, 1, S/cp, S) bool; None: only causal.
+    """
+    if mask is None:  # fp32 on a GPU, whose kernel has no grouped heads
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    length = q.shape[SEQUENCE] // 2
     outputs = []
     for part, chunk in enumerate(chunks):
         rows = slice(part * length, (part + 1) * length)
-        seen = slice(0, (chunk + 1) * length)  # no key that comes later
+        seen = slice(0, (chunk + 1) * length)
+        if mask is None:
+            part_mask = q.new_ones(length, seen.stop, dtype=torch.bool).tril(chunk * length)
+        else:
+            part_mask = mask[:, :, rows, seen]
         keys, values = k[:, :, seen], v[:, :, seen]
-        part_mask = mask[:, :, rows, seen]
         outputs.append(masked_attention(q[:, :, rows], keys, values, part_mask, scale=scale))
-    return torch.cat(outputs, dim=2)[..., :width]
+    return torch.cat(outputs, SEQUENCE)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """Causal attention that keeps a rank's own keys and values alone, and gathers twice.
+
+    The fused kernels return the logarithms but no gradient of them, hence a backward of ours.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, mesh: DeviceMesh, scale: float
+    ) -> Tensor:
+        """(B, N, S/cp, H), twice (B, K, S/cp, H) -> (B, N, S/cp, H)."""
+        keys, values = _gather(torch.stack([k, v]), mesh).unbind(0)
+        output, sums = attend_in_chunks(q, keys, values, chunks, scale)
+        ctx.save_for_backward(q, k, v, output, *sums)
+        ctx.options = chunks, mesh, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, *sums = ctx.saved_tensors
+        chunks, mesh, scale = ctx.options
+        # The compiler would move a gather without a gradient to forward, and keep its result.
+        # So a few numbers of the gradient are gathered too.
+        ahead = grad[0, 0, 0]
+        mine = torch.cat([torch.stack([k, v]).flatten(), ahead]).unsqueeze(0)
+        parts = all_gather(mine, mesh)[:, : -len(ahead)]
+        keys, values = _in_order(parts.unflatten(1, (2, *k.shape))).unbind(0)
+        of_q, of_k, of_v = gradients_in_chunks(grad, q, keys, values, output, sums, chunks, scale)
+        of_k, of_v = _scatter(torch.stack([of_k, of_v]), mesh).unbind(0)
+        return of_q, of_k, of_v, None, None, None
+
+
+def attend_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, chunks: Chunks, scale: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Return causal attention, (B, N, S/cp, H), and the logarithms of each chunk.
+
+    Args:
+        q: (B, N, S/cp, H), the two chunks one after the other.
+        k: (B, K, S, H), all of them, in the order of positions; K divides N.
+        v: as `k`.
+        scale: of products of queries with keys.
+    """
+    flash = FLASH[q.device.type].forward
+    outputs, sums = [], []
+    for queries, seen in zip(q.chunk(2, SEQUENCE), _keys(q, chunks), strict=True):
+        parts: list[Part] = []
+        for keys, is_causal in seen:
+            out, logsumexp, *_ = flash(
+                queries, k[:, :, keys], v[:, :, keys], is_causal=is_causal, scale=scale
+            )
+            parts.append((out, logsumexp))
+        out, logsumexp = functools.reduce(_merge, parts)
+        outputs.append(out)
+        sums.append(logsumexp.contiguous())
+    return torch.cat(outputs, SEQUENCE), sums
+
+
+def gradients_in_chunks(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: list[Tensor],
+    chunks: Chunks,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v`, from that of `attend_in_chunks`'s output."""
+    flash_backward = FLASH[q.device.type].backward
+    # of no element are there more than two parts, so that 16-bit sums, too, are rounded once
+    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
+    by_chunk = [x.chunk(2, SEQUENCE) for x in (grad_q, grad, q, output)]
+    for into, grad_out, queries, out, logsumexp, seen in zip(
+        *by_chunk, sums, _keys(q, chunks), strict=True
+    ):
+        for keys, is_causal in seen:
+            # the logarithms are of all keys: so the parts' gradients add up
+            tensors = grad_out, queries, k[:, :, keys], v[:, :, keys], out, logsumexp
+            of_q, of_k, of_v, *_ = flash_backward(tensors, is_causal, scale)
+            into += of_q
+            grad_k[:, :, keys] += of_k
+            grad_v[:, :, keys] += of_v
+    return grad_q, grad_k, grad_v
+
+
+def _keys(q: Tensor, chunks: Chunks) -> list[list[tuple[slice, bool]]]:
+    """For each chunk of `q`, the keys that it sees, and whether causally: its own, and before."""
+    length = q.shape[SEQUENCE] // 2
+    return [
+        [(slice(chunk * length, (chunk + 1) * length), True)]
+        + ([(slice(0, chunk * length), False)] if chunk else [])
+        for chunk in chunks
+    ]
+
+
+def _merge(a: Part, b: Part) -> Part:
+    """Attention to the keys of both, and its logarithms, from that to the keys of each."""
+    (out_a, sum_a), (out_b, sum_b) = a, b
+    weight = torch.sigmoid(sum_b - sum_a).unsqueeze(-1)
+    out = torch.lerp(out_a.float(), out_b.float(), weight).to(out_a.dtype)
+    return out, torch.logaddexp(sum_a, sum_b)
+
+
+def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(2, B, K, S/cp, H) -> (2, B, K, S, H), in the order of positions."""
+    return _in_order(all_gather(x, mesh).unflatten(0, (mesh.size(), 2)))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """(cp, 2, B, K, S/cp, H) -> (2, B, K, S, H)."""
+    early, late = parts.chunk(2, dim=-2)  # chunks 0 .. cp-1, and 2 cp - 1 .. cp
+    return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], dim=-2)
+
+
+def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(2, B, K, S, H) -> (2, B, K, S/cp, H): the sum over ranks, at this rank's positions."""
+    chunks = x.chunk(2 * mesh.size(), dim=-2)
+    parts = [torch.cat([chunks[rank], chunks[-1 - rank]], -2) for rank in range(mesh.size())]
+    return reduce_scatter(torch.cat(parts), mesh)
+
+
+aten = torch.ops.aten
+
+
+# Operators, since no public function of torch gives the logarithms on every device. Arguments by
+# position: the compiler takes one called `out` for a place to write to.
+def _backward_on_cpu(
+    tensors: tuple[Tensor, ...], is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, is_causal, scale=scale
+    )
+
+
+def _backward_on_gpu(
+    tensors: tuple[Tensor, ...], is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    _, q, k, *_ = tensors
+    lengths = None, None, q.shape[SEQUENCE], k.shape[SEQUENCE]
+    # for dropout; without it nothing looks (flash_api.cpp, mha_bwd)
+    unused = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return aten._scaled_dot_product_flash_attention_backward(
+        *tensors, *lengths, 0.0, is_causal, unused, unused, scale=scale
+    )
+
+
+class Flash(NamedTuple):
+    """Flash attention of a device."""
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    """(q, k, v, is_causal=, scale=) -> output, logarithms of the sums of exponential scores, ..."""
+    backward: Callable[[tuple[Tensor, ...], bool, float], tuple[Tensor, ...]]
+    """(gradient of the output, q, k, v, output, logarithms), is_causal, scale -> gradients."""
+    dtypes: tuple[torch.dtype, ...]
+
+
+FLASH = {
+    "cpu": Flash(
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        _backward_on_cpu,
+        (torch.float32, torch.bfloat16),
+    ),
+    "cuda": Flash(aten._scaled_dot_product_flash_attention, _backward_on_gpu, (torch.bfloat16,)),
+}

@@ -136,7 +136,7 @@ def parallelize(
         if parallelism.enable_async_tensor_parallel:
             applied.append(tensor_parallel.enable_async_tp(meshes.tp))
     if meshes.cp.size() > 1:
-        applied.append(context_parallel.apply_cp(model, meshes.cp, training, parallelism))
+        applied.append(context_parallel.apply_cp(model, meshes.cp, training))
     if recomputation.mode != "none":
         applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:

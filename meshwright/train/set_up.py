@@ -24,7 +24,6 @@ from meshwright.metrics import records as history
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
 from meshwright.metrics.sinks import Spared
-from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
@@ -122,16 +121,12 @@ def _start(plan: Plan, num_gpus: int) -> torch.device:
     if config.training.deterministic:
         hardware.make_deterministic()
     device = hardware.pick_device(int(os.environ.get("LOCAL_RANK", "0")), num_gpus)
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    head_dim = plan.model_args.table.head_dim
     check_device(
         config,
         device.type,
-        has_ring_kernel=ring_attention.is_available(device.type, dtype, head_dim),
         # pytorch pull request 180666; a TorchVersion compares as a version, not as text
         waits_for_offload=torch.__version__ >= "2.13",
         has_float8=hardware.has_float8(device),
-        fp32_modules=plan.fp32_modules,
     )
     if device.type == "cuda":
         check_memory(config, plan.least_bytes, hardware.memory_gib(device))

@@ -49,16 +49,16 @@ def _compare_over_ranks() -> None:
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
     whole_mask = dense_mask(documents)
     for widths in WIDTHS:
-        for ring, mask in (
-            (None, None),
-            (mesh.get_group().group_name, None),
-            (None, dense_mask(documents, positions)),
+        for has_flash, mask in (
+            (True, None),
+            (False, None),
+            (True, dense_mask(documents, positions)),
         ):
             causal = torch.ones(SEQ_LEN, SEQ_LEN).tril().bool()
             whole = inputs(*widths)
             want = plain(*whole, causal if mask is None else whole_mask)
             own = [x.detach()[:, :, positions].requires_grad_() for x in whole]
-            got = attend(*own, mask, scale=SCALE, mesh=mesh, ring=ring)
+            got = attend(*own, mask, scale=SCALE, mesh=mesh, has_flash=has_flash)
             torch.testing.assert_close(got, want[:, :, positions])
             want.square().sum().backward()
             got.square().sum().backward()

@@ -25,7 +25,6 @@ INDUCTOR = {"compile_backend": "inductor"}
 # what is recomputed is settled before a backend's own part, whose kernels take minutes
 AOT = {"compile_backend": "aot_eager"}
 OP, FULL, BUDGET = {"ac_mode": "selective"}, {"ac_mode": "full"}, {"ac_mode": "memory_budget"}
-RING = {"context_parallel_attention": "ring"}
 CASES = {
     "fsdp": (FSDP, AOT),
     "tp": (TP, INDUCTOR),
@@ -33,8 +32,8 @@ CASES = {
     "tp-budget": (TP, AOT | BUDGET),
     "gather-full": (CP, AOT | FULL),
     "gather-op": (CP, AOT | OP),
-    "ring": (CP, INDUCTOR | RING),
-    "ring-budget": (CP, AOT | BUDGET | RING),
+    "gather": (CP, INDUCTOR),
+    "gather-budget": (CP, AOT | BUDGET),
     "pp-full": (PP, AOT | FULL | SCHEDULES["1F1B"]),
     "pp-op": (PP, AOT | OP | SCHEDULES["Interleaved1F1B"]),
 }

@@ -20,8 +20,7 @@ SEQUENCES, LENGTH, STEPS = 6, 12, 2
 CASES = [
     ("dp_replicate", {}),
     ("dp_shard", {}),
-    ("cp", {"context_parallel_attention": "ring"}),
-    ("cp", {"context_parallel_attention": "gather"}),
+    ("cp", {}),
     ("tp", {}),
     ("pp", {"schedule": "1F1B"}),
 ]
@@ -83,8 +82,6 @@ def check_axis(axis: str, options: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axis", "options"), CASES, ids=["replicate", "fsdp", "ring", "gather", "tp", "pp"]
-)
+@pytest.mark.parametrize(("axis", "options"), CASES, ids=["replicate", "fsdp", "cp", "tp", "pp"])
 def test_a_degree_of_three_equals_plain_pytorch(on_ranks, axis, options) -> None:
     on_ranks(3, check_axis, axis, options)

@@ -27,17 +27,16 @@ OPTIONS = {
     "full": {"ac_mode": "full"},
     "op": {"ac_mode": "selective", "selective_ac_option": "op"},
     "compiled": {"compile_backend": "aot_eager"},
-    "ring": {"context_parallel_attention": "ring"},
     "packed": {},
 }
 CASES = {
     2: (
         *(({"dp_shard": 2}, option) for option in ("full", "packed")),
         *(({"tp": 2}, option) for option in ("plain", "op", "compiled", "packed")),
-        *(({"cp": 2}, option) for option in ("op", "ring", "packed")),
+        *(({"cp": 2}, option) for option in ("op", "plain", "packed")),
         *(({"pp": 2}, option) for option in ("compiled", "packed")),
     ),
-    4: (({"cp": 2, "tp": 2}, "ring"), ({"pp": 2, "tp": 2}, "full")),
+    4: (({"cp": 2, "tp": 2}, "plain"), ({"pp": 2, "tp": 2}, "full")),
 }
 """By ranks: meshes and options; `packed` is documents that are kept apart."""
 TOLERANCE = 1e-5

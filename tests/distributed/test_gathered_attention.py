@@ -1,45 +1,32 @@
 """Attention to gathered keys: that to the whole sequence, by kernels that need no mask."""
 
-import math
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.attention import repeat_heads
-from meshwright.parallelisms import ring_attention
 from meshwright.parallelisms.context_parallel import (
+    FLASH,
     attend,
-    gather,
-    gathered_attention,
+    attend_in_chunks,
+    gradients_in_chunks,
+    has_flash_attention,
     local_positions,
 )
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.helpers.tiny import meshes_of
 
-SEQ_LEN = 32
+SEQ_LEN, SCALE = 32, 8**-0.5
 
 
-def _inputs(dtype: torch.dtype, width: int = 8) -> list[torch.Tensor]:
+def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     """Queries, keys and values of grouped heads, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, SEQ_LEN, width) for heads in (4, 2, 2, 4)]
+    shapes = [(2, heads, SEQ_LEN, 8) for heads in (4, 2, 2, 4)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def _whole(inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients of attention to the whole sequence, in fp32."""
-    whole = [part.float().requires_grad_() for part in inputs]
-    output = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
-    return [output, *torch.autograd.grad(output, whole, grad.float())]
-
-
-def _check(gets: list[torch.Tensor], wants: list[torch.Tensor], tolerance: float) -> None:
-    for name, got, want in zip("oqkv", gets, wants, strict=True):
-        error = ((got.float() - want).norm() / want.norm()).item()
-        assert error < tolerance, f"{name}: {error}"
 
 
 class Shapes(TorchDispatchMode):
@@ -62,12 +49,17 @@ def _attend_to_the_whole(cp: int, dtype: torch.dtype, tolerance: float) -> None:
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     *inputs, grad = _inputs(dtype)
     positions = local_positions(SEQ_LEN, mesh, grad.device)
+    whole = [part.float().requires_grad_() for part in inputs]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wants = [expected, *torch.autograd.grad(expected, whole, grad.float())]
     own = [part[:, :, positions].requires_grad_() for part in inputs]
-    scale = inputs[0].shape[-1] ** -0.5
-    output = attend(*own, scale=scale, mesh=mesh, ring=None)
+    output = attend(*own, scale=SCALE, mesh=mesh)
     gets = [output, *torch.autograd.grad(output, own, grad[:, :, positions])]
-    assert all(got.dtype == dtype for got in gets)
-    _check(gets, [want[:, :, positions] for want in _whole(inputs, grad)], tolerance)
+    for name, got, want in zip("oqkv", gets, wants, strict=True):
+        assert got.dtype == dtype
+        want = want[:, :, positions]
+        error = ((got.float() - want).norm() / want.norm()).item()
+        assert error < tolerance, f"{name}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -78,117 +70,77 @@ def test_it_is_attention_to_the_whole_sequence(on_ranks, cp, dtype, tolerance) -
     on_ranks(cp, _attend_to_the_whole, cp, dtype, tolerance)
 
 
-def _kept_and_results(cp: int, compiles: bool) -> tuple[int, bool]:
-    """Most elements of a tensor that is kept for backward; whether keys that were gathered before
-    give the same bits."""
+def _kept_and_results(cp: int) -> tuple[int, bool]:
+    """Most elements of a tensor that is kept for backward, eager or compiled; whether the two give
+    the same bits."""
     mesh = meshes_of(ParallelDims(dp_replicate=1, dp_shard=1, cp=cp), "cpu").cp
     *inputs, grad = _inputs(torch.bfloat16)
-    positions = local_positions(SEQ_LEN, mesh, grad.device)
-    rank, sizes = mesh.get_local_rank(), []
-    chunks = (rank, 2 * cp - 1 - rank)
+    positions, sizes = local_positions(SEQ_LEN, mesh, grad.device), []
+
+    def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, scale=SCALE, mesh=mesh)
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         sizes.append(x.untyped_storage().nbytes() // x.element_size())
         return x
 
-    def once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = gather(torch.stack([k, v]), mesh).unbind(0)
-        return gathered_attention(q, k, v, chunks)
-
-    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return gathered_attention(q, k, v, chunks, mesh=mesh)
-
     results = []
-    for attention in (once, torch.compile(twice, backend="aot_eager") if compiles else twice):
+    for attention in (eager, torch.compile(eager, backend="aot_eager", fullgraph=True)):
         own = [part[:, :, positions].requires_grad_() for part in inputs]
-        sizes.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             output = attention(*own)
         results.append([output, *torch.autograd.grad(output, own, grad[:, :, positions])])
     return max(sizes), all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_a_rank_keeps_its_own_keys_alone(on_ranks, compiles) -> None:
+def test_a_rank_keeps_its_own_keys_alone(on_ranks) -> None:
     cp = 4
     queries = 2 * 4 * (SEQ_LEN // cp) * 8
-    for most, are_equal in on_ranks(cp, _kept_and_results, cp, compiles):
+    for most, are_equal in on_ranks(cp, _kept_and_results, cp):
         assert most <= queries  # whole keys have twice as many elements
         assert are_equal
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_there_is_neither_a_mask_nor_a_matrix_of_scores(rank: int) -> None:
-    q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for n in (256, 512, 512))
+    q, k, v = (torch.randn(1, 4, n, 8) for n in (256, 512, 512))
+    chunks = (rank, 3 - rank)
     with Shapes() as shapes:
-        gathered_attention(q, k, v, (rank, 3 - rank)).sum().backward()
+        output, sums = attend_in_chunks(q, k, v, chunks, SCALE)
+        gradients_in_chunks(output, q, k, v, output, sums, chunks, SCALE)
     assert shapes.most <= k.numel()  # a mask of the second chunk has 128 x 512 elements
     parts = 3 + (rank > 0)  # of four, one has no key
     forward = "_scaled_dot_product_flash_attention_for_cpu"
     assert shapes.calls[forward] == shapes.calls[f"{forward}_backward"] == parts
 
 
-def _efficient(q, k, v, bias, has_sums, dropout, is_causal, scale):
-    """Memory-efficient attention's own interface, by a formula: no grouped heads, padded sums."""
-    assert (bias, has_sums, dropout) == (None, True, 0.0)
-    assert q.shape[1] == k.shape[1]
-    scores = q @ k.transpose(-1, -2) * scale
-    if is_causal:
-        assert q.shape == k.shape
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    sums = F.pad(scores.logsumexp(-1), (0, -q.shape[2] % 32), value=math.inf)
-    return scores.softmax(-1) @ v, sums, None, None
+def test_torch_is_asked_whether_there_is_a_kernel(monkeypatch) -> None:
+    asked = []
+
+    def can_use(params: torch.backends.cuda.SDPAParams) -> bool:
+        asked.append((params.query.dtype, params.query.shape[-1], params.is_causal))
+        return params.query.dtype == torch.bfloat16
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", can_use)
+    empty = torch.empty  # of no GPU
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **(k | {"device": "cpu"})))
+    assert has_flash_attention("cuda", torch.bfloat16, 48)
+    assert not has_flash_attention("cuda", torch.float32, 48)
+    assert has_flash_attention("cuda", torch.bfloat16, 20)
+    widths = [(torch.bfloat16, 48), (torch.float32, 48), (torch.bfloat16, 24)]
+    assert asked == [(dtype, width, True) for dtype, width in widths]
+    assert has_flash_attention("cpu", torch.float32, 48)
 
 
-def _efficient_backward(grad, q, k, v, bias, out, sums, seed, offset, dropout, mask, causal, scale):
-    assert (bias, dropout, mask) == (None, 0.0, [True, True, True, False])
-    assert grad.stride(-1) == 1
-    assert sums.shape[-1] % 32 == 0
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    chances = (scores - sums[..., : q.shape[2], None]).exp()
-    of_scores = chances * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-    return of_scores @ k, of_scores.transpose(-1, -2) @ q, chances.transpose(-1, -2) @ grad, None
-
-
-class _Operators:
-    """In the place of torch.ops.aten."""
-
-    @staticmethod
-    def _scaled_dot_product_efficient_attention(*args, scale):
-        return _efficient(*args, scale)
-
-    @staticmethod
-    def _scaled_dot_product_efficient_attention_backward(*args, scale):
-        return _efficient_backward(*args, scale)
-
-
-@pytest.mark.parametrize("width", [8, 12])
-def test_what_memory_efficient_attention_is_given_and_gives(monkeypatch, width: int) -> None:
-    """In fp32 on a GPU; here its interface stands for it."""
-    monkeypatch.setattr(ring_attention, "aten", _Operators)
-    *inputs, grad = _inputs(torch.float32, width)
-    wants, cp = _whole(inputs, grad), 2
-    gets = [torch.zeros_like(want) for want in wants]
-    length = SEQ_LEN // (2 * cp)
-    for rank in range(cp):
-        chunks = (rank, 2 * cp - 1 - rank)
-        own = torch.cat([torch.arange(c * length, (c + 1) * length) for c in chunks])
-        q, k, v = (part.clone().requires_grad_() for part in inputs)
-        output = gathered_attention(q[:, :, own], k, v, chunks, is_flash=False)
-        gets[0][:, :, own] = output.detach()
-        for got, of_rank in zip(
-            gets[1:], torch.autograd.grad(output, (q, k, v), grad[:, :, own]), strict=True
-        ):
-            got += of_rank
-    _check(gets, wants, 1e-6)
-
-
-def test_heads_are_repeated_as_the_kernels_group_them() -> None:
-    q, k, v, _ = _inputs(torch.float32)
-    grouped = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    k, v = repeat_heads(k, 4), repeat_heads(v, 4)
-    torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, is_causal=True), grouped)
+def test_kernels_of_gpus_take_these_arguments() -> None:
+    """Without a GPU: names, types and shapes."""
+    with FakeTensorMode():
+        for keys, is_causal in ((16, True), (48, False)):
+            shapes = [(2, 4, 16, 64), (2, 2, keys, 64), (2, 2, keys, 64)]
+            q, k, v = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+            out, logsumexp, *_ = FLASH["cuda"].forward(q, k, v, is_causal=is_causal, scale=SCALE)
+            assert out.shape == q.shape
+            assert (logsumexp.shape, logsumexp.dtype) == (q.shape[:-1], torch.float32)
+            tensors = out, q, k, v, out, logsumexp
+            gradients = FLASH["cuda"].backward(tensors, is_causal, SCALE)
+            assert [grad.shape for grad in gradients] == shapes

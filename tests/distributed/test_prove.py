@@ -318,20 +318,6 @@ def test_every_case_of_every_preset_can_run(preset) -> None:
         assert (getattr(own.config.parallelism, key) > 1) == is_used, text
 
 
-def test_a_ring_is_proved_as_configured_and_where_gpus_have_it_by_default() -> None:
-    axes = [f"--parallelism.{KEYS[axis]}=2" for axis in ("pp", "dp_shard", "cp", "tp")]
-    for attention in ("ring", "auto"):
-        config, _ = load_config([*axes, f"--parallelism.context_parallel_attention={attention}"])
-        args = args_of(config)
-        cases = default_cases(config, shrink(config, args), args)
-        assert any(case.name == "ring attention: cp 2" for case in cases)
-        for case in cases:
-            plan = preflight(case.config, case.world_size)
-            if case.name.startswith("as configured"):
-                want = attention if plan.dims.cp > 1 else "auto"
-                assert case.config.parallelism.context_parallel_attention == want
-
-
 def test_float8_is_proved_in_bf16_and_emulated() -> None:
     config, _ = load_config(["--float8.enable=true", "--parallelism.tensor_parallel_degree=2"])
     cases = default_cases(config, shrink(config, ARGS), ARGS)

@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from meshwright.commands.prove.compare import BOUNDS
 from meshwright.config.loader import load_config
 from meshwright.models.attention import CausalAttention, repeat_heads
 from meshwright.models.loss import SummedLoss
-from meshwright.parallelisms import ring_attention
-from meshwright.parallelisms.context_parallel import gathered_attention
+from meshwright.parallelisms.context_parallel import (
+    WIDTHS,
+    attend_in_chunks,
+    gradients_in_chunks,
+    has_flash_attention,
+    masked_in_chunks,
+)
 from meshwright.parallelisms.meshes import build_meshes
 from meshwright.system import device as hardware
 from meshwright.train.preflight import preflight
@@ -185,15 +191,23 @@ def test_attention_to_gathered_keys_is_that_to_the_whole(device, dtype, toleranc
     output = scores.masked_fill(later, -math.inf).softmax(-1) @ plain[2]
     wants = [output, *torch.autograd.grad(output, whole, grad.double())]
     gets = [torch.zeros_like(want) for want in wants]
-    is_flash = ring_attention.is_available(device.type, dtype, width)
+    scale = width**-0.5
+    is_flash = has_flash_attention(device.type, dtype, width)
     for chunks in ((0, 3), (1, 2)):
         own = torch.cat([torch.arange(64 * c, 64 * c + 64, device=device) for c in chunks])
-        inputs = [part.clone().requires_grad_() for part in (q, k, v)]
-        part = gathered_attention(inputs[0][:, :, own], *inputs[1:], chunks, is_flash=is_flash)
-        gets[0][:, :, own] = part.double()
-        gradients = torch.autograd.grad(part, inputs, grad[:, :, own])
-        for got, of_rank in zip(gets[1:], gradients, strict=True):
-            got += of_rank
+        if is_flash:
+            inputs = [F.pad(x, (0, -width % WIDTHS)) for x in (q[:, :, own], k, v)]
+            part, sums = attend_in_chunks(*inputs, chunks, scale)
+            padded = F.pad(grad[:, :, own], (0, -width % WIDTHS))
+            gradients = gradients_in_chunks(padded, *inputs, part, sums, chunks, scale)
+        else:
+            inputs = [x.clone().requires_grad_() for x in (q[:, :, own], k, v)]
+            part = masked_in_chunks(*inputs, None, chunks, scale)
+            gradients = torch.autograd.grad(part, inputs, grad[:, :, own])
+        gets[0][:, :, own] = part[..., :width].double()
+        gets[1][:, :, own] = gradients[0][..., :width].double()
+        for got, of_rank in zip(gets[2:], gradients[1:], strict=True):
+            got += of_rank[..., :width]
     for name, got, want in zip("oqkv", gets, wants, strict=True):
         assert ((got - want).norm() / want.norm()).item() < tolerance, name
 

@@ -17,17 +17,16 @@ AXES = {
     "FSDP, compiled": {"data_parallel_shard_degree": 2},
     "PP, Interleaved1F1B": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
     "PP, ZBVZeroBubble": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "CP, gather": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
-    "CP, ring": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "CP": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    "CP, bfloat16": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
 }
 OPTIONS = {
-    "CP": "parallelism.context_parallel_attention",
+    "CP": "training.mixed_precision_param",
     "FSDP": "compile.enable",
     "PP": "parallelism.pipeline_parallel_schedule",
 }
 """Key of the second word of an axis."""
 FOUR_LAYERS = "--model.args.n_layers=4"  # a schedule of two stages a rank needs so many
-BF16 = "--training.mixed_precision_param=bfloat16"
 
 
 def _words(axis: str) -> list[str]:
@@ -41,30 +40,22 @@ def _words(axis: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory) -> dict[str, dict[int, tuple[float, float]]]:
-    """The job on one GPU, in fp32 and in bf16."""
+    """The job on one GPU, by precision."""
+    key = f"--{OPTIONS['CP']}"
     return {
-        precision: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, *words)
-        for precision, words in (("fp32", ()), ("bf16", (BF16,)))
+        precision: run(tmp_path_factory.mktemp("one"), 1, FOUR_LAYERS, f"{key}={precision}")
+        for precision in ("float32", "bfloat16")
     }
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_two_gpus_train_as_one(on_one, tmp_path: Path, axis: str) -> None:
-    # on GPUs a ring takes 16 bits alone
-    precision, tolerance = ("bf16", 2e-2) if axis == "CP, ring" else ("fp32", 1e-4)
-    words = [BF16] if precision == "bf16" else []
-    found = run(tmp_path, 2, *_words(axis), *words)
+    # the fused kernel of context parallelism takes 16 bits alone
+    precision, tolerance = ("bfloat16", 2e-2) if "bfloat16" in axis else ("float32", 1e-4)
+    found = run(tmp_path, 2, *_words(axis))
     assert found.keys() == on_one[precision].keys()
     for step, (loss, _) in on_one[precision].items():
         assert found[step][0] == pytest.approx(loss, rel=tolerance), f"step {step}"
-
-
-def test_a_ring_gives_the_losses_of_gathering(tmp_path: Path) -> None:
-    gather, ring = (
-        run(tmp_path / axis, 2, *_words(axis), BF16) for axis in ("CP, gather", "CP, ring")
-    )
-    for step, (loss, _) in gather.items():
-        assert ring[step][0] == pytest.approx(loss, rel=1e-2), f"step {step}"
 
 
 def test_a_job_that_saves_in_the_background_resumes(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "prefetch_layers": Parallelism,
     "fsdp_cpu_backend": Parallelism,
     "enable_async_tensor_parallel": Parallelism,
-    "context_parallel_attention": Parallelism,
     "ac_mode": ActivationCheckpoint,
     "selective_ac_option": ActivationCheckpoint,
     "saved_ops": ActivationCheckpoint,

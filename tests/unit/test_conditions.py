@@ -118,7 +118,7 @@ OUTCOMES = {
         training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
         validation=f"freq num_samples datasets {SOURCE} dataset_mode sample_prompts sample_tokens",
         bad_steps="budget spike_window",
-        parallelism="enable_async_tensor_parallel context_parallel_attention "
+        parallelism="enable_async_tensor_parallel "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
         "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_cpu_backend fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
@@ -183,7 +183,6 @@ TWO_IN_FP32 = {
 STREAMED = {"training__dataset_mode": "streamed"}
 AWAKE: dict[str, dict[str, Any]] = {
     "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
-    "parallelism.context_parallel_attention": {"parallelism__context_parallel_degree": 2},
     **{
         f"parallelism.{key}": {"parallelism__pipeline_parallel_degree": 2}
         for key in (
@@ -313,7 +312,6 @@ mask_documents = true
 
 [parallelism]
 enable_async_tensor_parallel = true
-context_parallel_attention = "ring"
 pipeline_parallel_schedule = "Interleaved1F1B"
 module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]
 """
@@ -329,12 +327,10 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     *notes, can_run = capsys.readouterr().out.splitlines()
     assert can_run.startswith(f"{tmp_path / 'a.toml'} can run: ")
     lines = [line.split(" ", 1)[1] for line in notes]
-    tp, cp = "parallelism.tensor_parallel_degree = 1", "parallelism.context_parallel_degree = 1"
-    pp = "parallelism.pipeline_parallel_degree = 1"
+    tp, pp = (f"parallelism.{axis}_parallel_degree = 1" for axis in ("tensor", "pipeline"))
     given = "[['tok_embeddings', 'layers.0'], ['norm', 'output']]"
     assert lines == [
         f"parallelism.enable_async_tensor_parallel = True has no effect: {tp}",
-        f"parallelism.context_parallel_attention = 'ring' has no effect: {cp}",
         f"parallelism.pipeline_parallel_schedule = 'Interleaved1F1B' has no effect: {pp}",
         f"parallelism.module_fqns_per_model_part = {given} has no effect: {pp}",
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
@@ -342,14 +338,10 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
     ]
     plan = preflight(load_config(words)[0], 1)
     for device_type in ("cpu", "cuda"):
-        check_device(plan.config, device_type, has_ring_kernel=False, fp32_modules=["layers.0"])
-    eager = [*words, "--compile.enable=false"]
-    for key, says in {
-        "context": "ring attention does not support training.mask_documents",
-        "tensor": "nothing is compiled by inductor",
-    }.items():
-        with pytest.raises(ConfigError, match=says):
-            check_job(["--ngpu", "2", *eager, f"--parallelism.{key}_parallel_degree", "2"])
+        check_device(plan.config, device_type)
+    eager = [*words, "--compile.enable=false", "--parallelism.tensor_parallel_degree=2"]
+    with pytest.raises(ConfigError, match="nothing is compiled by inductor"):
+        check_job(["--ngpu", "2", *eager])
 
 
 def test_a_config_of_defaults_says_nothing(tmp_path, capsys, monkeypatch) -> None:

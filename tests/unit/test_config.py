@@ -166,10 +166,6 @@ def test_every_path_key_is_among_those() -> None:
     assert named == set(PATH_KEYS)
 
 
-RING = (
-    *("--parallelism.context_parallel_degree", "2"),
-    *("--parallelism.context_parallel_attention", "ring"),
-)
 ASYNC_TP = (
     "--parallelism.enable_async_tensor_parallel",
     *("--parallelism.tensor_parallel_degree", "2"),
@@ -269,7 +265,6 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
             ["--checkpoint.enable=false", "--checkpoint.exclude_from_loading", '["optimizer"]'],
             "nothing is loaded while checkpoint.enable is false",
         ),
-        ([*RING, "--training.mask_documents"], "does not support training.mask_documents"),
         (
             [*ASYNC_TP, "--compile.enable=false"],
             "nothing is compiled by inductor",
@@ -415,33 +410,6 @@ def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
         ConfigError, match="is a kernel of GPUs, and this machine trains on its cpu"
     ):
         check_device(config, "cpu")
-
-
-def test_a_ring_on_gpus_needs_a_kernel() -> None:
-    config, _ = load_config([*RING])
-    for device_type in ("cpu", "cuda"):
-        check_device(config, device_type, has_ring_kernel=True)
-    with pytest.raises(ConfigError, match="no flash attention for this GPU with"):
-        check_device(config, "cuda", has_ring_kernel=False)
-    gathering, _ = load_config([*RING[:2], "--parallelism.context_parallel_attention=auto"])
-    check_device(gathering, "cuda", has_ring_kernel=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_refused"),
-    [
-        *((name, True) for name in ("layers.0", "layers.3.attention", "layers.3.attention.core")),
-        *((name, False) for name in ("output", "layers.3.attention_norm", "layers.3.feed_forward")),
-    ],
-)
-def test_a_ring_on_gpus_takes_no_fp32(name, is_refused) -> None:
-    config, _ = load_config([*RING])
-    check_device(config, "cpu", fp32_modules=[name])
-    if not is_refused:
-        check_device(config, "cuda", fp32_modules=[name])
-        return
-    with pytest.raises(ConfigError, match=f"includes {name}, and ring attention takes no fp32"):
-        check_device(config, "cuda", fp32_modules=[name])
 
 
 def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:

@@ -65,6 +65,10 @@ def test_a_benchmark_that_is_told_nothing_finds_nothing_right(tmp_path) -> None:
         ("metrics.gc_freq", "did you mean training.gc_freq?"),
         ("validation.dataset_name", "did you mean validation.dataset?"),
         ("training.num_workers", "leave it out: every rank reads ahead by itself"),
+        (
+            "parallelism.context_parallel_attention",
+            "leave it out: context parallelism always gathers keys and values",
+        ),
         ("training.mascot", "leave it out; `meshwright config --help training` documents "),
         ("optimizer.beta3", "leave it out; "),
     ],

@@ -11,7 +11,6 @@ from meshwright.models.families.llama import FLAVORS
 from meshwright.system import device as hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train import job as train
-from meshwright.train import set_up
 from meshwright.train.preflight import Plan, preflight
 
 GIB = 2**30
@@ -164,6 +163,5 @@ def test_a_rank_compares_the_gpu_that_it_finds(monkeypatch) -> None:
     monkeypatch.setattr(hardware, "pick_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(hardware, "memory_gib", lambda device: 14.5)
     monkeypatch.setattr(hardware, "has_float8", lambda device: True)
-    monkeypatch.setattr(set_up.ring_attention, "is_available", lambda *_: True)
     with pytest.raises(ConfigError, match="at least 15.0 GiB of its device's 14.5"):
         train.run(plan())

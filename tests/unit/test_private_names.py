@@ -22,13 +22,10 @@ KNOWN = {
     "parallelisms/data_parallel.py": "_comm_ctx _fsdp_param_group _get_fsdp_state",
     "train/optim/gradients.py": "_foreach_norm",
     "parallelisms/meshes.py": "_C _functional_collectives _distributed_c10d _set_pg_timeout",
-    "parallelisms/ring_attention.py": (
-        "_RotateMethod _cp_options _resolve_process_group _templated_ring_attention "
-        "_templated_ring_attention_backward _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention_for_cpu_backward "
-        "torch.distributed.tensor.experimental._context_parallel"
+    "parallelisms/context_parallel.py": (
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward"
     ),
     "parallelisms/tensor_parallel.py": (
         "_inductor _micro_pipeline_tp torch._inductor.config torch.distributed._symmetric_memory"

@@ -27,7 +27,6 @@ SPECIAL = {  # by functions of translate.py
     *("model.name", "model.flavor", "training.dataset", "validation.dataset"),
     *("validation.steps", "validation.local_batch_size", "validation.seq_len"),
     "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.context_parallel_rotate_method",
     "compile.components",
     "model.converters",
 }

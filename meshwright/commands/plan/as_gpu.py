@@ -20,8 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from meshwright.commands.plan.torch_names import below_autograd, flex_attention_operator
 from meshwright.models import decoder, document_mask, loss
 from meshwright.models.attention import repeat_heads
-from meshwright.parallelisms import context_parallel as gathered_attention
-from meshwright.parallelisms import ring_attention
+from meshwright.parallelisms import context_parallel
 from meshwright.train.optim import gradients
 
 aten = torch.ops.aten
@@ -42,7 +41,7 @@ def as_gpu() -> Iterator[None]:
         (gradients, "CPU_CHUNK", 1 << 60),  # GPUs take the norm of a whole gradient
         (F, "scaled_dot_product_attention", _attention),
         (F, "rms_norm", rms_norm),
-        (gathered_attention, "kernels", _kernels),
+        (context_parallel, "FLASH", {"cpu": context_parallel.FLASH["cuda"]}),
         (decoder, "build_mask", _block_mask),
         (document_mask, "flex_attention", flex_attention_operator),
         (loss, "BLOCKS", {"cpu": loss.BLOCKS["cuda"]}),
@@ -103,12 +102,6 @@ class _RMSNorm(torch.autograd.Function):
             grad, x, ctx.shape, scale, weight, [True, True]
         )
         return of_x, None, of_weight, None
-
-
-def _kernels(q: Tensor) -> tuple[ring_attention.Kernel, ring_attention.Kernel]:
-    if q.dtype == torch.float32:
-        return ring_attention.efficient_kernels()
-    return aten._scaled_dot_product_flash_attention, ring_attention._flash_attention_backward
 
 
 def _block_mask(documents: Tensor, positions: Tensor | None = None) -> BlockMask:

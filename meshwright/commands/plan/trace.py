@@ -244,8 +244,6 @@ class Trace:
         namespace = getattr(func, "namespace", "")
         if namespace in ("c10d", "_c10d_functional"):
             self._see_collective(func, args, output)
-        elif namespace == "meshwright" and "ring_attention" in func.__name__:
-            self._see_ring(func.__name__, args)
         if namespace in ("c10d", "_c10d_functional") or _is_view(func):
             return
         scope = self.scope
@@ -298,15 +296,6 @@ class Trace:
                 scope.is_fsdp,
             )
         )
-
-    def _see_ring(self, name: str, args: Any) -> None:
-        """Keys and values go around; in backward their fp32 gradients do, too."""
-        is_backward = "backward" in name
-        group = next(self._groups[x] for x in args if isinstance(x, str) and x in self._groups)
-        keys = args[2 if is_backward else 1]
-        one_turn = 2 * keys.numel() * (keys.element_size() + 4 * is_backward)
-        for _ in range(len(group[1]) - 1):
-            self._add("send", group, one_turn)
 
     def _group(self, args: Any) -> tuple[str, range]:
         for argument in args:

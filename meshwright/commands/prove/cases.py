@@ -28,17 +28,10 @@ KEYS = {
 """Config key of each axis of the mesh."""
 
 
-ONLY_WITH = {
-    "pp": "pipeline_parallel_schedule",
-    "cp": "context_parallel_attention",
-}
-"""Keys that are of no use without an axis."""
+SCHEDULE = "pipeline_parallel_schedule"
 
 
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
-
-
-RING = {"context_parallel_attention": "ring"}
 
 
 RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
@@ -95,10 +88,6 @@ def default_cases(config: JobConfig, small: JobConfig, args: DecoderArgs) -> lis
     shape = cases[0].mesh
     for axis in used:
         cases.append(_largest(f"{axis} alone", config, small, args, [axis], {}))
-    if "cp" in used and not config.training.mask_documents:
-        cases.append(
-            build_case("ring attention", small, {"cp": 2}, parallelism=RING)
-        )  # GPUs' default
     modes: dict[str, dict[str, Any]] = {
         "checkpointed, full": {"activation_checkpoint": {"mode": "full"}},
         "checkpointed, selective": {"activation_checkpoint": {"mode": "selective"}},
@@ -149,9 +138,6 @@ def every_mesh(small: JobConfig, args: DecoderArgs) -> list[Case]:
             keys = schedule | {"fsdp_reshard_after_forward": policy}
             case = build_case(f"{name}, reshard {policy}", small, mesh, parallelism=keys)
             cases += [case] * can_run(case)  # some pairs are refused
-    if not small.training.mask_documents:
-        for mesh in ({"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "cp": 4}):
-            cases.append(build_case("ring attention", small, mesh, parallelism=RING))
     for mesh in (HSDP, {"dp_shard": 4}, {"pp": 2, "dp_shard": 2}):
         cases.append(build_case("bf16", small, mesh, kind="bf16 sums"))
     for mesh in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "cp": 2}):
@@ -193,9 +179,10 @@ def own_options(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return the config's options, without its degrees and those tied to the size of the model."""
     left_out = {*KEYS.values(), STAGES, STAGES_PER_RANK}
     left_out.add("enable_async_tensor_parallel")  # needs GPUs
-    idle = {key for axis, key in ONLY_WITH.items() if getattr(config.parallelism, KEYS[axis]) == 1}
+    if config.parallelism.pipeline_parallel_degree == 1:
+        left_out.add(SCHEDULE)
     return {
-        "parallelism": config.parallelism.model_dump(exclude=left_out | idle),
+        "parallelism": config.parallelism.model_dump(exclude=left_out),
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
         "training": {"enable_cpu_offload": config.training.enable_cpu_offload},
@@ -213,8 +200,9 @@ def _largest(
 ) -> Case:
     """Return the case that can run and has most of the config's degrees, then most ranks, then its
     list of stages, then its stages per rank. If none can run: the smallest."""
-    idle = {key for axis, key in ONLY_WITH.items() if axis not in axes}
-    kept = {k: v for k, v in options.get("parallelism", {}).items() if k not in idle}
+    kept = dict(options.get("parallelism", {}))
+    if "pp" not in axes:
+        kept.pop(SCHEDULE, None)
     case = None
     for mesh in _degrees(config.parallelism, axes):
         for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:

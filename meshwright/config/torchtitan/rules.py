@@ -133,6 +133,7 @@ IDLE: dict[str, str] = {
     "parallelism.pipeline_parallel_layers_per_stage": OWN_CUT,
     "parallelism.pipeline_parallel_expert_parallel_overlap": NO_EXPERTS,
     "parallelism.context_parallel_load_balancer": "each rank has an early and a late chunk",
+    "parallelism.context_parallel_rotate_method": "keys and values are gathered",
     "parallelism.disable_loss_parallel": "each rank computes the loss on its part of the logits",
     "parallelism.expert_*": NO_EXPERTS,
     "checkpoint.enable_ft_dataloader_checkpoints": NO_TORCHFT,

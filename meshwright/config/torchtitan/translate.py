@@ -89,9 +89,6 @@ def nested(keys: Mapping[str, Any]) -> Table:
 NAMES = {name for name, _ in rules.FLAVORS}
 
 
-ROTATE = "parallelism.context_parallel_rotate_method"
-
-
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 
@@ -140,7 +137,6 @@ def translate(raw: Mapping[str, Any], folder: Path) -> Translation:
     for section, default in (("training", "c4_test"), ("validation", "c4_validation")):
         _dataset(job, section, default, folder)
     _validation(job)
-    _context(job)
     _pipeline(job)
     _schedule(job)
     _compile(job)
@@ -246,13 +242,6 @@ def _validation(job: Job) -> None:
     if shards == -1:
         text = f"x {batch} sequences of one rank: {ours} = {count}, on any number of ranks"
     job.put(ours, count, key, text)
-
-
-def _context(job: Job) -> None:
-    method = job.given.pop(ROTATE, "allgather")
-    if method == "alltoall":
-        key = "parallelism.context_parallel_attention"
-        job.put(key, "ring", ROTATE, f"{method!r} is {key} = 'ring'")
 
 
 def _pipeline(job: Job) -> None:

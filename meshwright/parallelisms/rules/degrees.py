@@ -2,25 +2,16 @@
 
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from meshwright.config.job_config import JobConfig, changed, is_compiled
 from meshwright.models.args import divisors_of
+from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
 from meshwright.system.errors import check
 
 ASYNC_TENSOR_PARALLEL = "parallelism.enable_async_tensor_parallel"
-
-
-CONTEXT_PARALLEL_ATTENTION = "parallelism.context_parallel_attention"
-
-
-HAS_ATTENTION = re.compile(r"layers\.\d+(\.attention(\.core)?)?")
-"""Names of the modules that share attention's precision."""
 
 
 def resolve_auto_values(config: JobConfig, world_size: int, num_stages: int) -> JobConfig:
@@ -92,18 +83,14 @@ def check_device(
     config: JobConfig,
     device_type: str,
     *,
-    has_ring_kernel: bool = True,
     waits_for_offload: bool = True,
     has_float8: bool = True,
-    fp32_modules: Sequence[str] = (),
 ) -> None:
     """Rules that only a rank can check, which knows its device.
 
     Args:
         waits_for_offload: torch runs a gradient's hooks after its copy to the host is complete.
-        has_ring_kernel: of ring attention, for the model's heads in `mixed_precision_param`.
         has_float8: the device multiplies in float8.
-        fp32_modules: the result of `find_fp32_modules`.
 
     Raises:
         ConfigError: naming the first that is broken.
@@ -154,8 +141,6 @@ def check_device(
         f"backward twice, as {parallelism.pipeline_parallel_schedule} does",
         'set parallelism.pipeline_parallel_schedule = "1F1B" or "Interleaved1F1B"',
     )
-    if parallelism.context_parallel_attention == "ring" and parallelism.context_parallel_degree > 1:
-        _check_ring(config, device_type, has_ring_kernel, fp32_modules)
     # torch takes attention for random. On CPUs it saves a random state for it, in the place of a
     # mesh: "expected all tensors_saved_with_vc_check to be Tensors" (2.13, partitioners.py,
     # functionalize_rng_ops). On CUDA it saves no state.
@@ -170,40 +155,7 @@ def check_device(
     )
 
 
-def _check_ring(
-    config: JobConfig, device_type: str, has_kernel: bool, fp32_modules: Sequence[str]
-) -> None:
-    check(
-        has_kernel,
-        CONTEXT_PARALLEL_ATTENTION,
-        "ring",
-        "torch has no flash attention for this GPU with mixed_precision_param = "
-        f"{config.training.mixed_precision_param!r} and the model's width of heads",
-        'use "gather", or training.mixed_precision_param = "bfloat16"',
-    )
-    in_fp32 = [name for name in fp32_modules if HAS_ATTENTION.fullmatch(name)]
-    check(
-        device_type != "cuda" or not in_fp32,
-        "training.fp32_modules",
-        config.training.fp32_modules,
-        f"includes {', '.join(in_fp32)}, and ring attention takes no fp32 on GPUs",
-        f'leave attention out, or set {CONTEXT_PARALLEL_ATTENTION} = "auto"',
-    )
-
-
-class HasParts(Protocol):
-    """A model's dimensions that tensor parallelism cuts."""
-
-    @property
-    def parts(self) -> Mapping[str, int]:
-        """Numbers that it must divide, by key of `model.args`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding and of the output, which it need not divide."""
-
-
-def check_divisible(config: JobConfig, model: HasParts) -> None:
+def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
     """Check that every dimension split over ranks is divisible by their number, and that every
     rank has rows of the vocabulary.
 

@@ -1,24 +1,16 @@
-"""The layers that multiply in float8."""
+"""Modules that compute in another precision than the rest: in fp32, or in float8. Free of torch."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from meshwright.config.job_config import JobConfig, is_compiled
+from meshwright.models.args import DecoderArgs
+from meshwright.models.table import DecoderSpec
 from meshwright.system.errors import check, did_you_mean
 
 
-class HasModules(Protocol):
-    """The modules that a config can name."""
-
-    @property
-    def module_names(self) -> list[str]: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
-
-
-def find_fp32_modules(config: JobConfig, args: HasModules) -> list[str]:
+def find_fp32_modules(config: JobConfig, args: DecoderArgs) -> list[str]:
     """Return the names of the modules that `training.fp32_modules` matches, without those inside
     another.
 
@@ -82,14 +74,8 @@ def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
     )
 
 
-class HasLayers(Protocol):
-    """The linear layers of a model's blocks."""
-
-    def linear_layers(self, tp: int = 1) -> Mapping[str, tuple[int, int]]: ...
-
-
 def find_float8_layers(
-    config: JobConfig, model: HasLayers, fp32_modules: Sequence[str]
+    config: JobConfig, model: DecoderSpec, fp32_modules: Sequence[str]
 ) -> list[str]:
     """Return the names of the layers that multiply in float8; without `float8.enable` none.
 

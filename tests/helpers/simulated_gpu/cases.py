@@ -61,8 +61,6 @@ def _checkpointed(mode: str, option: str = "op") -> tuple[str, ...]:
     )
 
 
-RING = ("--parallelism.context_parallel_attention=ring",)
-GATHER = ("--parallelism.context_parallel_attention=gather",)
 FP32 = (f"{PRECISION}=float32",)
 DOCUMENTS = ("--training.mask_documents=true",)
 
@@ -97,13 +95,10 @@ CASES = ONE_GPU | {
     "FSDP 4 x TP 2": Case({"dp_shard": 4, "tp": 2}),
     "FSDP 4 x TP 2, full recomputation": Case({"dp_shard": 4, "tp": 2}, _checkpointed("full")),
     "FSDP 4 x TP 2, selective by op": Case({"dp_shard": 4, "tp": 2}, _checkpointed("selective")),
-    "CP 4, ring": Case({"dp_shard": 2, "cp": 4}, RING),
-    "CP 4, gather": Case({"dp_shard": 2, "cp": 4}, GATHER, rank=1),
-    "CP 4, gather, fp32": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *FP32), rank=1),
-    "CP 4, gather, heads of 30": Case(
-        {"dp_shard": 2, "cp": 4}, (*GATHER, "--model.args.dim=240"), rank=1
-    ),
-    "CP 4, gather, documents": Case({"dp_shard": 2, "cp": 4}, (*GATHER, *DOCUMENTS), rank=1),
+    "CP 4": Case({"dp_shard": 2, "cp": 4}, rank=1),
+    "CP 4, fp32": Case({"dp_shard": 2, "cp": 4}, FP32, rank=1),
+    "CP 4, heads of 30": Case({"dp_shard": 2, "cp": 4}, ("--model.args.dim=240",), rank=1),
+    "CP 4, documents": Case({"dp_shard": 2, "cp": 4}, DOCUMENTS, rank=1),
     "PP 2 x FSDP 2, first rank": Case({"pp": 2, "dp_shard": 2}, microbatches=4),
     "one GPU, with faults": Case({}, is_faulty=True),
     "PP 2 x FSDP 2 x TP 2, last rank": Case(

@@ -30,7 +30,6 @@ KERNELS = {
     "_scaled_dot_product_efficient_attention": "efficient",
     "_efficient_attention_forward": "efficient",
     "flex_attention": "flex",
-    "ring_attention": "flash",  # whose insides no fake tensor sees
 }
 
 
