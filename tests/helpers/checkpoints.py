@@ -8,12 +8,17 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import MANIFEST, FileRecord, read_manifest
 
 BARE = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
+    **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},
+    **{key: {} for key in ("validation_content", "special_tokens", "model_args", "mesh")},
+    **{key: {} for key in ("versions", "config")},
     "tokens_seen": 0,
     "loss": 1.5,
+    "bad_steps": None,
+    "best_validation": None,
+    "model_name": "llama",
+    "tokenizer_path": "",
     "frozen": [],
-    "versions": {},
-    "config": {},
+    "own_code": "",
 }
 """A manifest, but for the step."""
 

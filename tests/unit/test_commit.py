@@ -337,17 +337,12 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(
 def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> None:
     """Its checksum is no secret: anybody can make one."""
     set_manifest(save(tmp_path, 5), files=files)
-    with pytest.raises(DamagedError, match="no file of its folder|files.a|has -3 bytes"):
+    with pytest.raises(DamagedError, match="no file of its folder|files.a"):
         read_manifest(tmp_path / "step-5")
 
 
-def test_a_manifest_of_before_is_read_and_one_of_later_is_an_error(tmp_path: Path) -> None:
-    old = save(tmp_path, 5)
-    content = json.loads((old / MANIFEST).read_text())
-    del content["version"]
-    (old / MANIFEST).write_bytes(to_json(content))
-    assert read_manifest(old)["version"] == 0
-    assert read_manifest(old)["model_name"] == "llama"
+def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, 5)
     set_manifest(save(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.checkpoint.manifest import ADDED
 from meshwright.config.job_config import JobConfig
 from meshwright.models.families import FIRST, MODELS
 
@@ -68,7 +67,6 @@ def test_checking_a_config_does_not_import_torch(start: str) -> None:
 
 
 NAME_LLAMA = {  # the registry's line, and tables of names that others gave
-    "checkpoint/manifest.py": 1,
     "config/job_config.py": 1,
     "models/families/__init__.py": 1,
     "config/torchtitan/rules.py": 8,
@@ -89,5 +87,4 @@ def test_no_family_is_special() -> None:
 
 
 def test_a_family_that_is_not_named_is_the_first() -> None:
-    """Also in manifests from before they named one, which are all of it."""
-    assert next(iter(MODELS)) == FIRST == JobConfig().model.name == ADDED["model_name"] == "llama"
+    assert next(iter(MODELS)) == FIRST == JobConfig().model.name == "llama"
