@@ -445,7 +445,7 @@ def _taken_over(folder: str) -> None:
     if dist.get_rank() == 0:
         beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
         beat.start()
-    with patch.object(claim, "LOCAL_S", 1.0), pytest.raises(ConfigError, match="on far"):
+    with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
         make(folder).claim()
 
 
