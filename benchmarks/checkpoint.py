@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.decoder import Decoder
@@ -41,14 +42,6 @@ ARGS = LlamaArgs(
 )  # 98 M parameters, 1.2 GB with AdamW's state
 BATCH, SEQ_LEN = 1, 128
 MODES = ("disabled", "thread")
-MANIFEST = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
-    "versions": {},
-    "config": {},
-    "tokens_seen": 0,
-    "loss": 1.0,
-    "frozen": [],
-}
 
 
 class Job:
@@ -130,7 +123,7 @@ def measure(mode: str, folder: Path, saves: int, results: Any) -> None:
         for number in range(1, saves + 1):
             rates.append(dd(folder, figures["bytes"]))
             start = time.perf_counter()
-            manager.save(number, job.tensors, MANIFEST | {"step": number}, False)
+            manager.save(number, job.tensors, NO_JOB | {"step": number}, False)
             stalls.append(time.perf_counter() - start)
             while manager.is_writing:
                 during.append(job.take_step())
@@ -182,7 +175,7 @@ def flip(folder: Path, flips: int) -> None:
     job = Job()
     config = Checkpoint(enable=True)
     manager = CheckpointManager(folder / "checkpoint", config)
-    manager.save(1, job.tensors, MANIFEST | {"step": 1}, False)
+    manager.save(1, job.tensors, NO_JOB | {"step": 1}, False)
     checkpoint = commit.step_folder(folder / "checkpoint", 1)
 
     def is_whole() -> bool:

@@ -12,13 +12,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.conversion.export import Job, export
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.state import MODEL
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
@@ -29,15 +29,6 @@ from meshwright.system.files import Place
 
 ARGS = LlamaArgs(dim=1024, n_layers=18, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=32000)
 SEQ_LEN = 512
-MANIFEST: dict[str, Any] = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
-    "versions": {},
-    "config": {},
-    "frozen": [],
-    "tokens_seen": 0,
-    "loss": 1.0,
-    "step": 1,
-}
 
 
 class Weights:
@@ -85,7 +76,7 @@ def save(folder: Path) -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     manager = CheckpointManager(folder, Checkpoint(enable=True))
-    manager.save(1, Weights(model), MANIFEST, True)
+    manager.save(1, Weights(model), NO_JOB | {"step": 1}, True)
 
 
 def measure(folder: Path, dtype: torch.dtype) -> None:

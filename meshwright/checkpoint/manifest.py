@@ -102,6 +102,18 @@ class Manifest(TypedDict):
 _ADAPTER = TypeAdapter(Manifest)
 
 
+NO_JOB: dict[str, Any] = {
+    **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},
+    **{key: {} for key in ("validation_content", "special_tokens", "model_args", "mesh")},
+    **{key: {} for key in ("versions", "config")},
+    **dict.fromkeys(("loss", "bad_steps", "best_validation")),
+    **dict.fromkeys(("model_name", "tokenizer_path", "own_code"), ""),
+    "tokens_seen": 0,
+    "frozen": [],
+}
+"""The manifest, apart from `step`, of tensors that no job saved: of a proof or a benchmark."""
+
+
 class DamagedError(ConfigError):
     """A checkpoint is not as it was saved.
 

@@ -5,21 +5,9 @@ import zlib
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.manifest import MANIFEST, FileRecord, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, NO_JOB, FileRecord, read_manifest
 
-BARE = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},
-    **{key: {} for key in ("validation_content", "special_tokens", "model_args", "mesh")},
-    **{key: {} for key in ("versions", "config")},
-    "tokens_seen": 0,
-    "loss": 1.5,
-    "bad_steps": None,
-    "best_validation": None,
-    "model_name": "llama",
-    "tokenizer_path": "",
-    "frozen": [],
-    "own_code": "",
-}
+BARE = NO_JOB | {"loss": 1.5, "model_name": "llama"}
 """A manifest, but for the step."""
 
 
