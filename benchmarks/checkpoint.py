@@ -22,20 +22,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import LlamaArgs
 
 BATCH, SEQ_LEN = 1, 128
-MANIFEST = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
-    "versions": {},
-    "config": {},
-    "tokens_seen": 0,
-    "loss": 1.0,
-    "frozen": [],
-}
 
 
 class Job:
@@ -91,7 +84,7 @@ def measure(mode: str, folder: Path, saves: int, args: LlamaArgs) -> None:
         for number in range(1, saves + 1):
             disk.append(dd(folder, size))
             start = time.perf_counter()
-            manager.save(number, job.tensors, MANIFEST | {"step": number}, False)
+            manager.save(number, job.tensors, NO_JOB | {"step": number}, False)
             stalls.append(time.perf_counter() - start)
             while manager.is_writing:
                 during.append(job.take_step())

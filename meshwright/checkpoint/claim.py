@@ -1,12 +1,11 @@
 """One job at a time writes checkpoints into a folder: a file there names it. Free of torch.
 
 Only the first rank of a job has to do with it. The file is `job.lock`: whose it is, its machine and
-its process. On the same machine the system says whether that process runs. On another machine it
-runs while the file's time of change moves on, which the job sees to every few seconds. No lock of
+its process. A job runs as long as the file's time of change moves on, which the job sees to every
+few seconds; on the machine of the job the system also says whether its process is gone. No lock of
 the file system is needed: NFS and its like have them, or not, or on one machine alone.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -17,8 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from meshwright.system.errors import ConfigError
-from meshwright.system.files import UNSUPPORTED, this_machine
+from meshwright.system.files import is_running, this_machine, whole_file
 from meshwright.system.log import logger
 
 FILE = "job.lock"
@@ -29,10 +30,10 @@ BEAT_S = 10.0
 
 
 SILENCE_S = 40.0
-"""A job on another machine whose file has not changed for so long is gone."""
+"""A job whose file has not changed for so long is gone."""
 
 
-LOCAL_S = 5.0
+GRACE_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
 
 
@@ -55,25 +56,25 @@ class Owner:
     machine: str
     """Equal where process numbers mean the same: one boot of a kernel, one namespace of them."""
     pid: int
-    started: str
-    """When the process was started, in the kernel's clock ticks: numbers are used again."""
     job: str
     nonce: str
     """12 hexadecimal digits, with which all names of its unfinished checkpoints begin."""
 
     @property
-    def is_gone(self) -> bool | None:
-        """Whether the process has ended; None if that cannot be seen from this machine."""
-        if not self.machine or self.machine != this_machine():
-            return None
-        return _started(self.pid) != self.started
+    def is_here(self) -> bool:
+        """Whether this machine knows its process."""
+        return bool(self.machine) and self.machine == this_machine()
 
     @property
-    def is_this_process(self) -> bool:
-        return self.pid == os.getpid() and self.is_gone is False
+    def is_gone(self) -> bool:
+        """Whether its process has surely ended."""
+        return self.is_here and not is_running(self.pid)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f" (job {self.job})" if self.job else "")
+
+
+_OWNER = TypeAdapter(Owner)
 
 
 class Claim:
@@ -81,7 +82,8 @@ class Claim:
 
     def __init__(self, folder: Path, nonce: str) -> None:
         self._folder, self._file = folder, folder / FILE
-        self._me = _this_process(nonce)
+        job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
+        self._me = Owner(socket.gethostname(), this_machine(), os.getpid(), job, nonce)
         self._is_over = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -94,25 +96,24 @@ class Claim:
         """
         begun = changed = time.monotonic()
         seen: tuple[bytes, int] | None = None
-        has_beaten = is_printed = False
+        has_beaten = False
         while not self._create():
             time.sleep(POLL_S)
             now, state = time.monotonic(), _read(self._file)
             owner = None if state is None else parse(state[0])
             if owner is None:  # between a job that ends and one that begins; or it is a user's
-                if now - begun > LOCAL_S:
+                if now - begun > GRACE_S:
                     raise FileExistsError(f"{self._file} is in the way, and not of a job")
                 continue
             if state != seen:
                 has_beaten, changed, seen = seen is not None, now, state
-            is_gone = owner.is_gone or owner.is_this_process
-            if is_gone or (owner.is_gone is None and now - changed > SILENCE_S):
+            is_earlier = owner.is_here and owner.pid == self._me.pid  # a job of this process
+            if owner.is_gone or is_earlier or now - changed > SILENCE_S:
                 self._replace(seen)
                 break
-            if (owner.is_gone is False or has_beaten) and now - begun > LOCAL_S:
+            if has_beaten and now - begun > GRACE_S:
                 self._refuse(owner)
-            if not is_printed:
-                is_printed = True
+            if changed == now:
                 logger.info("waiting for %s, which writes checkpoints to %s", owner, self._folder)
         self._beating = threading.Thread(target=self._beat, name="claim", daemon=True)
         self._beating.start()
@@ -136,23 +137,17 @@ class Claim:
             logger.warning("%s could not be removed: %s", self._file, error)
 
     def _create(self) -> bool:
-        """Make the file with its content in it; whether there was none."""
-        mine = self._file.with_name(f"{FILE}.{self._me.nonce}")
+        """Make the file; whether there was none. Its content comes a moment after its name."""
         try:
-            mine.write_bytes(self._content())
-            os.link(mine, self._file)
+            file = open(self._file, "xb")  # noqa: SIM115
         except FileExistsError:
             return False
-        except OSError as error:
-            if error.errno not in UNSUPPORTED | {errno.EPERM, errno.EMLINK}:
-                raise
-            try:  # no hard links: the content comes a moment after the name
-                with open(self._file, "xb") as file:
-                    file.write(self._content())
-            except FileExistsError:
-                return False
-        finally:
-            mine.unlink(missing_ok=True)
+        try:
+            with file:
+                file.write(self._content())
+        except BaseException:  # the disk is full
+            self._file.unlink(missing_ok=True)
+            raise
         return True
 
     def _replace(self, seen: tuple[bytes, int] | None) -> None:
@@ -162,9 +157,8 @@ class Claim:
         find out at its next save, for nothing is published without `check_claim`.
         """
         if _read(self._file) == seen:
-            mine = self._file.with_name(f"{FILE}.{self._me.nonce}")
-            mine.write_bytes(self._content())
-            mine.replace(self._file)
+            with whole_file(self._file) as file:
+                file.write(self._content())
         time.sleep(POLL_S)
         if (owner := holder(self._folder)) != self._me:
             self._refuse(owner)
@@ -216,13 +210,9 @@ def holder(folder: Path) -> Owner | None:
 def parse(content: bytes) -> Owner | None:
     """Return the owner that a file names; None if it names none."""
     try:
-        owner = Owner(**json.loads(content))
-        is_owner = type(owner.pid) is int and all(
-            isinstance(value, str) for key, value in asdict(owner).items() if key != "pid"
-        )
-    except (ValueError, TypeError, RecursionError):
+        return _OWNER.validate_json(content)
+    except ValidationError:
         return None
-    return owner if is_owner else None
 
 
 def _read(file: Path) -> tuple[bytes, int] | None:
@@ -232,19 +222,3 @@ def _read(file: Path) -> tuple[bytes, int] | None:
             return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
     except OSError:
         return None
-
-
-def _this_process(nonce: str) -> Owner:
-    job = next((os.environ[name] for name in JOB_IDS if os.environ.get(name)), "")
-    pid = os.getpid()
-    return Owner(socket.gethostname(), this_machine(), pid, _started(pid), job, nonce)
-
-
-def _started(pid: int) -> str:
-    """When the process was started; "" if there is none, or only a zombie."""
-    try:
-        # after the name, which may hold anything: state, and from there the 20th is the start
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -7,7 +7,7 @@ Free of torch, so that a resume is checked before any rank starts.
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -51,13 +51,11 @@ CHUNK_BYTES = 4 * 2**20
 
 
 class Choice(NamedTuple):
-    """The checkpoint to resume from."""
+    """A checkpoint whose files are all there in full."""
 
-    step: int | None
-    """None: there is none at all."""
-    manifest: Manifest | None
-    """None as `step` is."""
-    passed_over: dict[int, str]
+    path: Path
+    manifest: Manifest
+    passed_over: dict[Path, str]
     """Newer ones that are damaged, and how."""
 
 
@@ -80,19 +78,42 @@ def saved_steps(folder: Path) -> list[int]:
         return []
 
 
-def choose(folder: Path, load_step: int, damaged: Mapping[int, str] | None = None) -> Choice:
-    """Return the checkpoint of `load_step`; if -1, the newest whose files are all there in full.
+def choose_newest(
+    candidates: Iterable[Path],
+    damaged: Mapping[Path, str],
+    error_of: Callable[[dict[Path, str]], ConfigError],
+) -> Choice | None:
+    """Return the first of `candidates` whose files are all there in full; None if there are none.
 
     Their content is not read; see `verify`.
 
     Args:
-        damaged: steps that are known to be, and how.
+        damaged: checkpoints that are known to be, and how.
+        error_of: makes the error to raise if all are damaged, of the damage of each.
+    """
+    passed_over: dict[Path, str] = {}
+    for path in candidates:
+        try:
+            if path in damaged:
+                raise DamagedError(path, damaged[path])
+            return Choice(path, inspect(path), passed_over)
+        except DamagedError as error:
+            passed_over[path] = error.what
+    if passed_over:
+        raise error_of(passed_over)
+    return None
+
+
+def choose(
+    folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
+) -> Choice | None:
+    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`.
 
     Raises:
         ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged:
             starting over would be a surprise.
     """
-    damaged, steps = damaged or {}, saved_steps(folder)
+    steps = saved_steps(folder)
     if load_step != -1:
         there = ", ".join(map(str, steps)) or "none"
         check(
@@ -102,31 +123,25 @@ def choose(folder: Path, load_step: int, damaged: Mapping[int, str] | None = Non
             f"not among the checkpoints in {folder}: {there}",
             "name one of them, or -1 for the newest",
         )
-        if load_step in damaged:
-            raise DamagedError(step_folder(folder, load_step), damaged[load_step])
-        return Choice(load_step, inspect(step_folder(folder, load_step)), {})
-    passed_over: dict[int, str] = {}
-    for step in reversed(steps):
-        if step in damaged:
-            passed_over[step] = damaged[step]
-            continue
-        try:
-            return Choice(step, inspect(step_folder(folder, step)), passed_over)
-        except DamagedError as error:
-            passed_over[step] = error.what
-    if passed_over:
-        each = "; ".join(f"step-{step}: {what}" for step, what in passed_over.items())
-        raise ConfigError(
+
+    def error_of(passed_over: dict[Path, str]) -> ConfigError:
+        if load_step != -1:
+            return DamagedError(*passed_over.popitem())
+        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
+        return ConfigError(
             "job.dump_folder",
             f"every checkpoint in {folder} is damaged: {each}"
             "\n  fix: restore one of them, or use another job.dump_folder to start over",
         )
-    return Choice(None, None, {})
+
+    wanted = reversed(steps) if load_step == -1 else [load_step]
+    return choose_newest((step_folder(folder, step) for step in wanted), damaged or {}, error_of)
 
 
 def choose_step(folder: Path, load_step: int) -> int | None:
     """Return the step that `choose` chooses."""
-    return choose(folder, load_step).step
+    choice = choose(folder, load_step)
+    return None if choice is None else choice.manifest["step"]
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.commit import Choice, being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.models.args import DecoderArgs
 from meshwright.system.errors import ConfigError, where_it_ends
-from meshwright.system.files import Place
+from meshwright.system.files import ABSENT, Place, read_patiently
 
 
 class Opened(NamedTuple):
@@ -26,35 +26,58 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def find_candidates(place: Place) -> list[Place]:
+NAME = re.compile(
+    rf"{commit.STEP_FOLDER.pattern}(?:\.[0-9a-f]{{16}}\.(unfinished|deleted)|\.aside\d+)?"
+)
+
+
+def find_entries(place: Place) -> list[Path]:
     """Return the step's folder that `place` is, or all in it, or all in a folder in it (which is
-    how a dump folder has them), the newest first; nothing if there is none.
+    how a dump folder has them), by step and name, whatever has become of them.
 
     Raises:
-        ConfigError: if several folders in it hold checkpoints.
+        ConfigError: if several folders in it hold some.
     """
     path = place.path
-    if (path / MANIFEST).is_file() or commit.STEP_FOLDER.fullmatch(path.name):
-        is_partial = path.name.endswith((commit.UNFINISHED, commit.DELETED))
-        place.check(not is_partial, "is not a complete checkpoint")
-        return [place] if path.is_dir() else []
     if not path.is_dir():
         return []
-    folders = [path] if commit.saved_steps(path) else []
-    folders = folders or [inner for inner in sorted(path.iterdir()) if commit.saved_steps(inner)]
-    folders = with_manifests(folders)
-    if not folders:
+    if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
+        return [path]
+    folders = [path] if _entries(path) else [one for one in sorted(path.iterdir()) if _entries(one)]
+    # {dump_folder}/hf holds models of another format
+    folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
+    names = ", ".join(map(str, folders))
+    place.check(len(folders) < 2, f"holds several folders of checkpoints: {names}", "name one")
+    return _entries(folders[0]) if folders else []
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        paths = read_patiently(folder, lambda: [*folder.iterdir()])
+    except ABSENT:
         return []
-    names = ", ".join(str(folder) for folder in folders)
-    place.check(len(folders) == 1, f"holds several folders of checkpoints: {names}", "name one")
-    steps = reversed(commit.saved_steps(folders[0]))
-    return [Place(place.key, commit.step_folder(folders[0], step)) for step in steps]
+    found = [path for path in paths if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
 
 
-def with_manifests(folders: list[Path]) -> list[Path]:
-    """Return the folders in which a step has a manifest, or all if none has: {dump_folder}/hf holds
-    models of another format."""
-    return [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
+def find_candidates(place: Place) -> list[Path]:
+    """Return the step's folder that `place` is, or all complete ones of `find_entries`, the newest
+    first.
+
+    Raises:
+        ConfigError: if it is not complete, or several folders in it hold some.
+    """
+    check_complete(place)
+    entries = find_entries(place)
+    if entries == [place.path]:
+        return entries
+    return [path for path in reversed(entries) if commit.STEP_FOLDER.fullmatch(path.name)]
+
+
+def check_complete(place: Place) -> None:
+    """Raise `ConfigError` if it is a checkpoint that is being written or deleted."""
+    is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
+    place.check(not is_partial, "is not a complete checkpoint")
 
 
 def no_checkpoint(place: Place) -> ConfigError:
@@ -64,28 +87,22 @@ def no_checkpoint(place: Place) -> ConfigError:
     return place.error("holds no checkpoint", "name a job.dump_folder, or a step's folder in it")
 
 
-def find_checkpoint(place: Place, damaged: Mapping[Path, str] | None = None) -> Opened | None:
-    """Return the step's folder that `place` is, or the newest in it whose files are all there in
-    full; their content is not read. None if `place` holds no checkpoint at all.
-
-    Args:
-        damaged: folders that are known to be, and how.
+def find_checkpoint(place: Place, damaged: Mapping[Path, str]) -> Choice | None:
+    """Return the step's folder that `place` is, or as `commit.choose_newest` of those in it.
 
     Raises:
         ConfigError: if the one that is named is damaged, or all are.
     """
     candidates = find_candidates(place)
-    passed_over: list[str] = []
-    for found in candidates:
-        try:
-            if damaged and found.path in damaged:
-                raise DamagedError(found.path, damaged[found.path])
-            return Opened(found, commit.inspect(found.path))
-        except DamagedError as error:
-            passed_over.append(f"{found.path.name}: {error.what}")
-    if not candidates:
-        return None
-    raise _all_damaged(place, candidates, passed_over)
+
+    def error_of(passed_over: dict[Path, str]) -> ConfigError:
+        if candidates == [place.path]:
+            what = passed_over[place.path]
+            return place.error(f"is damaged: {what}", "name another step's folder")
+        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
+        return place.error(f"every checkpoint in it is damaged: {each}")
+
+    return commit.choose_newest(candidates, damaged, error_of)
 
 
 @contextmanager
@@ -104,35 +121,26 @@ def open_checkpoint(
     Raises:
         ConfigError: if there is none, if the one that is named is damaged, or if all are.
     """
-    candidates = find_candidates(place)
-    if not candidates:
-        raise no_checkpoint(place)
-    passed_over: list[str] = []
-    with ExitStack() as stack:
-        for found in candidates:
+    damaged: dict[Path, str] = {}
+    with ExitStack() as held:
+        while True:
+            choice = find_checkpoint(place, damaged)
+            if choice is None:
+                raise no_checkpoint(place)
+            path, manifest, passed_over = choice
             try:
-                with ExitStack() as held:
-                    held.enter_context(being_read(found.path))
-                    manifest = commit.inspect(found.path)
-                    files = sorted(manifest["files"]) if names is None else names
-                    if wrong := commit.verify(found.path, manifest, files):
-                        raise DamagedError(found.path, "; ".join(wrong))
-                    stack.push(held.pop_all())
+                held.enter_context(being_read(path))
+                files = sorted(manifest["files"]) if names is None else names
+                wrong = commit.verify(path, manifest, files)
+            except DamagedError as error:  # a job has just deleted it
+                wrong = [error.what]
+            if not wrong:
                 break
-            except DamagedError as error:
-                passed_over.append(f"{found.path.name}: {error.what}")
-        else:
-            raise _all_damaged(place, candidates, passed_over)
-        for what in passed_over:
-            say(f"passed over {what}")
-        yield Opened(found, manifest)
-
-
-def _all_damaged(place: Place, candidates: list[Place], passed_over: list[str]) -> ConfigError:
-    if candidates == [place]:
-        what = passed_over[0].partition(": ")[2]
-        return place.error(f"is damaged: {what}", "name another step's folder")
-    return place.error(f"every checkpoint in it is damaged: {'; '.join(passed_over)}")
+            held.close()
+            damaged[path] = "; ".join(wrong)
+        for newer, what in passed_over.items():
+            say(f"passed over {newer.name}: {what}")
+        yield Opened(Place(place.key, path), manifest)
 
 
 def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
@@ -158,13 +166,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     return args
 
 
-NAME = re.compile(
-    rf"{commit.STEP_FOLDER.pattern}(?:\.[0-9a-f]{{16}}(?=\.[ud]))?(?:\.(unfinished|deleted|aside\d+))?"
-)
-"""Folders of earlier versions have no nonce."""
-
-
-STATES = {None: "complete", "unfinished": "unfinished", "deleted": "being deleted"}
+STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
 
 
 @dataclass(frozen=True)
@@ -180,38 +182,6 @@ class FoundCheckpoint:
     """None: it cannot be read."""
 
 
-def find_entries(place: Place) -> list[Path]:
-    """Return the step's folder that `place` is, or all in it, or in a folder in it, by step and
-    name.
-
-    Raises:
-        ConfigError: if there are none, or several folders in it hold some.
-    """
-    path = place.path
-    if not path.is_dir():
-        raise no_checkpoint(place)
-    if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
-        return [path]
-    folders = [inner for inner in (path, *sorted(path.iterdir())) if _entries(inner)]
-    folders = with_manifests(folders)
-    names = ", ".join(map(str, folders))
-    if not folders:
-        raise no_checkpoint(place)
-    place.check(
-        path in folders or len(folders) == 1,
-        f"holds several folders of checkpoints: {names}",
-        "name one",
-    )
-    return _entries(folders[0])
-
-
-def _entries(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
-
-
 def look_at(path: Path) -> FoundCheckpoint:
     """Return a step's folder, of which no more is read than the manifest.
 
@@ -220,17 +190,17 @@ def look_at(path: Path) -> FoundCheckpoint:
     """
     # a link may lead nowhere
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
-    match = NAME.fullmatch(path.name)
-    suffix = match[2] if match else None
-    state = STATES.get(suffix, "set aside")
-    if suffix in ("unfinished", "deleted"):
-        return FoundCheckpoint(path, state, num_bytes, None)
+    name = NAME.fullmatch(path.name)
+    if name and name[2]:
+        return FoundCheckpoint(path, STATES[name[2]], num_bytes, None)
+    is_aside = ".aside" in path.name
+    state = "set aside" if is_aside else "complete"
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(path)
         commit.inspect(path)
     except DamagedError as error:
-        state = f"{state}, damaged: {error.what}" if suffix else f"damaged: {error.what}"
+        state = f"{state}, damaged: {error.what}" if is_aside else f"damaged: {error.what}"
     except ConfigError:
         state = "of a later version of meshwright"
     return FoundCheckpoint(path, state, num_bytes, manifest)

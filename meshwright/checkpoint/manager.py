@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
-from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, verify_on_ranks
+from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint, saves
@@ -117,9 +117,8 @@ class CheckpointManager:
     def select_and_verify(self) -> Manifest | None:
         """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
 
-        The first rank chooses, and tells the others. Each verifies a part of the files. Damaged
-        checkpoints are named in the log, and passed over for the newest good one. None: there is
-        none.
+        Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
+        there is none.
 
         Raises:
             ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
@@ -129,24 +128,10 @@ class CheckpointManager:
             return None
         if dist.get_world_size() > 1:
             check_shared(self._folder, self._group)
-        damaged, load_step = dict[int, str](), self._config.load_step
-        while True:
-            choice = self.tell(partial(commit.choose, self._folder, load_step, damaged))
-            if choice.step is None or choice.manifest is None:
-                return None
-            checkpoint = commit.step_folder(self._folder, choice.step)
-            wrong = verify_on_ranks(checkpoint, choice.manifest, self._group)
-            if not wrong:
-                break
-            damaged[choice.step] = wrong
-        if self._is_first_rank:
-            for step, what in choice.passed_over.items():
-                logger.warning(
-                    "passed over %s, which is damaged: %s",
-                    commit.step_folder(self._folder, step),
-                    what,
-                )
-        return choice.manifest
+        find = partial(commit.choose, self._folder, self._config.load_step)
+        with ExitStack() as held:
+            choice = select_on_ranks(find, self._group, held)
+        return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
         """As `on_first_rank`; the ranks may wait for as long as a checkpoint takes."""

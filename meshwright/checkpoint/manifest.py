@@ -3,9 +3,16 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from typing_extensions import TypedDict
 from zlib_ng.zlib_ng import crc32
 
@@ -17,28 +24,33 @@ MANIFEST = "checkpoint.json"
 
 
 VERSION = 1
-"""Of the format. A manifest without one is of version 0."""
-
-
-ADDED = {
-    "version": 0,
-    "model_name": "llama",
-    "tokenizer_path": "",
-    "bad_steps": None,
-    "best_validation": None,
-}
-"""Keys that older manifests may lack, with the values that stand for them."""
+"""Of the format."""
 
 
 DEEPEST = 32
 """Tables in tables. A manifest of ours has six."""
 
 
+INDENT = 2
+"""Spaces per table."""
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a file of this name is in the folder itself: manifests may be forged."""
+    return Path(name).name == name and name not in ("", "..")
+
+
+def _check_file_name(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError("is no file of its folder")
+    return name
+
+
 @with_config(ConfigDict(strict=True))
 class FileRecord(TypedDict):
     """A file, as the rank that wrote it saw it on its way to the disk."""
 
-    bytes: int
+    bytes: NonNegativeInt
     crc32: str
 
 
@@ -72,22 +84,34 @@ class Manifest(TypedDict):
     """Degrees by axis."""
     versions: dict[str, str]
     config: dict[str, Any]
-    files: dict[str, FileRecord]
-    data_revisions: NotRequired[dict[str, str]]
+    files: dict[Annotated[str, AfterValidator(_check_file_name)], FileRecord]
+    data_revisions: dict[str, str]
     """Commits of datasets of the hub, by source; "" for others."""
+    validation_content: dict[str, str]
+    """As `data_content`, of the data that the job is validated on."""
+    special_tokens: dict[str, int | None]
+    """Ids of BOS and EOS; None: documents have none."""
+    own_code: str
+    """Hash of the module of `experimental.custom_import`; "": there was none."""
     model_only: NotRequired[bool]
     """It holds the weights alone. Absent: all that a resume needs."""
     data_ended: NotRequired[bool]
     """There was no data for another step."""
-    validation_content: NotRequired[dict[str, str]]
-    """As `data_content`, of the data that the job is validated on."""
-    special_tokens: NotRequired[dict[str, int | None]]
-    """Ids of BOS and EOS; None: documents have none."""
-    own_code: NotRequired[str]
-    """Hash of the module of `experimental.custom_import`; "": there was none."""
 
 
 _ADAPTER = TypeAdapter(Manifest)
+
+
+NO_JOB: dict[str, Any] = {
+    **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},
+    **{key: {} for key in ("validation_content", "special_tokens", "model_args", "mesh")},
+    **{key: {} for key in ("versions", "config")},
+    **dict.fromkeys(("loss", "bad_steps", "best_validation")),
+    **dict.fromkeys(("model_name", "tokenizer_path", "own_code"), ""),
+    "tokens_seen": 0,
+    "frozen": [],
+}
+"""The manifest, apart from `step`, of tensors that no job saved: of a proof or a benchmark."""
 
 
 class DamagedError(ConfigError):
@@ -107,7 +131,7 @@ class DamagedError(ConfigError):
 
 
 def from_json(text: bytes) -> Manifest:
-    """Parse and check a manifest; keys that its version lacks are filled in.
+    """Parse and check a manifest.
 
     Raises:
         ValueError: if it is damaged.
@@ -117,13 +141,13 @@ def from_json(text: bytes) -> Manifest:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("is no table")
-        if _is_deeper(raw, DEEPEST):
-            raise ValueError("has tables in tables without end")
         if text != to_json(raw):
             raise ValueError("has changed since it was written")
+        if b"\n" + DEEPEST * INDENT * b" " in text:
+            raise ValueError("has tables in tables without end")
     except RecursionError:
         raise ValueError("has tables in tables without end") from None
-    version = raw.get("version", 0)
+    version = raw.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ConfigError(
             "checkpoint.folder",
@@ -131,23 +155,17 @@ def from_json(text: bytes) -> Manifest:
             "\n  fix: update meshwright",
         )
     try:
-        manifest = _ADAPTER.validate_python({**ADDED, **raw})
+        return _ADAPTER.validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"{key}: {first['msg'].lower()}") from None
-    for name, record in manifest["files"].items():
-        if not is_file_name(name):
-            raise ValueError(f"{name!r} is no file of its folder")
-        if record["bytes"] < 0:
-            raise ValueError(f"{name!r} has {record['bytes']} bytes")
-    return manifest
 
 
 def to_json(manifest: Mapping[str, Any]) -> bytes:
     """Serialise. The key `crc32` is computed over the same JSON with `crc32` set to "00000000"."""
-    blank = json.dumps({**manifest, "crc32": "00000000"}, indent=2).encode()
-    return json.dumps({**manifest, "crc32": f"{crc32(blank):08x}"}, indent=2).encode()
+    blank = json.dumps({**manifest, "crc32": "00000000"}, indent=INDENT).encode()
+    return json.dumps({**manifest, "crc32": f"{crc32(blank):08x}"}, indent=INDENT).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -169,25 +187,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise ConfigError(error.key, f"checkpoint {checkpoint}: {error}") from None
     except ValueError as error:
         raise DamagedError(checkpoint, f"{MANIFEST}: {error}") from None
-
-
-def is_file_name(name: str) -> bool:
-    """Return whether a file of this name is in the folder itself: manifests may be forged."""
-    return Path(name).name == name and name not in ("", "..")
-
-
-def _is_deeper(value: object, limit: int) -> bool:
-    """Return whether there are more than `limit` tables or lists in one another."""
-    level: list[object] = [value]
-    for _ in range(limit):
-        inner: list[object] = []
-        for item in level:
-            inner += item.values() if isinstance(item, dict) else ()
-            inner += item if isinstance(item, list) else ()
-        level = [item for item in inner if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 OPTIMIZER, DATALOADER = "optimizer", "dataloader"

@@ -3,7 +3,8 @@
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.manifest import DamagedError, Manifest
+from meshwright.checkpoint.commit import Choice, being_read
+from meshwright.checkpoint.manifest import DamagedError
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
 from meshwright.system.log import logger
 
@@ -39,30 +40,49 @@ def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
     return told[0]
 
 
-def verify_on_ranks(checkpoint: Path, manifest: Manifest, group: dist.ProcessGroup) -> str:
-    """Read every byte that `manifest` names; return the damage, or "", the same on every rank.
+def select_on_ranks(
+    find: Callable[[Mapping[Path, str]], Choice | None], group: dist.ProcessGroup, held: ExitStack
+) -> Choice | None:
+    """Return the checkpoint that `find` chooses, of which every byte that its manifest names was
+    compared with its checksum: each rank reads a part of the files.
 
-    Collective: every rank of `group`, which is the whole job, must call it.
+    A damaged one is named in the log, and `find` is asked again. Collective: every rank of `group`,
+    which is the whole job, must call it.
 
     Args:
+        find: is called on the first rank with the folders that are damaged, and how.
         group: its timeout has to be long enough for a rank's part of the files.
+        held: until it ends, no retention deletes the checkpoint.
 
     Raises:
+        ConfigError: on every rank, if `find` does.
         StorageError: on every rank, if one of them cannot read its part now.
     """
-    names = sorted(manifest["files"])
-    mine = names[dist.get_rank() :: dist.get_world_size()]
+    damaged: dict[Path, str] = {}
+    while True:
+        choice = on_first_rank(partial(find, damaged), group)
+        if choice is None:
+            return None
+        wrong = on_every_rank(partial(_verify, choice, held), group)
+        if not any(wrong):
+            break
+        held.close()
+        damaged[choice.path] = "; ".join(what for of_rank in wrong for what in of_rank)
+    if dist.get_rank() == 0:
+        for path, what in choice.passed_over.items():
+            logger.warning("passed over %s, which is damaged: %s", path, what)
+    return choice
 
-    def verify() -> list[str]:
-        try:
-            with being_read(checkpoint):
-                return commit.verify(checkpoint, manifest, mine)
-        except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
-            fix = "run the same command again"
-            raise StorageError(f"{checkpoint}: {error.what}\n  fix: {fix}") from None
 
-    found = on_every_rank(verify, group)
-    return "; ".join(what for of_rank in found for what in of_rank)
+def _verify(choice: Choice, held: ExitStack) -> list[str]:
+    """Hold the checkpoint, and return the damage in this rank's part of its files."""
+    mine = sorted(choice.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    try:
+        held.enter_context(being_read(choice.path))
+    except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
+        fix = "run the same command again"
+        raise StorageError(f"{choice.path}: {error.what}\n  fix: {fix}") from None
+    return commit.verify(choice.path, choice.manifest, mine)
 
 
 def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

@@ -179,7 +179,7 @@ def find_resume_diff(
         is_reweighted=bool(weights),
         on_training=on_training,
         harmless=harmless,
-        has_other_code=bool(own_code and manifest.get("own_code") not in (None, "", own_code)),
+        has_other_code=bool(own_code and manifest["own_code"] not in ("", own_code)),
     )
 
 

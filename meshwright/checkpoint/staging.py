@@ -5,7 +5,6 @@ import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,47 +16,19 @@ from meshwright.system.log import logger
 ALIGNMENT = 64  # bytes, of a cache line
 
 
-@dataclass(frozen=True)
-class BufferSlice:
-    """Where in the memory a tensor is."""
-
-    offset: int
-    """In bytes."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def tensor(self, memory: mmap.mmap) -> Tensor:
-        """Return the tensor there; its storage is exactly as long as it, as torch.save wants it."""
-        if self.num_bytes == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        count = self.num_bytes // self.dtype.itemsize
-        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
-        return flat.as_strided(self.shape, self.stride)
-
-
-Layout = dict[str, BufferSlice]
-
-
-def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
-    """Return a place for each, one after the other, and the bytes that all take."""
-    # strides as a clone's: a tensor without gaps keeps its strides
-    likes = [torch.empty_like(tensor, device="meta") for tensor in tensors.values()]
-    sizes = (-(-like.nbytes // ALIGNMENT) * ALIGNMENT for like in likes)
-    *offsets, total = accumulate(sizes, initial=0)
-    return {
-        name: BufferSlice(offset, like.dtype, tuple(like.shape), like.stride())
-        for name, offset, like in zip(tensors, offsets, likes, strict=True)
-    }, total
-
-
 def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each."""
     return {k: v.to_local() if is_dtensor(v) else v for k, v in state.items()}
+
+
+Layout = dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]]
+"""Type, shape and strides of each copy."""
+
+
+def _lay_out(local: Mapping[str, Tensor]) -> Layout:
+    # strides as a clone's: a tensor without gaps keeps its strides
+    likes = {name: torch.empty_like(tensor, device="meta") for name, tensor in local.items()}
+    return {name: (like.dtype, like.shape, like.stride()) for name, like in likes.items()}
 
 
 class Staging:
@@ -67,8 +38,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self.layout: Layout = {}
-        self.num_bytes = 0
+        self._layout: Layout = {}
         self._memory: mmap.mmap | None = None
         self.tensors: dict[str, Tensor] = {}
         """The copies, by name."""
@@ -77,8 +47,7 @@ class Staging:
 
     def preallocate(self, state: Mapping[str, Tensor]) -> None:
         """Take the memory for a copy of `state`: slow the first time, so not for a step to do."""
-        layout, num_bytes = _lay_out(_local(state))
-        self._allocate(layout, num_bytes)
+        self._allocate(_lay_out(_local(state)))
         for tensor in self.tensors.values():
             tensor.zero_()  # the system gives pages when they are touched
 
@@ -89,9 +58,9 @@ class Staging:
         so `hold_update` has to be called before `state` changes.
         """
         local = _local(state)
-        layout, num_bytes = _lay_out(local)
-        if layout != self.layout:
-            self._allocate(layout, num_bytes)
+        layout = _lay_out(local)
+        if layout != self._layout:
+            self._allocate(layout)
         by_device: dict[torch.device, list[str]] = defaultdict(list)
         for name, tensor in local.items():
             by_device[tensor.device].append(name)
@@ -129,19 +98,31 @@ class Staging:
         for event in self._copied:
             event.synchronize()
 
-    def _allocate(self, layout: Layout, num_bytes: int) -> None:
-        self.tensors = {}
-        if self._memory is None or num_bytes != self.num_bytes:
-            if self._memory is not None and torch.cuda.is_available():
-                torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
-            self._memory = mmap.mmap(-1, max(num_bytes, 1))  # a rank may have empty shards alone
-            if torch.cuda.is_available():
-                address = _address(self._memory)
-                if int(torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0)):
-                    logger.warning("%d bytes could not be pinned: copies are slower", num_bytes)
-        memory = self._memory
-        self.tensors = {name: place.tensor(memory) for name, place in layout.items()}
-        self.layout, self.num_bytes = layout, num_bytes
+    def _allocate(self, layout: Layout) -> None:
+        """Give every copy a place in the memory, one after the other."""
+        sizes = (shape.numel() * dtype.itemsize for dtype, shape, _ in layout.values())
+        *offsets, total = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
+        total = max(total, 1)  # a rank may have empty shards alone
+        self.tensors, self._layout = {}, layout
+        if self._memory is None or total != len(self._memory):
+            self._take_memory(total)
+        for (name, (dtype, shape, stride)), offset in zip(layout.items(), offsets, strict=True):
+            if count := shape.numel():
+                # its storage is exactly as long as it, as torch.save wants it
+                flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+                self.tensors[name] = flat.as_strided(shape, stride)
+            else:
+                self.tensors[name] = torch.empty(shape, dtype=dtype)
+
+    def _take_memory(self, num_bytes: int) -> None:
+        has_cuda = torch.cuda.is_available()
+        if self._memory is not None and has_cuda:
+            torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
+        self._memory = mmap.mmap(-1, num_bytes)
+        if has_cuda and int(
+            torch.cuda.cudart().cudaHostRegister(_address(self._memory), num_bytes, 0)
+        ):
+            logger.warning("%d bytes could not be pinned: copies are slower", num_bytes)
 
 
 def _address(memory: mmap.mmap) -> int:

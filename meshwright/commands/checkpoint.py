@@ -10,7 +10,14 @@ from pathlib import Path
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import being_read
-from meshwright.checkpoint.find import FoundCheckpoint, find_entries, look_at, open_checkpoint
+from meshwright.checkpoint.find import (
+    FoundCheckpoint,
+    find_candidates,
+    find_entries,
+    look_at,
+    no_checkpoint,
+    open_checkpoint,
+)
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 from meshwright.commands.plain_text import align, flatten, human_bytes
@@ -38,8 +45,11 @@ def readable() -> Iterator[None]:
 @readable()
 def run_ls(given: Namespace) -> None:
     """Print a line per checkpoint."""
-    rows = []
-    for path in find_entries(Place("FOLDER", given.folder)):
+    rows, place = [], Place("FOLDER", given.folder)
+    paths = find_entries(place)
+    if not paths:
+        raise no_checkpoint(place)
+    for path in paths:
         with suppress(FileNotFoundError):  # a job that runs deletes its old ones
             entry = look_at(path)
             rows.append((*_row(entry), entry.state))
@@ -143,17 +153,11 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
 def run_verify(given: Namespace) -> None:
     """Compare every byte with its checksum; exit with 1 if something is damaged."""
     place = Place("CHECKPOINT_OR_FOLDER", given.folder)
-    paths = find_entries(place)
-    if paths == [place.path]:
-        place.check(
-            place.path.suffix not in (commit.UNFINISHED, commit.DELETED),
-            "is not a complete checkpoint",
-        )
-    else:  # no resume looks at checkpoints set aside
-        paths = [path for path in paths if commit.STEP_FOLDER.fullmatch(path.name)]
-        place.check(bool(paths), "holds no complete checkpoint")
+    candidates = find_candidates(place)  # no resume looks at checkpoints set aside
+    if not candidates:
+        raise no_checkpoint(place)
     is_good = True
-    for path in paths:
+    for path in reversed(candidates):
         wrong = _damage(path)
         if not path.exists():  # a job that runs deletes its old ones
             print(f"{path.name}: deleted meanwhile")

@@ -49,7 +49,7 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         fix,
     )
     found = special_ids(tokenizer)
-    used = manifest.get("special_tokens", found)  # older ones do not say
+    used = manifest["special_tokens"]
     check(
         found == used,
         "--tokenizer",

@@ -152,14 +152,10 @@ def changes(
             yield inner._replace(old=ABSENT)
 
 
-BEFORE_THE_KEY = {"optimizer.decay_norm_and_bias": True}
-"""The behaviour of jobs saved before the key existed, where it is not today's default."""
-
-
 def config_defaults() -> dict[str, Any]:
     """Return the meaning of every section and key that a saved config lacks, by dotted key."""
     sections = to_json(JobConfig())
     keys = {
         f"{name}.{key}": value for name, table in sections.items() for key, value in table.items()
     }
-    return sections | keys | BEFORE_THE_KEY
+    return sections | keys

@@ -103,7 +103,7 @@ def remove_left_over(folder: Path, now: float) -> None:
     """
     for path in folder.glob("*.unfinished"):
         name = UNFINISHED.fullmatch(path.name)
-        is_dead = bool(name and name[1] == _machine_digits() and not _is_running(int(name[2])))
+        is_dead = bool(name and name[1] == _machine_digits() and not is_running(int(name[2])))
         try:
             if is_dead or now - path.stat().st_mtime > DEAD_AFTER_S:
                 path.unlink()
@@ -111,7 +111,8 @@ def remove_left_over(folder: Path, now: float) -> None:
             continue
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Return whether there is a process of this number, maybe one that has just ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

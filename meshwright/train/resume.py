@@ -94,7 +94,7 @@ def best_of(
     tokenizer = "model.tokenizer_path"
     if saved["data_identity"].get(tokenizer) != plan.data_identity[tokenizer]:
         differ.add(tokenizer)
-    was = saved.get("validation_content", {})
+    was = saved["validation_content"]
     same = (was.get(source.entry.name, source.content) == source.content for source in held_out)
     if not differ and not all(same):
         differ.add("content of the validation data")
@@ -122,7 +122,7 @@ def place_in_data(plan: Plan, saved: Manifest, sources: Sequence[OpenSource]) ->
     for source in sources:
         was = saved["data_content"].get(source.entry.name)
         if was != source.content:
-            commit = saved.get("data_revisions", {}).get(source.entry.name, "")
+            commit = saved["data_revisions"].get(source.entry.name, "")
             pin = ""
             if commit not in ("", source.revision):
                 pin = f"set {source.entry.key}.dataset_revision = {commit!r}; or "

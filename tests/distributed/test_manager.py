@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pickle
-import resource
 import shutil
 import threading
 import time
@@ -30,7 +29,7 @@ from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from tests.helpers.checkpoints import BARE, Trap, republish
-from tests.helpers.files import failing_reads, flip_bit, tree
+from tests.helpers.files import failing_reads, flip_bit, no_room, tree
 
 ROWS = 131  # uneven shards
 
@@ -84,17 +83,6 @@ def logged() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def no_room(num_bytes: int) -> Iterator[None]:
-    """This process can make no file longer than that."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def _damage(folder: str) -> None:
@@ -445,7 +433,7 @@ def _taken_over(folder: str) -> None:
     if dist.get_rank() == 0:
         beat = threading.Timer(0.5, os.utime, [path / "job.lock"])
         beat.start()
-    with patch.object(claim, "LOCAL_S", 1.0), pytest.raises(ConfigError, match="on far"):
+    with patch.object(claim, "GRACE_S", 1.0), pytest.raises(ConfigError, match="on far"):
         make(folder).claim()
 
 

@@ -5,16 +5,9 @@ import zlib
 from pathlib import Path
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.manifest import MANIFEST, FileRecord, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, NO_JOB, FileRecord, read_manifest
 
-BARE = {
-    **{key: {} for key in ("data", "data_identity", "data_content", "model_args", "mesh")},
-    "tokens_seen": 0,
-    "loss": 1.5,
-    "frozen": [],
-    "versions": {},
-    "config": {},
-}
+BARE = NO_JOB | {"loss": 1.5, "model_name": "llama"}
 """A manifest, but for the step."""
 
 

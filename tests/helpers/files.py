@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,3 +68,14 @@ def failing_reads(name: str, number: int, times: int) -> Iterator[list[str]]:
         patch("meshwright.system.files.RETRY_AFTER_S", (0.0, 0.0)),
     ):
         yield failed
+
+
+@contextmanager
+def no_room(num_bytes: int) -> Iterator[None]:
+    """This process can make no file longer than that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer, special_ids
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.system.files import Place
@@ -72,6 +72,7 @@ def save_checkpoint(
     state = {f"{prefix}{name}": p.detach() for name, p in model.named_parameters()}
     writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+    tokenizer = build_tokenizer(tokenizer_path)
     manifest = BARE | {
         "step": step,
         "model_name": family_of(args).name,
@@ -79,8 +80,9 @@ def save_checkpoint(
         "tokenizer_path": tokenizer_path,
         "data_identity": {
             "training.seq_len": 64,
-            "model.tokenizer_path": build_tokenizer(tokenizer_path).fingerprint,
+            "model.tokenizer_path": tokenizer.fingerprint,
         },
+        "special_tokens": special_ids(tokenizer),
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
         unfinished = commit.unfinished_folder(folder, step)

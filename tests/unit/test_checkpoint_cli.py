@@ -316,5 +316,5 @@ def test_models_of_other_formats_are_no_checkpoints(tmp_path) -> None:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("{}")
     place, step = Place("FOLDER", tmp_path), tmp_path / "checkpoint/step-7"
-    assert find_candidates(place) == [Place("FOLDER", step)]
+    assert find_candidates(place) == [step]
     assert survey.find_entries(place) == [step]

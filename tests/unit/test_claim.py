@@ -21,7 +21,9 @@ from tests.unit.test_commit import save
 OTHER = """
 import sys, time
 from pathlib import Path
+from meshwright.checkpoint import claim
 from meshwright.checkpoint.claim import Claim
+claim.BEAT_S = 0.1
 Claim(Path(sys.argv[1]), sys.argv[2]).take()
 print("taken", flush=True)
 time.sleep(600)
@@ -30,7 +32,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch) -> None:
-    for name, seconds in {"BEAT_S": 0.1, "SILENCE_S": 0.6, "LOCAL_S": 0.3, "POLL_S": 0.02}.items():
+    for name, seconds in {"BEAT_S": 0.1, "SILENCE_S": 0.6, "GRACE_S": 0.3, "POLL_S": 0.02}.items():
         monkeypatch.setattr(claim, name, seconds)
 
 
@@ -56,8 +58,7 @@ def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: 
         assert said in str(error.value)
         assert f"remove {tmp_path / FILE}" in str(error.value)
         job.send_signal(signal.SIGKILL)
-        while holder(tmp_path).is_gone is False:  # not even its parent has noticed
-            time.sleep(0.01)
+        job.wait()
         ours = Claim(tmp_path, new_nonce())
         begun = time.monotonic()
         ours.take()
@@ -67,10 +68,24 @@ def test_a_job_that_runs_is_named_and_one_that_was_killed_is_replaced(tmp_path: 
     assert not tmp_path.exists()  # it was empty again
 
 
-def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(claim, "LOCAL_S", 30.0)
+def test_a_killed_job_whose_number_another_process_has_is_replaced_after_a_silence(
+    tmp_path: Path,
+) -> None:
     with another_job(tmp_path) as job:
-        threading.Timer(0.3, job.kill).start()
+        job.kill()
+        job.wait()
+    content = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(content | {"pid": os.getppid()}))
+    ours, begun = Claim(tmp_path, new_nonce()), time.monotonic()
+    ours.take()
+    assert time.monotonic() - begun > claim.SILENCE_S
+    ours.give_back()
+
+
+def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(claim, "GRACE_S", 30.0)
+    with another_job(tmp_path) as job:
+        threading.Timer(0.3, lambda: (job.kill(), job.wait())).start()
         ours = Claim(tmp_path, new_nonce())
         ours.take()
         ours.give_back()
@@ -163,23 +178,16 @@ def test_a_full_disk_leaves_no_half_of_a_file_and_stops_no_save(
         job.kill()
         job.wait()
 
-    def refuse(path: Path, content: bytes) -> None:
-        path.touch()
+    def refuse(claim: Claim) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-    with pytest.raises(OSError, match="No space left"):
-        Claim(tmp_path, new_nonce()).take()
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
-    save(tmp_path, 5)  # though the file is of another job: it is gone
-
-
-def test_without_hard_links(tmp_path: Path, monkeypatch) -> None:
-    def refuse(*of_call: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.link", refuse)
-    ours = Claim(tmp_path, new_nonce())
-    assert ours._create()
-    assert not Claim(tmp_path, new_nonce())._create()
-    assert holder(tmp_path) == ours._me
+    with monkeypatch.context() as full:
+        full.setattr(Claim, "_content", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            Claim(tmp_path, new_nonce()).take()
+        assert [path.name for path in tmp_path.iterdir()] == [FILE]
+        save(tmp_path, 5)  # though the file is of another job: it is gone
+        (tmp_path / FILE).unlink()
+        with pytest.raises(OSError, match="No space left"):
+            Claim(tmp_path, new_nonce()).take()
+    assert not (tmp_path / FILE).exists()

@@ -115,7 +115,7 @@ def test_a_read_error_that_passes_is_no_damage(tmp_path: Path, name: str, number
     newest = save(tmp_path, 10, "newest")
     with failing_reads(name, number, 1) as failed:
         choice = commit.choose(tmp_path, -1)
-        assert (choice.step, choice.passed_over) == (10, {})
+        assert (choice.path, choice.passed_over) == (newest, {})
     assert failed == [str(newest / name)]
     with failing_reads(name, number, 1) as failed, being_read(newest):
         assert commit.verify(newest, choice.manifest, ["tensors"]) == []
@@ -231,18 +231,19 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
         save(tmp_path, step, "tensors")
     harm(tmp_path / "step-15")
     choice = commit.choose(tmp_path, -1)
-    assert choice.step == choice.manifest["step"] == 10
-    assert list(choice.passed_over) == [15]
-    assert HARM[harm] in choice.passed_over[15]
+    assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
+    assert list(choice.passed_over) == [tmp_path / "step-15"]
+    assert HARM[harm] in choice.passed_over[tmp_path / "step-15"]
     with pytest.raises(ConfigError, match="load_step: checkpoint .*step-15 is damaged") as error:
         commit.choose(tmp_path, 15)
     assert HARM[harm] in str(error.value)
 
-    choice = commit.choose(tmp_path, -1, damaged={10: "content"})
-    assert choice.step == 5
-    assert list(choice.passed_over) == [15, 10]
+    damaged = {tmp_path / "step-10": "content"}
+    choice = commit.choose(tmp_path, -1, damaged)
+    assert choice.path.name == "step-5"
+    assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
     with pytest.raises(ConfigError, match="every checkpoint in .* step-5: worse") as error:
-        commit.choose(tmp_path, -1, damaged={10: "content", 5: "worse"})
+        commit.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
     assert error.value.key == "job.dump_folder"
 
 
@@ -337,17 +338,12 @@ def test_what_is_deleted_while_it_is_opened_is_not_read(
 def test_a_manifest_names_files_of_its_folder_alone(files, tmp_path: Path) -> None:
     """Its checksum is no secret: anybody can make one."""
     set_manifest(save(tmp_path, 5), files=files)
-    with pytest.raises(DamagedError, match="no file of its folder|files.a|has -3 bytes"):
+    with pytest.raises(DamagedError, match="no file of its folder|files.a"):
         read_manifest(tmp_path / "step-5")
 
 
-def test_a_manifest_of_before_is_read_and_one_of_later_is_an_error(tmp_path: Path) -> None:
-    old = save(tmp_path, 5)
-    content = json.loads((old / MANIFEST).read_text())
-    del content["version"]
-    (old / MANIFEST).write_bytes(to_json(content))
-    assert read_manifest(old)["version"] == 0
-    assert read_manifest(old)["model_name"] == "llama"
+def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, 5)
     set_manifest(save(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
@@ -379,7 +375,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
         save(tmp_path, step, "tensors")
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
-    assert commit.choose(tmp_path, -1).step == 20
+    assert commit.choose_step(tmp_path, -1) == 20
     ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, "tensors"))}
     assert tree(tmp_path) == before | ours
     assert (tmp_path / "step-1" / "notes").read_text() == "keep"
@@ -411,10 +407,9 @@ def test_a_renamed_checkpoint_is_neither_the_newest_nor_counted(tmp_path: Path) 
         save(tmp_path, step)
     (tmp_path / "step-10").rename(tmp_path / "step-99")
     choice = commit.choose(tmp_path, -1)
-    assert (choice.step, choice.passed_over) == (
-        15,
-        {99: "it was saved as step-10, and has been renamed"},
-    )
+    assert choice.path.name == "step-15"
+    renamed = {tmp_path / "step-99": "it was saved as step-10, and has been renamed"}
+    assert choice.passed_over == renamed
     with pytest.raises(ConfigError, match="saved as step-10"):
         commit.choose(tmp_path, 99)
     apply_retention(tmp_path, 1)

@@ -19,7 +19,7 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
 from tests.helpers.checkpoints import Trap, republish, set_manifest
 from tests.helpers.cli import export
-from tests.helpers.files import flip_bit, tree
+from tests.helpers.files import flip_bit, no_room, tree
 from tests.helpers.hf import (
     CASES,
     SMALL,
@@ -64,7 +64,7 @@ def test_bfloat16_is_the_checkpoint_rounded(checkpoint, tmp_path, capsys) -> Non
     assert "rounded to bfloat16, to the bit: equal" in capsys.readouterr().out
 
 
-def test_without_transformers_our_own_reader_compares(
+def test_without_transformers_logits_are_not_compared(
     checkpoint, tmp_path, capsys, monkeypatch
 ) -> None:
     found = importlib.util.find_spec
@@ -73,7 +73,14 @@ def test_without_transformers_our_own_reader_compares(
     )
     export([str(checkpoint), str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "with meshwright's own reader (transformers is not installed): largest diff" in said
+    assert "did not compare logits: transformers is not installed" in said
+    assert "tensors with the checkpoint's, rounded to bfloat16, to the bit: equal" in said
+
+
+def test_a_full_disk_leaves_nothing(checkpoint, tmp_path) -> None:
+    with no_room(10_000):
+        assert "cannot be written: model.safetensors: " in message(checkpoint, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_the_tokenizer_comes_along(tmp_path) -> None:

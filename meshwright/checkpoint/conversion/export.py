@@ -1,8 +1,8 @@
 """Export a checkpoint as a model folder of Hugging Face, and compare the two."""
 
+import glob
 import importlib.util
 import json
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -39,9 +39,6 @@ permutation, rotation or constant gives more by far."""
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
 
-OWN_READER = "meshwright's own reader (transformers is not installed)"
-
-
 @dataclass(frozen=True)
 class Job:
     """An export."""
@@ -63,24 +60,11 @@ class Job:
     """To compare ids on."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Logits of the exported folder against the checkpoint's logits, on the same tokens."""
-
-    by: str
-    """The code that computed the former."""
-    num_tokens: int
-    difference: float
-    """Largest of all."""
-    scale: float
-    """The largest logit."""
-
-
 def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     """Write the folder `out`, which appears when it is complete and has been compared.
 
-    In memory there are at most a few copies of the largest tensor, or one layer in fp32; while
-    transformers computes logits, the whole model in fp32.
+    In memory there are at most the tensors of a file, or one layer in fp32; while transformers
+    computes logits, the whole model in fp32.
 
     Args:
         say: is called with a line for each thing done.
@@ -92,7 +76,8 @@ def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     place.check(not out.exists(), "exists already", "name another folder, or remove it")
     unfinished = out.with_name(f"{out.name}.{secrets.token_hex(8)}{UNFINISHED}")
     try:
-        for left in _left_by_killed(out):
+        name = f"{glob.escape(out.name)}.{'[0-9a-f]' * 16}{UNFINISHED}"
+        for left in sorted(out.parent.glob(name)):
             say(f"an export that was killed, or still runs, has left {left}")
         make_folder(out.parent)
         unfinished.mkdir()
@@ -113,12 +98,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _left_by_killed(out: Path) -> list[Path]:
-    name = re.compile(re.escape(out.name) + r"\.[0-9a-f]{16}" + re.escape(UNFINISHED))
-    parent = out.parent
-    return sorted(p for p in parent.iterdir() if name.fullmatch(p.name)) if parent.is_dir() else []
-
-
 def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     for name, content in job.other_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -127,7 +106,7 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
         else:
             shutil.copyfile(content, folder / name)
     config = job.form.write_config(job.args, job.seq_len) | dict(job.special_tokens)
-    config["torch_dtype"] = str(job.dtype).removeprefix("torch.")
+    config["torch_dtype"] = _name(job.dtype)
     _write_json(folder / CONFIG, config)
     if GENERATION_CONFIG not in job.other_files:
         _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens))
@@ -165,21 +144,10 @@ def _verify(job: Job, place: Place, say: Callable[[str], None]) -> None:
     say(f"compared {len(tensors)} tensors with the checkpoint's{rounded} to the bit: equal")
     if job.encode is not None:
         _verify_tokenizer(job, job.encode, place, say)
-    result = compare_logits(job, place)
-    place.check(
-        result.scale > 0,  # equal on both sides, and no comparison
-        "the checkpoint's logits are all 0: its weights are not those of a model that was trained",
-        "export another checkpoint",
-    )
-    place.check(
-        result.difference <= TOLERANCE * result.scale,
-        f"its logits by {result.by} differ by {result.difference:.2e} from the checkpoint's, of "
-        f"which the largest is {result.scale:.2e}",
-    )
-    say(
-        f"compared logits of {result.num_tokens} tokens, in fp32, with {result.by}: largest "
-        f"difference {result.difference:.2e}, largest logit {result.scale:.2e}"
-    )
+    if importlib.util.find_spec("transformers") is None:
+        say("did not compare logits: transformers is not installed")
+    else:
+        _verify_logits(job, place, say)
 
 
 def _verify_tokenizer(
@@ -234,30 +202,30 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compare_logits(job: Job, place: Place) -> Comparison:
-    """Compare logits of the checkpoint, rounded as the folder's weights, with the folder's.
-
-    transformers computes the latter; if it is not installed, our own model does.
-    """
+def _verify_logits(job: Job, place: Place, say: Callable[[str], None]) -> None:
+    """Hold logits of transformers with the folder against ours with the checkpoint's weights,
+    rounded as the folder's."""
     tokens = (torch.arange(NUM_TOKENS) * 7919 % job.args.vocab_size).unsqueeze(0)
+    want = _logits_of_ours(job, tokens)
+    got, by = _logits_of_transformers(place, tokens)
+    difference, largest = (got - want).abs().max().item(), want.abs().max().item()
+    place.check(
+        largest > 0,  # equal on both sides, and no comparison
+        "the checkpoint's logits are all 0: its weights are not those of a model that was trained",
+        "export another checkpoint",
+    )
+    place.check(
+        difference <= TOLERANCE * largest,
+        f"its logits by {by} differ by {difference:.2e} from the checkpoint's, of which the "
+        f"largest is {largest:.2e}",
+    )
+    say(
+        f"compared logits of {NUM_TOKENS} tokens, in fp32, with {by}: largest difference "
+        f"{difference:.2e}, largest logit {largest:.2e}"
+    )
 
-    def fill(parameters: Mapping[str, Tensor]) -> None:
-        for name, parameter in parameters.items():
-            parameter.copy_(job.weights.read(name).to(job.dtype))
 
-    want = _logits_of_ours(job, fill, tokens)
-    if importlib.util.find_spec("transformers") is None:
-        written = HuggingFaceWeights(place, job.form, job.args)
-        got, by = _logits_of_ours(job, written.load, tokens), OWN_READER
-    else:
-        got, by = _logits_of_transformers(place, tokens)
-    difference = (got - want).abs().max().item()
-    return Comparison(by, NUM_TOKENS, difference, want.abs().max().item())
-
-
-def _logits_of_ours(
-    job: Job, fill: Callable[[Mapping[str, Tensor]], None], tokens: Tensor
-) -> Tensor:
+def _logits_of_ours(job: Job, tokens: Tensor) -> Tensor:
     """In fp32, with one layer in memory at a time; where embeddings are tied, with all."""
     count = 1 if job.args.tie_embeddings else job.args.n_layers
     x = tokens
@@ -267,7 +235,8 @@ def _logits_of_ours(
         keep_modules(stage, modules)
         stage.to_empty(device="cpu")
         stage.init_buffers()
-        fill(dict(stage.named_parameters()))
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(job.weights.read(name).to(job.dtype))
         x = stage(x)
     return x
 

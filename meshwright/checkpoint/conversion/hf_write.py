@@ -1,4 +1,4 @@
-"""Weights into safetensors files, one tensor in memory at a time."""
+"""Weights into safetensors files, one file in memory at a time."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.conversion.hf_folder import INDEX, SINGLE
 from meshwright.checkpoint.conversion.readers import halves
 from meshwright.models.family import ForeignTensor
-
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_weights(
@@ -28,6 +28,9 @@ def write_weights(
         tensors: by our name, in the order to write them.
         read: the whole parameter of a name of ours.
         max_shard_bytes: of tensors in a file; a tensor that is larger has a file of its own.
+
+    Raises:
+        OSError: if a file cannot be written.
     """
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
@@ -62,29 +65,15 @@ def _write_file(
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """One safetensors file, without a copy of its tensors in memory.
+    content = {theirs.name: _convert(theirs, read(name), dtype) for name, theirs in tensors.items()}
+    try:
+        save_file(content, file, {"format": "pt"})  # transformers asks for the format
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from None
 
-    Format: 8 bytes, the length of the header (little endian); the header, a JSON object of name ->
-    {dtype, shape, data_offsets}; the tensors, row by row, little endian. Source: the README of
-    https://github.com/huggingface/safetensors.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    end = 0
-    for foreign in tensors.values():
-        begin, end = end, end + math.prod(foreign.shape) * dtype.itemsize
-        header[foreign.name] = {
-            "dtype": DTYPES[dtype],
-            "shape": foreign.shape,
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    with open(file, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little"))
-        stream.write(text)
-        for name, foreign in tensors.items():
-            tensor = read(name).to(dtype)
-            if foreign.head_dim is not None:
-                tensor = halves(tensor, foreign.head_dim)
-            stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
-            del tensor  # before the next is read
+
+def _convert(foreign: ForeignTensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.to(dtype)
+    if foreign.head_dim is not None:
+        tensor = halves(tensor, foreign.head_dim)
+    return tensor.contiguous()

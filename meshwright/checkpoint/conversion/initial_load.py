@@ -1,14 +1,17 @@
 """Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from meshwright.checkpoint import commit
 from meshwright.checkpoint.conversion.hf_folder import check_args, check_hf_folder, is_hf_folder
 from meshwright.checkpoint.conversion.meta_folder import check_meta_folder, is_meta_folder
-from meshwright.checkpoint.find import find_candidates, find_checkpoint, saved_args
+from meshwright.checkpoint.find import (
+    check_complete,
+    find_candidates,
+    find_checkpoint,
+    saved_args,
+)
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.config.job_config import Checkpoint
@@ -83,11 +86,8 @@ class InitialWeights(NamedTuple):
     """Of ours."""
 
 
-def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) -> InitialWeights:
+def find_initial(config: Checkpoint) -> InitialWeights:
     """Return the folder to start from; the content of its files is not read.
-
-    Args:
-        damaged: step's folders of ours that are known to be, and how.
 
     Raises:
         ConfigError: if it is not there, not of the kind that is said, or damaged.
@@ -102,17 +102,16 @@ def find_initial(config: Checkpoint, damaged: Mapping[Path, str] | None = None) 
     if is_meta_folder(place.path):
         return InitialWeights("meta", place)
     if is_torchtitan_folder(place.path):
-        is_partial = place.path.name.endswith((commit.UNFINISHED, commit.DELETED))
-        place.check(not is_partial, "is not a complete checkpoint")
+        check_complete(place)
         return InitialWeights("torchtitan", place)
     candidates = find_candidates(place)
-    if candidates and all(is_torchtitan_folder(inner.path) for inner in candidates):
-        return InitialWeights("torchtitan", candidates[0])
-    found = find_checkpoint(place, damaged)
+    if candidates and all(is_torchtitan_folder(inner) for inner in candidates):
+        return InitialWeights("torchtitan", Place(LOAD_KEY, candidates[0]))
+    found = find_checkpoint(place, {})
     if found is None:
         is_hf = is_hf_folder(place.path)
         raise place.error("holds no checkpoint", _other(True) if is_hf else "")
-    return InitialWeights("ours", found.place, found.manifest)
+    return InitialWeights("ours", Place(LOAD_KEY, found.path), found.manifest)
 
 
 def _other(is_hf: bool) -> str:

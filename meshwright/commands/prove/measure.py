@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.checkpoint.manifest import NO_JOB
 from meshwright.checkpoint.reader import SafeCheckpointReader
 from meshwright.checkpoint.weights import CheckpointWeights
 from meshwright.commands.prove.job import (
@@ -34,15 +35,6 @@ from meshwright.parallelisms.shards import local_box
 from meshwright.system.files import Place
 from meshwright.train.preflight import Plan, preflight
 from meshwright.train.validation import Validation
-
-NOTHING: dict[str, Any] = {
-    "tokens_seen": 0,
-    "loss": None,
-    "frozen": [],
-    **{key: {} for key in ("data_identity", "data_content", "model_args", "mesh")},
-    **{key: {} for key in ("versions", "config")},
-}
-"""Manifest keys by which a resume tells another job; this is the same job."""
 
 
 @functools.cache  # it makes a process group, which is never freed: one for all cases of a pool
@@ -71,7 +63,7 @@ class SmallCheckpoint:
         process agrees with. So a checkpoint that equals the job is one that any mesh can load.
         """
         data = dataclasses.asdict(whole_cursor(job.cursor))
-        manifest = NOTHING | {"step": step, "data": data}
+        manifest = NO_JOB | {"step": step, "data": data}
         self._manager.save(step, job.tensors, manifest, is_last=True)
         path, local = commit.step_folder(self._folder, step), job.state_dict()
         names = _names(path)
