@@ -105,8 +105,8 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             word = SAME_VALUES.get(str(value).lower(), str(value))
-            found = word if word in choices else nearest(word, choices, may_lack_digits=True)
-            return f'write "{found}"' if found else ""
+            near = nearest(word, choices, may_lack_digits=True)
+            return f'write "{near[0]}"' if near else ""
     return ""
 
 

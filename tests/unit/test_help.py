@@ -10,7 +10,7 @@ from benchmarks.config_mutations import RULES, judge, message_of, mutations
 from meshwright.config.fields import FILE, all_keys, find_section, json_schema
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
-from meshwright.config.suggest import SECTIONS, SYNONYMS, suggest_key, suggest_section
+from meshwright.config.suggest import read_synonyms, suggest_key, suggest_section
 from meshwright.system.errors import CombinedConfigError, ConfigError
 from scripts import config_reference
 from tests.helpers.cli import check_job
@@ -82,13 +82,11 @@ def test_advice_on_a_section() -> None:
 
 def test_every_synonym_names_a_key() -> None:
     known = {".".join(key) for key, _ in all_keys()}
-    for section, names in SYNONYMS.items():
-        assert section == "" or find_section((section,)), section
-        for name, target in names.items():
-            for word in target.replace(" (", " or (").split(" or "):
-                keys = [] if word.startswith("(") else word.split(" and ")
-                assert all(k in known or k.startswith("model.args.") for k in keys), (name, target)
-    assert set(SECTIONS.values()) <= JobConfig.model_fields.keys()
+    for theirs, target in read_synonyms().keys.items():
+        for word in target.replace(" (", " or (").split(" or "):
+            keys = [] if word.startswith("(") else word.split(" and ")
+            assert all(k in known or k.startswith("model.args.") for k in keys), (theirs, target)
+    assert set(read_synonyms().sections.values()) <= JobConfig.model_fields.keys()
 
 
 def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
