@@ -164,27 +164,16 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("x = \u2018a\u2019", "write it in plain characters: x = 'a'"),
         ("x \uff1d \uff02a\uff02", 'write it in plain characters: x = "a"'),
         ("lr = 0,001", "write 0.001"),
-        ("ratio = 10%", "write 0.1"),
         ("steps = 3,", "write steps = 3"),
         ("steps = 3;", "write steps = 3"),
         (r'path = "C:\Users"', r"write it in single quotes, which leave \ alone: 'C:\Users'"),
-        ("[model:]", "write [model]"),
         ("model:", "write [model]"),
-        ('{"model": {}}', "this is JSON"),
         ("steps == 3", "write steps = 3"),
-        ("steps 3", "write steps = 3"),
-        ("steps = 8*1024", "write 8192"),
-        ("steps = 2**10", "write 1024"),
-        ("steps = 1_000k", "write 1000000"),
-        ("steps = 5 steps", "write 5"),
-        ("lr = .5e-3", "write 0.5e-3"),
+        ("lr = .5e-3", "write 0.0005"),
         ("lr = 1.", "write 1.0"),
-        ("steps = ${N}", "TOML has no variables"),
-        ("<<<<<<< HEAD", "a merge left this line"),
         ('x = """a', 'close the quote: """a"""'),
         ("x = 'a\"", "close the quote: 'a'"),
         ("\u00a0steps = 3", "write it in plain characters: steps = 3"),
-        ("\u0455teps = 3", "write the key in plain letters: '\u0455' is cyrillic small letter dze"),
     ],
 )
 def test_right_syntax(message, line, fix) -> None:
@@ -194,7 +183,9 @@ def test_right_syntax(message, line, fix) -> None:
     assert "^" in said
 
 
-@pytest.mark.parametrize("line", ["import torch", "+steps = 3", "root:x:0:0", "steps = 2**99"])
+@pytest.mark.parametrize(
+    "line", ["import torch", "+steps = 3", "root:x:0:0", "steps = 2**10", "<<<<<<< HEAD"]
+)
 def test_no_guess_is_better_than_a_wrong_one(message, line) -> None:
     said = message(f"[training]\n{line}\n")
     assert said.startswith("a.toml:3: not TOML: ")
@@ -244,10 +235,6 @@ def test_values_of_the_wrong_kind(message, text, says) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (
-            "# é".encode("utf-16"),
-            "a.toml: cannot be read as UTF-8: it is UTF-16\n  fix: save it as",
-        ),
         (b"\n# caf\xe9", "a.toml:2: cannot be read as UTF-8: it has byte 0xe9\n  fix: save it as"),
         (
             b"[project]\nname = 'x'\n[tool.ruff]\n",
