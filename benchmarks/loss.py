@@ -38,7 +38,7 @@ def measure(steps: int, warm_up: int, words: list[str]) -> dict[str, float]:
     from meshwright.train.trainer import StepOptions, train_step
 
     torch.set_num_threads(2)
-    plan, cpu = preflight(load_config(words)[0], 1), torch.device("cpu")
+    plan, cpu = preflight(load_config(words), 1), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
         meshes = build_meshes(plan.dims, "cpu")

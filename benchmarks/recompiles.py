@@ -100,7 +100,7 @@ def main() -> None:
 
 def job(overrides: list[str]) -> None:
     """One rank of one job."""
-    config, _ = load_config(overrides)
+    config = load_config(overrides)
     run(preflight(config, int(os.environ["WORLD_SIZE"])), extra_sinks=[CountGraphs()])
 
 

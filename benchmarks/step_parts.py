@@ -65,7 +65,7 @@ def main() -> None:
         words = [*sys.argv[1:], "--job.dump_folder", folder, "--metrics.log_freq", "1"]
         words += ["--training.steps", str(LAST + 1), "--checkpoint.enable", "false"]
         watch = Watch()
-        run(preflight(load_config(words)[0], world_size=1), extra_sinks=[watch])
+        run(preflight(load_config(words), world_size=1), extra_sinks=[watch])
     parts: dict[str, float] = defaultdict(float)
     for event in watch.profile.key_averages():
         own_us = event.self_device_time_total or event.self_cpu_time_total

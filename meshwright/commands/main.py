@@ -152,7 +152,15 @@ def run(words: Sequence[str]) -> None:
     given = parse(build_parser(name, rest), rest)  # before the import: --help needs none
     with uncollected():
         command = resolve_name(COMMANDS[name].run)
-    command(given)
+    try:
+        command(given)
+    except ConfigError as error:
+        if not COMMANDS[name].takes_config:
+            raise
+        # not at the top: pydantic takes 0.1 s, more than `--help` needs for all else
+        from meshwright.config.loader import with_lines
+
+        raise with_lines(error, given) from None
 
 
 def main() -> None:

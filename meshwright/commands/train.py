@@ -9,10 +9,11 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.commands import tokenize_data
 from meshwright.commands.check import check_job
 from meshwright.config.loader import find_config
+from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.log import log_to_console
 from meshwright.system.machine import Ranks, count_cores, count_ranks
 from meshwright.system.processes import (
     CHECKED,
@@ -47,9 +48,10 @@ def run(given: Namespace) -> None:
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
-    check_job(given, ranks)
-    given.workers, given.verify, given.quiet = 0, False, True
-    tokenize_data.run(given)  # before ranks wait for it
+    config = check_job(given, ranks).config
+    log_to_console()
+    open_training_data(config)  # which tokenises it, before ranks wait for that
+    open_validation_data(config)
     os.environ.update(environment(ranks, os.environ))
     sys.stdout.flush()
     torchrun = [

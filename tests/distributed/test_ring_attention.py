@@ -97,7 +97,7 @@ def test_the_config_decides(on_ranks) -> None:
     axes = [f"--parallelism.{KEYS[axis]}={n}" for axis, n in (("dp_shard", 1), ("cp", 2))]
     for attention, want in (("ring", True), ("gather", False), ("auto", False)):
         words = [*axes, f"--parallelism.context_parallel_attention={attention}"]
-        config, _ = load_config(["--job.config_file", str(DEBUG), *words])
+        config = load_config(["--job.config_file", str(DEBUG), *words])
         for built in on_ranks(2, _built_to_go_around, config):
             assert built == [want] * 6, attention
 

@@ -60,7 +60,7 @@ def resume(tmp_path: Path):
     """Save with some settings, then look at a resume with others."""
 
     def save(words: tuple[str, ...], manifest: dict) -> None:
-        plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words])[0], 1)
+        plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words]), 1)
         commit.unfinished_folder(plan.checkpoint_folder, STEP).mkdir(parents=True)
         of_job = {
             "step": STEP,
@@ -78,7 +78,7 @@ def resume(tmp_path: Path):
         if not commit.saved_steps(tmp_path / "checkpoint"):
             save(saved_with, manifest)
         words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
-        return resume_diff(preflight(load_config(words)[0], 1))
+        return resume_diff(preflight(load_config(words), 1))
 
     return look
 

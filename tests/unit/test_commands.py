@@ -111,7 +111,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
     ],
 )
 def test_the_config_is_a_plain_argument_anywhere(words) -> None:
-    config, _ = load_config(words)
+    config = load_config(words)
     assert (config.training.steps, config.compile.enable) == (9, True)
     assert config.job.config_file == DEBUG
 

@@ -346,7 +346,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
-    plan = preflight(load_config(words)[0], 1)
+    plan = preflight(load_config(words), 1)
     for device_type in ("cpu", "cuda"):
         check_device(plan.config, device_type, has_ring_kernel=False, fp32_modules=["layers.0"])
     eager = [*words, "--compile.enable=false"]

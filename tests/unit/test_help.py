@@ -97,16 +97,16 @@ def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
         '[validation]\ndataset = "nope"\n'
     )
     assert message(text) == (
-        "a.toml:6: unknown key training.step"
-        "\n    step = 3\n    ^^^^\n  fix: did you mean training.steps?\n"
-        "a.toml:7: training.seq_len = '64': must be a whole number\n"
-        '    seq_len = "64"\n              ^^^^\n  fix: write 64, without quotes\n'
         "a.toml:3: model.flavor = 'debugmodl': no such size\n"
         '    flavor = "debugmodl"  # small\n             ^^^^^^^^^^^\n'
         "  fix: did you mean debugmodel?\n"
         "a.toml:4: model.tokenizer_path = 'HERE/x#y.model': no such file or folder\n"
         '    tokenizer_path = "x#y.model"\n                     ^^^^^^^^^^^\n'
         "  fix: check the path: HERE exists, but holds no x#y.model\n"
+        "a.toml:6: unknown key training.step"
+        "\n    step = 3\n    ^^^^\n  fix: did you mean training.steps?\n"
+        "a.toml:7: training.seq_len = '64': must be a whole number\n"
+        '    seq_len = "64"\n              ^^^^\n  fix: write 64, without quotes\n'
         "a.toml:9: validation.dataset = 'nope': no such dataset\n"
         '    dataset = "nope"\n              ^^^^^^\n'
         "  fix: choose from arrow, c4, fineweb, fineweb-edu, json, megatron, parquet, "
@@ -254,7 +254,7 @@ def test_files_of_another_kind(tmp_path, monkeypatch, content, says) -> None:
 
 def test_the_mark_of_windows_editors_is_no_text(tmp_path) -> None:
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
-    config, _ = load_config([str(tmp_path / "a.toml")])
+    config = load_config([str(tmp_path / "a.toml")])
     assert config.training.steps == 7
 
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.commands.train import host_settings
-from meshwright.config.loader import config_errors, load_given
+from meshwright.config.loader import load_given
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.machine import Ranks, count_cores, count_gpus
 
@@ -76,24 +76,23 @@ def _answer(given: Namespace) -> str:
     what = "searching a mesh" if given.search else "planning"
     ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
     print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
-    config, provenance = load_given(given)
+    config = load_given(given)
     # not at the top: it needs torch, which `--help` and the checks so far do not
     from meshwright.commands.plan import plan as command
 
-    with config_errors(provenance):
-        if given.search:
-            return command.search(
-                config, given.world_size, device, given.rates, workers, as_json=given.json
-            )
-        return command.plan(
-            config,
-            given.world_size,
-            device,
-            given.rates,
-            rank=given.rank,
-            all_stages=given.all_stages,
-            as_json=given.json,
-            html=given.html,
-            tries_remedies=not given.no_remedies,
-            workers=workers,
+    if given.search:
+        return command.search(
+            config, given.world_size, device, given.rates, workers, as_json=given.json
         )
+    return command.plan(
+        config,
+        given.world_size,
+        device,
+        given.rates,
+        rank=given.rank,
+        all_stages=given.all_stages,
+        as_json=given.json,
+        html=given.html,
+        tries_remedies=not given.no_remedies,
+        workers=workers,
+    )

@@ -11,7 +11,7 @@ from meshwright.commands.prove.prove import Row, prove
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import config_errors, load_given
+from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
@@ -27,18 +27,17 @@ def run(given: Namespace) -> None:
         ConfigError: if the config could not run on any number of ranks, or the output cannot be
             written.
     """
-    config, provenance = load_given(given)
-    with config_errors(provenance):
-        check_contradictions(config)
-        check_installed("float8.enable", config.float8.enable, "torchao")
-        check_split_float8(config)
-        _, args = resolve_model(config)
-        check_divisible(config, args.table)
-        assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
-        if config.training.mask_documents:  # then every case compiles, the reference included
-            reason = why_no_compiler()
-            rule = f"its attention is compiled, and {reason}"
-            check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
+    config = load_given(given)
+    check_contradictions(config)
+    check_installed("float8.enable", config.float8.enable, "torchao")
+    check_split_float8(config)
+    _, args = resolve_model(config)
+    check_divisible(config, args.table)
+    assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
+    if config.training.mask_documents:  # then every case compiles, the reference included
+        reason = why_no_compiler()
+        rule = f"its attention is compiled, and {reason}"
+        check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if given.every_mesh:
