@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 
+from meshwright.commands.options import add_ranks
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import Written, read, unreadable_paths
 from meshwright.system.errors import Mistakes, numbered
@@ -11,6 +12,9 @@ from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.train.preflight import Plan, check_alone, preflight, resume_diff
 
 DEFAULT_PRESET = "debug_model"
+
+
+add_options = add_ranks
 
 
 def run(given: Namespace) -> None:

@@ -11,12 +11,25 @@ import tomli_w
 
 from meshwright.commands.plain_text import align
 from meshwright.config.changes import differences
+from meshwright.config.command_line import Parser
 from meshwright.config.fields import entries, find_field, json_schema, summary
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright config`."""
+    parser.add_argument(
+        *("--help", "-h"),
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="document every key, or those of a section, or one key",
+    )
+    parser.add_argument("--presets", action="store_true", help="list the presets")
 
 
 def run(given: Namespace) -> None:
@@ -28,6 +41,12 @@ def run(given: Namespace) -> None:
     else:
         written = read(given)
         print("\n".join(_with_origins(to_toml(written.config()), written.provenance)))
+
+
+def add_options_diff(parser: Parser) -> None:
+    """Options of `meshwright config diff`."""
+    parser.add_argument("a", help="a TOML file, or a preset by name")
+    parser.add_argument("b", help="the same")
 
 
 def run_diff(given: Namespace) -> None:

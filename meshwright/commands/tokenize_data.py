@@ -2,11 +2,21 @@
 
 from argparse import Namespace
 
+from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
 from meshwright.datasets.opening import StreamedSource, open_training_data, open_validation_data
 from meshwright.system.errors import check
 from meshwright.system.log import log_to_console, logger
 from meshwright.train.preflight import check_data
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright tokenize`."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
+    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
 
 def run(given: Namespace) -> None:

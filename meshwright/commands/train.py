@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.commands.check import check_job
+from meshwright.commands.options import add_ranks
+from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
 from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.system.errors import ConfigError, check
@@ -35,6 +37,22 @@ OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright train`."""
+    add_ranks(parser)
+    parser.add_argument(
+        "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where machines meet, one of them (default: $RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id", metavar="NAME", help="of the job there (default: $RDZV_ID, or meshwright)"
+    )
 
 
 def run(given: Namespace) -> None:

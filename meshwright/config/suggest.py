@@ -33,7 +33,7 @@ class Synonyms(NamedTuple):
 def read_synonyms() -> Synonyms:
     """Read `synonyms.toml`, which says what is in it."""
     tables = tomli.loads(Path(__file__).with_name("synonyms.toml").read_text("utf-8"))
-    return Synonyms(*(_by_theirs(tables[name]) for name in Synonyms._fields))
+    return Synonyms(**{name: _by_theirs(names) for name, names in tables.items()})
 
 
 def _by_theirs(table: Mapping[str, str]) -> dict[str, str]:

@@ -6,11 +6,46 @@ import subprocess
 import sys
 from argparse import Namespace
 
+from meshwright.commands.options import input_path, output_file
 from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.commands.train import host_settings
+from meshwright.config.command_line import Parser
 from meshwright.config.loader import load_given
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.machine import Ranks, count_cores, count_gpus
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright plan`."""
+    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default="",
+        help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU",
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
+    )
+    parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
+    parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
+    parser.add_argument(
+        "--calibrate",
+        type=output_file,
+        metavar="FILE",
+        help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
+    )
+    parser.add_argument(
+        "--rates", type=input_path, metavar="FILE", help="take times from a file of --calibrate"
+    )
+    parser.add_argument(
+        "--no-remedies", action="store_true", help="try no switches if it does not fit"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"
+    )
 
 
 def run(given: Namespace) -> None:
