@@ -54,7 +54,7 @@ def make_plan(folder: Path, steps: int, batch: int, reports: str) -> Plan:
         "compile.enable": "false",  # as the bare loop
         **REPORTS[reports],
     }
-    config, _ = load_config([f"--{key}={value}" for key, value in keys.items()])
+    config = load_config([f"--{key}={value}" for key, value in keys.items()])
     return preflight(config, world_size=1)
 
 

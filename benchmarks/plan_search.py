@@ -35,7 +35,7 @@ LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
 
 
 def main() -> None:
-    config, _ = load_config(CONFIG)
+    config = load_config(CONFIG)
     device = find_device("h100")
     rates = assumed(device)
     assert rates is not None

@@ -234,7 +234,7 @@ def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
     """Return the bytes of a preset's peak, predicted and simulated."""
     path, device = ROOT / f"train_configs/{name}.toml", find_device("h100")
     words = ["--training.local_batch_size=1", *options.split()]
-    config, _ = load_config([f"--job.config_file={path}", *words])
+    config = load_config([f"--job.config_file={path}", *words])
     job = plan_job(config, ranks, is_gpu=True)
     predicted = predict(job, ranks, 0, device)
     assert predicted.line is not None
@@ -258,7 +258,7 @@ def plan_published(one: Published) -> tuple[float, float]:
     local, batch = one.batches
     words = [f"--training.local_batch_size={local}", f"--training.global_batch_size={batch}"]
     path = ROOT / f"train_configs/{one.preset}.toml"
-    config, _ = load_config([f"--job.config_file={path}", *words, *one.options.split()])
+    config = load_config([f"--job.config_file={path}", *words, *one.options.split()])
     if one.is_torchtitan:
         config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
     job = plan_job(config, one.ranks, is_gpu=True)

@@ -23,7 +23,7 @@ parser.add_argument("first", type=int)
 parser.add_argument("last", type=int)
 args = parser.parse_args()
 
-config, _ = load_config(["--job.config_file", str(args.dump_folder / "config.toml")])
+config = load_config(["--job.config_file", str(args.dump_folder / "config.toml")])
 sources = open_training_data(config)
 names = [source.entry.name for source in sources]
 if args.source not in names or not 0 <= args.first <= args.last:

@@ -58,7 +58,7 @@ def main() -> None:
             "compile.enable": str(w.compile).lower(),
             "metrics.log_freq": 1,
         } | json.loads(os.environ.get(OVERRIDES, "{}"))
-        config, _ = load_config([f"--{key}={value}" for key, value in keys.items()])
+        config = load_config([f"--{key}={value}" for key, value in keys.items()])
         marks = Marks()
         run(preflight(config, w.ranks), extra_sinks=[marks])
     marks.watch.report()

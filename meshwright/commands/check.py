@@ -3,14 +3,18 @@
 import os
 from argparse import Namespace
 
-from meshwright.config.loader import InvalidConfigError, check_paths, config_errors, load_given
-from meshwright.config.provenance import Provenance
-from meshwright.system.errors import ConfigError, Mistakes, numbered
+from meshwright.commands.options import add_ranks
+from meshwright.config.job_config import JobConfig
+from meshwright.config.loader import Written, read, unreadable_paths
+from meshwright.system.errors import Mistakes, numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
 from meshwright.train.preflight import Plan, check_alone, preflight, resume_diff
 
 DEFAULT_PRESET = "debug_model"
+
+
+add_options = add_ranks
 
 
 def run(given: Namespace) -> None:
@@ -41,9 +45,14 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
         ConfigError: for every fault.
     """
     given.config = given.config or os.environ.get("CONFIG_FILE") or DEFAULT_PRESET
-    plan, provenance = load_and_check(given, ranks.total, is_gpu=ranks.gpus != 0)
+    written = read(given)
+    for note in written.notes:
+        log_to_console()
+        logger.info("%s", note)
+    plan = preflight(_valid(written), ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
-    idle = {text for text in plan.idle_options if provenance.is_inherited(text.partition(" = ")[0])}
+    is_inherited = written.provenance.is_inherited
+    idle = {text for text in plan.idle_options if is_inherited(text.partition(" = ")[0])}
     notes = [text for text in plan.notes if text not in idle]
     slow = _slow_type(ranks, plan.config.training.mixed_precision_param)
     if slow or notes or plan.resume_step:
@@ -73,28 +82,22 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
     return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
 
 
-def load_and_check(given: Namespace, world_size: int, *, is_gpu: bool) -> tuple[Plan, Provenance]:
-    """Load a config and check it for a job of `world_size` ranks.
+def _valid(written: Written) -> JobConfig:
+    """Return the config, if all its values are valid.
 
     Raises:
         ConfigError: for every fault. Beside wrong keys, only written values are
             checked, and only by themselves: absent values alone could break a rule.
     """
-    try:
-        config, provenance = load_given(given)
-    except InvalidConfigError as error:
-        faults = Mistakes()
-        if error.rest is not None:
-            with faults.collect():
-                check_paths(error.rest)
-                check_alone(error.rest)
-        written = [
-            e for e in faults.errors if error.provenance.has(e.key) and e.key not in error.keys
-        ]
-        more = map(error.provenance.explain, written)
-        raise ConfigError("", "\n".join([str(error), *more])) from None
-    for note in provenance.notes:
-        log_to_console()
-        logger.info("%s", note)
-    with config_errors(provenance):
-        return preflight(config, world_size, is_gpu=is_gpu), provenance
+    config, errors = written.valid_part()
+    faults, wrong = Mistakes(), {error.key for error in errors}
+    if config is not None:
+        faults.errors += unreadable_paths(config)
+    if config is not None and errors:
+        with faults.collect():
+            check_alone(config)
+        has = written.provenance.has
+        faults.errors = [e for e in faults.errors if has(e.key) and e.key not in wrong]
+    written.raise_at_lines(errors + faults.errors)
+    assert config is not None
+    return config

@@ -20,7 +20,9 @@ from meshwright.checkpoint.find import (
 )
 from meshwright.checkpoint.index import INDEX, SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest
+from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.commands.plain_text import align, flatten, human_bytes
+from meshwright.config.command_line import Parser
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 
@@ -40,6 +42,11 @@ def readable() -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigError("", f"{error.filename}: {error.strerror}") from None
+
+
+def add_options_ls(parser: Parser) -> None:
+    """Options of `meshwright checkpoint ls`."""
+    parser.add_argument("folder", type=input_path, help="a dump folder, or one of checkpoints")
 
 
 @readable()
@@ -80,6 +87,12 @@ def _loss(manifest: Manifest) -> str:
 def _mesh(mesh: dict[str, int]) -> str:
     """Degrees above one: dp_shard=4,tp=2."""
     return ",".join(f"{axis}={degree}" for axis, degree in mesh.items() if degree > 1) or "1"
+
+
+def add_options_show(parser: Parser) -> None:
+    """Options of `meshwright checkpoint show`."""
+    parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
+    parser.add_argument("--tensors", action="store_true", help="name every tensor")
 
 
 @readable()
@@ -147,6 +160,13 @@ def _data(manifest: Manifest) -> Iterator[tuple[str, object]]:
         ends = f"{min(epochs)} to {max(epochs)}" if len(epochs) > 1 else f"{max(epochs, default=0)}"
         streamed = f", {len(shards)} shards, in epoch {ends}" if shards else ""
         yield f"  {name}", f"{count:,}{streamed}"
+
+
+def add_options_verify(parser: Parser) -> None:
+    """Options of `meshwright checkpoint verify`."""
+    parser.add_argument(
+        "folder", type=input_path, help="a step's folder, or a dump folder: all in it"
+    )
 
 
 @readable()

@@ -3,16 +3,20 @@
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.find import open_checkpoint
 from meshwright.checkpoint.index import SavedTensor, read_saved_tensors
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.weights import CheckpointWeights, TensorDifference, compare_tensors
 from meshwright.commands.checkpoint import readable
+from meshwright.commands.options import CHECKPOINT, input_path
 from meshwright.commands.plain_text import align
 from meshwright.config.changes import ABSENT, differences
+from meshwright.config.command_line import Parser
 from meshwright.system.files import Place
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.weights import TensorDifference
 
 APART = ("files", "crc32", "config")
 """Keys of the manifest that say how it is stored, on other meshes in other files; and one that is
@@ -20,6 +24,13 @@ compared by itself."""
 
 
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright checkpoint diff`."""
+    parser.add_argument("a", type=input_path, help=CHECKPOINT)
+    parser.add_argument("b", type=input_path, help="the same")
+    parser.add_argument("--tensors", action="store_true", help="compare tensors alone")
 
 
 @readable()
@@ -58,11 +69,15 @@ def _value(value: object) -> str:
 
 
 def _diff_tensors(a: Place, b: Place) -> bool:
+    # not at the top: torch takes a second
+    from meshwright.checkpoint.weights import CheckpointWeights, compare_tensors
+
     there = _saved(a), _saved(b)
     comparable = {n: t for n, t in there[0].items() if there[1].get(n) == t}
     unlike = sorted(n for n in there[0].keys() & there[1].keys() if n not in comparable)
     missing = [sorted(there[i].keys() - there[1 - i].keys()) for i in (0, 1)]
-    found = compare_tensors(_open(a), _open(b), comparable)
+    of_a, of_b = (CheckpointWeights(place, saved_name=str) for place in (a, b))
+    found = compare_tensors(of_a, of_b, comparable)
     rows = [_row(difference) for difference in found if difference is not None]
     equal = len(comparable) - len(rows)
     print(f"\ntensors: {equal} of {len(there[0].keys() | there[1].keys())} are equal to the bit")
@@ -86,10 +101,6 @@ def _saved(place: Place) -> dict[str, SavedTensor]:
         raise place.error(f"the index of its tensors cannot be read: {error}") from None
 
 
-def _open(place: Place) -> CheckpointWeights:
-    return CheckpointWeights(place, saved_name=str)
-
-
 def _is_of_rank(name: str) -> bool:
     return name.startswith("rng.")
 
@@ -98,7 +109,7 @@ def _shown(tensor: SavedTensor) -> str:
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _row(d: TensorDifference) -> tuple[object, ...]:
+def _row(d: "TensorDifference") -> tuple[object, ...]:
     at = ",".join(map(str, d.index)) or "-"
     return (
         *(d.name, d.count, d.numel, f"{d.largest:.3g}", f"{d.relative:.3g}"),

@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import get_args, get_origin
 
 from meshwright.commands import main
+from meshwright.config.command_line import Parser
 from meshwright.config.fields import all_keys, is_flag
 from meshwright.config.loader import preset_names
 
@@ -34,6 +35,11 @@ _meshwright() {{
 }}
 complete -o filenames -F _meshwright meshwright
 """
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def run(given: Namespace) -> None:

@@ -11,13 +11,25 @@ import tomli_w
 
 from meshwright.commands.plain_text import align
 from meshwright.config.changes import differences
-from meshwright.config.command_line import Parser, add_config, parse
+from meshwright.config.command_line import Parser
 from meshwright.config.fields import entries, find_field, json_schema, summary
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import load_given, preset_names, to_toml
+from meshwright.config.loader import parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright config`."""
+    parser.add_argument(
+        *("--help", "-h"),
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="document every key, or those of a section, or one key",
+    )
+    parser.add_argument("--presets", action="store_true", help="list the presets")
 
 
 def run(given: Namespace) -> None:
@@ -27,24 +39,22 @@ def run(given: Namespace) -> None:
     elif given.help is not None:
         print("\n".join(_documentation(given.help)))
     else:
-        config, provenance = load_given(given)
-        print("\n".join(_with_origins(to_toml(config), provenance)))
+        written = read(given)
+        print("\n".join(_with_origins(to_toml(written.config()), written.provenance)))
+
+
+def add_options_diff(parser: Parser) -> None:
+    """Options of `meshwright config diff`."""
+    parser.add_argument("a", help="a TOML file, or a preset by name")
+    parser.add_argument("b", help="the same")
 
 
 def run_diff(given: Namespace) -> None:
     """Print the keys in which two configs differ, with the origin of each; exit with 1 if any."""
-    loaded = []
-    for name in (given.a, given.b):
-        words = [name]
-        parser = Parser("meshwright config diff")
-        add_config(parser, words)
-        loaded.append(load_given(parse(parser, words)))
-    (a, of_a), (b, of_b) = loaded
-    tables = [config.model_dump(exclude={"job": {"config_file"}}) for config in (a, b)]
-    rows = [
-        (d.key, repr(d.old), repr(d.new), of_a.origin(d.key), of_b.origin(d.key))
-        for d in differences(tables[0], tables[1])
-    ]
+    both = [read(parse_config([name])) for name in (given.a, given.b)]
+    a, b = (written.config().model_dump(exclude={"job": {"config_file"}}) for written in both)
+    of_a, of_b = (written.provenance.origin for written in both)
+    rows = [(d.key, repr(d.old), repr(d.new), of_a(d.key), of_b(d.key)) for d in differences(a, b)]
     if not rows:
         print("equal")
         return
@@ -110,11 +120,12 @@ def run_migrate(given: Namespace) -> None:
     Raises:
         ConfigError: if the TOML is not torchtitan's, or asks for a feature that Meshwright lacks.
     """
-    config, provenance = load_given(given)
+    written = read(given)
+    config, notes = written.config(), written.notes
     fix = "name a TOML with its model.name and model.flavor, as qwen3 and 8B"
-    check(bool(provenance.notes), "CONFIG", given.config, "is not torchtitan's", fix)
+    check(bool(notes), "CONFIG", given.config, "is not torchtitan's", fix)
     print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
-    for note in provenance.notes:
+    for note in notes:
         print(fill(note, 100, initial_indent="# ", subsequent_indent="#     "))
     table = config.model_dump(exclude_unset=True, exclude_none=True)
     table.get("job", {}).pop("config_file", None)

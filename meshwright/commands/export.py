@@ -5,12 +5,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import torch
-
-from meshwright.checkpoint.conversion.export import export
-from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
-from meshwright.checkpoint.find import open_checkpoint
-from meshwright.commands.saved import open_tokenizer, saved_spec
+from meshwright.commands.options import CHECKPOINT, add_saved_model, input_path, output_folder
+from meshwright.config.command_line import Parser
 from meshwright.system.errors import check
 from meshwright.system.files import Place
 from meshwright.system.log import console_width, wrap
@@ -19,12 +15,42 @@ from meshwright.train.resolve_model import extend_by
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright export`."""
+    parser.add_argument("checkpoint", type=input_path, help=CHECKPOINT)
+    parser.add_argument("out", type=output_folder, help="the folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="type of the weights there (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="most bytes per file: a number and KB, MB or GB (default: 5GB)",
+    )
+    add_saved_model(parser)
+    parser.add_argument(
+        "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
+    )
+
+
 def run(given: Namespace) -> None:
     """Export, and print the comparisons made.
 
     Raises:
         ConfigError: if the checkpoint cannot be exported.
     """
+    # not at the top: torch takes a second
+    import torch
+
+    from meshwright.checkpoint.conversion.export import export
+    from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
+    from meshwright.checkpoint.find import open_checkpoint
+    from meshwright.commands.saved import open_tokenizer, saved_spec
+
     max_shard_bytes = _bytes(given.max_shard_size)
     extend_by(given.custom_import, "--custom-import")
     with open_checkpoint(Place("CHECKPOINT", given.checkpoint), _say) as (place, manifest):

@@ -1,17 +1,16 @@
 """The command `meshwright`.
 
-To add a command: a function in `arguments.py` that declares its options, and a line in `COMMANDS`.
+To add a command: a module with `add_options(parser)` and `run(given)`, and a line in `COMMANDS`.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import NamedTuple
 
 from meshwright import __version__
-from meshwright.commands import options as arguments
 from meshwright.config.command_line import EVERY_KEY, Parser, add_config, parse
 from meshwright.system.errors import (
     EXIT_CONFIG,
@@ -28,92 +27,62 @@ from meshwright.system.modules import uncollected
 class Command(NamedTuple):
     """A row of `COMMANDS`."""
 
-    run: str
-    """`module:function` that takes the parsed options (a Namespace). Imported only when it is
-    called: some import torch, which takes a second."""
-    add_arguments: Callable[[Parser], None]
+    module: str
+    """In this folder. Imported only for its command, and free of torch, which takes a second: what
+    needs torch is imported by `run`."""
     purpose: str
     takes_config: bool = False
     """It takes CONFIG and --section.key: `load_given(given)` loads them."""
+    suffix: str = ""
+    """Of its functions `add_options` (none: no options) and `run`, which takes the parsed ones."""
+
+    def function(self, name: str) -> Callable[..., None] | None:
+        """Return one of its functions."""
+        with uncollected():
+            module = import_module(f"meshwright.commands.{self.module}")
+        return getattr(module, f"{name}{self.suffix}", None)
 
 
 COMMANDS = {
     "train": Command(
-        "meshwright.commands.train:run",
-        arguments.train,
+        "train",
         "check a config, tokenise its data and train on all GPUs, or on 2 CPU ranks",
-        True,
+        takes_config=True,
     ),
-    "check": Command(
-        "meshwright.commands.check:run", arguments.ranks, "check that a config can run", True
-    ),
-    "config": Command(
-        "meshwright.commands.config:run", arguments.config, "show every value of a config", True
-    ),
+    "check": Command("check", "check that a config can run", takes_config=True),
+    "config": Command("config", "show every value of a config", takes_config=True),
     "config migrate": Command(
-        "meshwright.commands.config:run_migrate",
-        arguments.nothing,
+        "config",
         "translate a TOML of torchtitan 0.2.2, with a note for each key",
-        True,
+        takes_config=True,
+        suffix="_migrate",
     ),
-    "config diff": Command(
-        "meshwright.commands.config:run_diff",
-        arguments.config_diff,
-        "list the keys in which two configs differ",
-    ),
-    "schema": Command(
-        "meshwright.commands.config:run_schema",
-        arguments.nothing,
-        "print the JSON Schema of a config, for editors",
-    ),
-    "tokenize": Command(
-        "meshwright.commands.tokenize_data:run",
-        arguments.tokenize,
-        "tokenise the data of a job",
-        True,
-    ),
+    "config diff": Command("config", "list the keys in which two configs differ", suffix="_diff"),
+    "schema": Command("config", "print the JSON Schema of a config, for editors", suffix="_schema"),
+    "tokenize": Command("tokenize_data", "tokenise the data of a job", takes_config=True),
     "plan": Command(
-        "meshwright.commands.plan.command:run",
-        arguments.plan,
+        "plan.command",
         "plan memory, traffic and step time on devices that are not there",
-        True,
+        takes_config=True,
     ),
     "prove": Command(
-        "meshwright.commands.prove.command:run",
-        arguments.prove,
+        "prove.command",
         "train a config in small on many meshes, and compare each with one process",
-        True,
+        takes_config=True,
     ),
     "report": Command(
-        "meshwright.commands.report:run",
-        arguments.report,
+        "report",
         "write a run as one HTML file: curves, time, validation, resumes, skipped steps, config",
     ),
-    "checkpoint ls": Command(
-        "meshwright.commands.checkpoint:run_ls", arguments.checkpoint_ls, "list checkpoints"
-    ),
-    "checkpoint show": Command(
-        "meshwright.commands.checkpoint:run_show",
-        arguments.checkpoint_show,
-        "describe a checkpoint",
-    ),
+    "checkpoint ls": Command("checkpoint", "list checkpoints", suffix="_ls"),
+    "checkpoint show": Command("checkpoint", "describe a checkpoint", suffix="_show"),
     "checkpoint verify": Command(
-        "meshwright.commands.checkpoint:run_verify",
-        arguments.checkpoint_verify,
-        "compare every byte with its checksum",
+        "checkpoint", "compare every byte with its checksum", suffix="_verify"
     ),
-    "checkpoint diff": Command(
-        "meshwright.commands.checkpoint_diff:run",
-        arguments.checkpoint_diff,
-        "compare two checkpoints",
-    ),
-    "export": Command(
-        "meshwright.commands.export:run", arguments.export, "write a checkpoint for Hugging Face"
-    ),
-    "generate": Command("meshwright.commands.generate:run", arguments.generate, "generate text"),
-    "completion": Command(
-        "meshwright.commands.completion:run", arguments.completion, "print a script for bash or zsh"
-    ),
+    "checkpoint diff": Command("checkpoint_diff", "compare two checkpoints"),
+    "export": Command("export", "write a checkpoint for Hugging Face"),
+    "generate": Command("generate", "generate text"),
+    "completion": Command("completion", "print a script for bash or zsh"),
 }
 """By name, of one word or two."""
 
@@ -129,7 +98,8 @@ def build_parser(name: str, words: Sequence[str] = ()) -> Parser:
     if command.takes_config:
         add_config(parser, words)
         parser.epilog = EVERY_KEY
-    command.add_arguments(parser)
+    if add_options := command.function("add_options"):
+        add_options(parser)
     return parser
 
 
@@ -149,10 +119,18 @@ def run(words: Sequence[str]) -> None:
         fix = did_you_mean(wrong, within or [*COMMANDS, "--help", "--version"])
         raise ConfigError("", f"unknown command {wrong}\n  fix: {fix}")
     rest = words[len(name.split()) :]
-    given = parse(build_parser(name, rest), rest)  # before the import: --help needs none
-    with uncollected():
-        command = resolve_name(COMMANDS[name].run)
-    command(given)
+    given = parse(build_parser(name, rest), rest)
+    command = COMMANDS[name].function("run")
+    assert command is not None
+    try:
+        command(given)
+    except ConfigError as error:
+        if not COMMANDS[name].takes_config:
+            raise
+        # not at the top: pydantic takes 0.1 s, and a list of the commands needs none
+        from meshwright.config.loader import with_lines
+
+        raise with_lines(error, given) from None
 
 
 def main() -> None:

@@ -2,8 +2,21 @@
 
 from argparse import Namespace
 
+from meshwright.commands.options import input_path, output_file
+from meshwright.config.command_line import Parser
 from meshwright.metrics.report.page import page
 from meshwright.metrics.report.run import read_run
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright report`."""
+    parser.add_argument("run_dir", type=input_path, metavar="RUN_DIR", help="a job.dump_folder")
+    parser.add_argument(
+        "--output",
+        type=output_file,
+        metavar="FILE",
+        help="HTML file (default: RUN_DIR/report.html)",
+    )
 
 
 def run(given: Namespace) -> None:

@@ -1,13 +1,51 @@
-"""A checkpoint's model family and tokenizer."""
+"""A model that is saved: its family and tokenizer, and, to make text with it, its weights."""
 
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+
+from meshwright.checkpoint.conversion.hf_folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    is_hf_folder,
+    read_args,
+)
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
+from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer, special_ids
+from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.datasets.tokenizers.kinds import (
+    Tokenizer,
+    build_tokenizer,
+    prompt_tokens,
+    special_ids,
+)
+from meshwright.models.args import DecoderArgs
+from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
+from meshwright.system import device as hardware
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.files import Place
+
+SOURCE = "CHECKPOINT_OR_HF_FOLDER"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The parts that make text."""
+
+    args: DecoderArgs
+    weights: CheckpointWeights | HuggingFaceWeights
+    tokenizer: Tokenizer
+    stop: frozenset[int]
+    """Tokens that end a text."""
 
 
 def saved_spec(place: Place, manifest: Manifest) -> Family:
@@ -59,3 +97,79 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         "put the tokenizer_config.json of training beside it",
     )
     return tokenizer, path
+
+
+@contextmanager
+def open_source(place: Place, tokenizer_path: str | None) -> Iterator[TextSource]:
+    """Give the model that `place` means; a checkpoint is verified, and held meanwhile."""
+    if not find_candidates(place):
+        yield _open_hf(place, tokenizer_path)
+        return
+    with open_checkpoint(place, partial(print, file=sys.stderr)) as (found, manifest):
+        tokenizer, _ = open_tokenizer(found, manifest, tokenizer_path)
+        args = saved_args(found, manifest, saved_spec(found, manifest).args)
+        yield TextSource(args, CheckpointWeights(found), tokenizer, _eos(tokenizer))
+
+
+def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
+    if not place.path.is_dir():
+        raise no_checkpoint(place)
+    fix = "name a job.dump_folder, a step's folder in it, or a model folder"
+    place.check(is_hf_folder(place.path), f"holds neither a checkpoint nor {CONFIG}", fix)
+    family = place.read_json(CONFIG).get("model_type")
+    specs = [spec for spec in MODELS.values() if family == spec.hf.model_type]
+    known = ", ".join(spec.hf.model_type for spec in MODELS.values())
+    place.check(bool(specs), f"is of a model {family!r}, not of one of {known}")
+    spec = specs[0]
+    args = read_args(place, spec.hf, spec.args)
+    path = tokenizer_path or str(place.path)
+    try:
+        tokenizer = build_tokenizer(path)
+    except ConfigError as error:
+        reason = str(error).partition("\n")[0]
+        fix = "name it: --tokenizer PATH (or bytes)"
+        raise config_error("--tokenizer", path, reason, fix) from None
+    weights_there = HuggingFaceWeights(place, spec.hf, args)
+    return TextSource(args, weights_there, tokenizer, _eos(tokenizer) | _stops(place))
+
+
+def _eos(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+
+
+def _stops(place: Place) -> frozenset[int]:
+    """Tokens that generation_config.json says end a text: chats have one of their own."""
+    if not (place.path / GENERATION_CONFIG).is_file():
+        return frozenset()
+    tokens: Any = place.read_json(GENERATION_CONFIG).get("eos_token_id")
+    tokens = tokens if isinstance(tokens, list) else [tokens]
+    return frozenset(token for token in tokens if isinstance(token, int))
+
+
+@torch.no_grad()
+def build_model(source: TextSource, seq_len: int, dtype_name: str) -> Decoder:
+    """Return the model with its weights, on the first GPU, else on the CPU."""
+    device = hardware.pick_device(0)
+    if dtype_name == "auto":  # the device's fastest type
+        dtype_name = "bfloat16" if device.type == "cuda" else "float32"
+    with torch.device("meta"):
+        model = Decoder(source.args, seq_len)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype_name))
+    model.to_empty(device=device)
+    model.init_buffers()
+    source.weights.load(dict(model.named_parameters()))
+    return model
+
+
+def encode_prompt(source: TextSource, text: str) -> list[int]:
+    prompt = prompt_tokens(source.tokenizer, text)
+    check(bool(prompt), "--prompt", text, "is no token, and the tokenizer has no BOS")
+    check(
+        max(prompt) < source.args.vocab_size,
+        "--prompt",
+        text,
+        f"has token {max(prompt)}, and the model a vocabulary of {source.args.vocab_size}",
+        "name the tokenizer that the model was trained with: --tokenizer PATH",
+    )
+    return prompt

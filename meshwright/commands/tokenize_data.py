@@ -2,11 +2,21 @@
 
 from argparse import Namespace
 
-from meshwright.config.loader import config_errors, load_given
+from meshwright.config.command_line import Parser
+from meshwright.config.loader import load_given
 from meshwright.datasets.opening import StreamedSource, open_training_data, open_validation_data
 from meshwright.system.errors import check
 from meshwright.system.log import log_to_console, logger
 from meshwright.train.preflight import check_data
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright tokenize`."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=0, help="processes (default: one per core)"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every byte, repair damage")
+    parser.add_argument("--quiet", action="store_true", help="print nothing for existing caches")
 
 
 def run(given: Namespace) -> None:
@@ -17,11 +27,10 @@ def run(given: Namespace) -> None:
     """
     check(given.workers >= 0, "--workers", given.workers, "must be 0 or more")
     log_to_console()
-    config, provenance = load_given(given)
-    with config_errors(provenance):
-        check_data(config)
-        options = {"num_workers": given.workers, "check_all": given.verify}
-        sources = open_training_data(config, **options) + open_validation_data(config, **options)
+    config = load_given(given)
+    check_data(config)
+    options = {"num_workers": given.workers, "check_all": given.verify}
+    sources = open_training_data(config, **options) + open_validation_data(config, **options)
     for source in sources if not given.quiet else ():
         if isinstance(source, StreamedSource):
             logger.info("%s: streamed, %d shards", source.entry.name, source.num_shards)

@@ -9,10 +9,13 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.commands import tokenize_data
 from meshwright.commands.check import check_job
+from meshwright.commands.options import add_ranks
+from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
+from meshwright.datasets.opening import open_training_data, open_validation_data
 from meshwright.system.errors import ConfigError, check
+from meshwright.system.log import log_to_console
 from meshwright.system.machine import Ranks, count_cores, count_ranks
 from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 
@@ -30,6 +33,22 @@ OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright train`."""
+    add_ranks(parser)
+    parser.add_argument(
+        "--log-rank", metavar="N[,N]", help="ranks whose log is shown (default: $LOG_RANK, or 0)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where machines meet, one of them (default: $RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id", metavar="NAME", help="of the job there (default: $RDZV_ID, or meshwright)"
+    )
+
+
 def run(given: Namespace) -> None:
     """Become torchrun once everything is known to be right; return only by an exception.
 
@@ -41,9 +60,10 @@ def run(given: Namespace) -> None:
     _check_gpus(ranks)
     rendezvous = _rendezvous(given, ranks)
     log_ranks = _log_ranks(given, ranks)
-    check_job(given, ranks)
-    given.workers, given.verify, given.quiet = 0, False, True
-    tokenize_data.run(given)  # before ranks wait for it
+    config = check_job(given, ranks).config
+    log_to_console()
+    open_training_data(config)  # which tokenises it, before ranks wait for that
+    open_validation_data(config)
     os.environ.update(environment(ranks, os.environ))
     sys.stdout.flush()
     torchrun = [

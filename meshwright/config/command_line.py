@@ -156,8 +156,7 @@ def _check_option(word: str, options: Sequence[str], *, takes_config: bool) -> N
     from meshwright.config.suggest import nearest  # pydantic takes 0.1 s
 
     name, equals, value = word.partition("=")
-    near = nearest(name, options) if name.startswith("--") and "." not in name else None
-    if near:
+    for near in nearest(name, options) if name.startswith("--") and "." not in name else ():
         raise ConfigError("", f"{word!r}: no such option\n  fix: write {near}{equals}{value}")
     if not takes_config:
         fix = f"leave it out; the options are {', '.join(options)}"

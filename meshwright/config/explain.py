@@ -105,8 +105,8 @@ def _right_spelling(kind: str, value: object, context: Mapping[str, object]) -> 
         case "literal_error":
             choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             word = SAME_VALUES.get(str(value).lower(), str(value))
-            found = word if word in choices else nearest(word, choices, may_lack_digits=True)
-            return f'write "{found}"' if found else ""
+            near = nearest(word, choices, may_lack_digits=True)
+            return f'write "{near[0]}"' if near else ""
     return ""
 
 
@@ -151,9 +151,6 @@ DOUBLE, SINGLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb", "\u2018\u2019\u201a\u20
 
 STRAIGHT = str.maketrans(DOUBLE + SINGLE, '"' * len(DOUBLE) + "'" * len(SINGLE))
 """Quotes of word processors and web pages, and ours."""
-
-
-CONFLICT = ("<<<<<<<", "=======", ">>>>>>>")
 
 
 def explain_syntax(error: tomli.TOMLDecodeError, path: str) -> ConfigError:
@@ -201,12 +198,9 @@ def _line_that_wrote_it_first(lines: Sequence[str]) -> int:
 
 
 def explain_encoding(error: UnicodeDecodeError, path: str) -> ConfigError:
-    """Return the error of a file that is not UTF-8: the line, and the way to mend it."""
-    if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
-        place, found = path, "it is UTF-16"
-    else:
-        place = f"{path}:{error.object.count(10, 0, error.start) + 1}"
-        found = f"it has byte 0x{error.object[error.start]:02x}"
+    """Return the error of a file that is not UTF-8: the line, and the way to correct it."""
+    place = f"{path}:{error.object.count(10, 0, error.start) + 1}"
+    found = f"it has byte 0x{error.object[error.start]:02x}"
     return ConfigError("", f"{place}: cannot be read as UTF-8: {found}\n  fix: save it as UTF-8")
 
 
@@ -215,36 +209,18 @@ def _right_line(line: str) -> str:
     stripped = line.strip(" \t\r")  # other spaces are wrong
     if stripped.startswith(("//", "--", ";", "/*")):
         return "a comment begins with #"
-    if stripped.startswith(CONFLICT):
-        return "a merge left this line: keep one of the two sides"
-    if stripped.startswith("{"):
-        return "this is JSON; TOML has [section], and below it key = value"
     plain = unicodedata.normalize("NFKC", stripped).translate(STRAIGHT).strip()
     if plain != stripped and _is_toml(plain):
         return f"write it in plain characters: {plain}"
-    if stripped.startswith("["):
-        table = f"[{stripped.strip('[] :;,')}]"
-        return f"write {table}" if table != stripped and _is_toml(table) else ""
-    key, separator, rest = re.fullmatch(r"([^\s:=]*)([\s:=]*)(.*)", stripped).groups()  # type: ignore[union-attr]
-    if not key.isascii():
-        strange = next(character for character in key if not character.isascii())
-        name = unicodedata.name(strange, "unknown character").lower()
-        return f"write the key in plain letters: {strange!r} is {name}"
-    if separator.strip() != "=":  # of YAML, of Python, of a command line
-        if not _is_known(key):
-            return ""
-        is_table = key in JobConfig.model_fields and (not rest or rest.startswith("#"))
-        return f"write [{key}]" if is_table else f"write {key} = {rest}"
-    if stripped[-1] in ",;" and _is_toml(stripped[:-1]):
+    if stripped[-1:] in (",", ";") and _is_toml(stripped[:-1]):
         return f"write {stripped[:-1].rstrip()}"
+    if yaml := re.fullmatch(r"(?P<key>[\w.]+)(:\s*|\s*==\s*)(?P<value>[^:].*)?", stripped):
+        key, value = yaml["key"], yaml["value"]
+        if key.rpartition(".")[2] in {found[-1] for found, _ in all_keys()} and value:
+            return f"write {key} = {value}"
+        return f"write [{key}]" if key in JobConfig.model_fields and not value else ""
     found = UNQUOTED.match(line)
     return _right_value(found["value"].strip()) if found else ""
-
-
-def _is_known(key: str) -> bool:
-    """Return whether a key, with or without its section, or a section, has this name."""
-    names = {found[-1] for found, _ in all_keys()}
-    return key.rpartition(".")[2] in names or key in JobConfig.model_fields
 
 
 def _right_value(value: str) -> str:
@@ -253,10 +229,14 @@ def _right_value(value: str) -> str:
         return "leave the key out: it then has its default"
     if value.lower() in (*YES, *NO):
         return f"write {'true' if value.lower() in YES else 'false'}"
-    if "$" in value:
-        return "TOML has no variables: write the value, or give the key on the command line"
-    if number := _right_number(value):
-        return f"write {number}"
+    if thousands := re.fullmatch(r"(\d[\d_]*)k", value.lower()):
+        return f"write {thousands[1]}000"
+    if THOUSANDS.fullmatch(value):
+        return f"write {value.replace(',', '_')}"
+    if re.fullmatch(r"[+-]?\d+,\d+", value):
+        return f"write {value.replace(',', '.')}"
+    if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", value):  # 1. and .5
+        return f"write {float(value)!r}"
     if re.fullmatch(r'"[^"\']*\\[^"\']*"', value):
         return f"write it in single quotes, which leave \\ alone: '{value[1:-1]}'"
     if value[0] in "\"'" and not value.endswith(value[0]):
@@ -266,27 +246,6 @@ def _right_value(value: str) -> str:
         return "close the list: ]"
     if re.fullmatch(r"[A-Za-z/~.][^\"']*", value):
         return f"quote it: '{value}'" if "\\" in value else f'quote it: "{value}"'
-    return ""
-
-
-def _right_number(value: str) -> str:
-    """Return the number that `value` means, as TOML writes it; "" if it is none."""
-    if thousands := re.fullmatch(r"([\d_]+(?:\.\d+)?)([kKmM])", value):
-        return str(round(float(thousands[1]) * (10**3 if thousands[2] in "kK" else 10**6)))
-    if THOUSANDS.fullmatch(value):
-        return value.replace(",", "_")
-    if re.fullmatch(r"[+-]?\d+,\d+([eE][+-]?\d+)?", value):
-        return value.replace(",", ".")
-    if percent := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value):
-        return f"{float(percent[1]) / 100:g}"
-    if re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", value):  # 1. and .5
-        return re.sub(r"\.(?!\d)", ".0", re.sub(r"(?<!\d)\.", "0.", value))
-    if product := re.fullmatch(r"(\d{1,9})\s*(\*|\*\*|\^)\s*(\d{1,9})", value):
-        a, b = int(product[1]), int(product[3])
-        is_power = product[2] != "*"
-        return str(a**b if is_power else a * b) if not is_power or b < 64 else ""
-    if with_unit := re.fullmatch(r"(\d[\d_]*)\s+[A-Za-z]+", value):
-        return with_unit[1]
     return ""
 
 

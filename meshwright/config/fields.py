@@ -32,6 +32,12 @@ def find_section(key: Key) -> type[Section] | None:
     return section
 
 
+def value_of(config: JobConfig, key: str) -> object:
+    """Return the value of a dotted key of a section."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
 def is_flag(field: FieldInfo) -> bool:
     """Return whether the key may be true or false."""
     return bool in (field.annotation, *get_args(field.annotation))

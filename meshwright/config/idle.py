@@ -1,4 +1,4 @@
-"""Questions about a config, and one table of the options that are idle in it.
+"""The options that are idle in a config.
 
 An idle option has nothing to act on here, and would have on another mesh or beside another value:
 the same TOML may run on any mesh, so it is a line in the log. A new rule is a row.
@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.config.changes import shown
+from meshwright.config.fields import value_of
 from meshwright.config.job_config import (
     JobConfig,
     has_fsdp,
-    num_data_ranks,
     num_decay_steps,
+    num_microbatches,
     suits_cpu_attention,
 )
 from meshwright.config.training import Source
-
-
-def _has_one_microbatch(c: JobConfig) -> bool:
-    training = c.training
-    return training.global_batch_size == num_data_ranks(c) * training.local_batch_size
-
 
 SOURCE_KEYS = " ".join(key for key in Source.model_fields if key != "dataset")
 
@@ -43,11 +38,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("training.mixed_precision_param", lambda dtype: dtype == "float32", "fp32_modules"),
     ("training.datasets", bool, SOURCE_KEYS),
-    (
-        "validation.enable",
-        _is_off,
-        f"freq num_samples datasets dataset {SOURCE_KEYS} sample_prompts sample_tokens",
-    ),
     ("validation.sample_prompts", _is_off, "sample_tokens"),
     ("validation.datasets", bool, SOURCE_KEYS),
     ("optimizer.weight_decay", _is_off, "decay_norm_and_bias"),
@@ -60,20 +50,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpoint.selective_ac_option", lambda option: option != "op", "saved_ops"),
     ("activation_checkpoint.mode", lambda mode: mode != "memory_budget", "memory_budget"),
-    ("compile.enable", _is_off, "backend cpu_attention"),
-    ("float8.enable", _is_off, "recipe_name filter_fqns emulate"),
-    (
-        "checkpoint.enable",
-        _is_off,
-        "folder interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
-        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-    ),
-    (
-        "checkpoint.load_only",
-        bool,
-        "interval keep_latest_k keep_every_n_steps keep_best async_mode on_save_failure "
-        "enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-    ),
     ("checkpoint.keep_latest_k", _is_off, "keep_every_n_steps"),
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
@@ -94,7 +70,11 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         lambda c: c.training.mask_documents or c.parallelism.context_parallel_degree > 1,
         "documents and context parallelism have kernels of their own",
     ),
-    ("parallelism.fsdp_reduce_gradients", _has_one_microbatch, "a step has one microbatch"),
+    (
+        "parallelism.fsdp_reduce_gradients",
+        lambda c: num_microbatches(c) == 1,
+        "a step has one microbatch",
+    ),
     (
         "compile.cpu_attention",
         lambda c: not suits_cpu_attention(c.training, c.parallelism),
@@ -116,6 +96,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "no step is left for a decay",
     ),
 )
+"""Keys, the configs in which they have no effect, and why."""
 
 
 def idle_options(config: JobConfig) -> Iterator[str]:
@@ -124,7 +105,7 @@ def idle_options(config: JobConfig) -> Iterator[str]:
     Args:
         config: with every -1 filled in.
     """
-    reasons: dict[str, str] = {}
+    reasons = _switched_off(config)
     for cause, is_met, keys in IDLE_BESIDE:
         value, (section, _) = value_of(config, cause), cause.split(".")
         for key in keys.split() if is_met(value) else ():
@@ -145,7 +126,12 @@ def idle_options(config: JobConfig) -> Iterator[str]:
         )
 
 
-def value_of(config: JobConfig, key: str) -> object:
-    """Return the value of a dotted key."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+def _switched_off(config: JobConfig) -> dict[str, str]:
+    """Return the keys of sections that are off, and why; first weights are loaded all the same."""
+    return {
+        f"{name}.{key}": f"{name}.enable = False"
+        for name, section in config
+        if getattr(section, "enable", None) is False
+        for key in type(section).model_fields
+        if key != "enable" and not key.startswith("initial_load")
+    }

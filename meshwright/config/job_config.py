@@ -9,11 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshwright.config.parallelism import ActivationCheckpoint, Comm, Compile, Float8, Parallelism
-from meshwright.config.section import OUTPUT_PATH, PATH_OR_NAME, InputPath, LocalPath, Section
+from meshwright.config.section import (
+    OUTPUT_PATH,
+    PATH_OR_NAME,
+    InputPath,
+    LocalPath,
+    OfData,
+    OfTraining,
+    Section,
+)
 from meshwright.config.training import BadSteps, LRScheduler, Optimizer, Training, Validation
 
 
-class Job(Section):
+class Job(Section, on_resume="none"):
     """[job] This run, and where its output goes."""
 
     config_file: InputPath = ""
@@ -37,7 +45,7 @@ class Job(Section):
     it resumes. Leave time for the save. 0: no limit."""
 
 
-class Model(Section):
+class Model(Section, on_resume="model"):
     """[model] Which model, how large, and its tokenizer."""
 
     name: str = "llama"
@@ -54,19 +62,19 @@ class Model(Section):
     hidden_dim, vocab_size, norm_eps, rope_theta, tie_embeddings, and those of the family. On the
     command line: --model.args.n_layers 4."""
 
-    frozen: list[str] = []
+    frozen: OfTraining[list[str]] = []
     """Parameters that are not trained, as glob patterns of their names: "tok_embeddings.*",
     "layers.[01].*", "*norm.weight"."""
 
-    tokenizer_path: InputPath = ""
+    tokenizer_path: OfData[InputPath] = ""
     """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece or tiktoken, or a
     folder with one; or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
-    chat_template_path: InputPath = ""
+    chat_template_path: OfData[InputPath] = ""
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, on_resume="none"):
     """[checkpoint] Sharded checkpoints of everything that a resume needs."""
 
     enable: bool = False
@@ -100,7 +108,7 @@ class Checkpoint(Section):
     warns and continues, or stops with exit code 4. For the last step's checkpoint it always
     stops."""
 
-    exclude_from_loading: list[Literal["optimizer", "dataloader"]] = []
+    exclude_from_loading: OfTraining[list[Literal["optimizer", "dataloader"]]] = []
     """Parts that a resume does not load: "optimizer", for a fresh one; "dataloader", to begin
     with the first sample, of other data if need be. The step number is kept, and the learning rate
     follows from it. Applies once: a checkpoint saved by a job with this same setting is loaded in
@@ -135,7 +143,7 @@ class Checkpoint(Section):
     it is the folder that `model.flavor` names."""
 
 
-class Metrics(Section):
+class Metrics(Section, on_resume="none"):
     """[metrics] Reports and their destinations. {dump_folder}/metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
@@ -169,7 +177,7 @@ class Metrics(Section):
     continues the same run."""
 
 
-class Profiling(Section):
+class Profiling(Section, on_resume="none"):
     """[profiling] Chrome traces of single steps by torch.profiler; snapshots of GPU memory. Also
     asked for at any time, by a file PROFILE in the dump folder."""
 
@@ -196,7 +204,7 @@ class Profiling(Section):
     """Folder for them inside `job.dump_folder`."""
 
 
-class Experimental(Section):
+class Experimental(Section, on_resume="none"):
     """[experimental] Code of your own."""
 
     custom_import: Annotated[InputPath, PATH_OR_NAME] = ""

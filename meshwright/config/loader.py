@@ -7,10 +7,9 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, NamedTuple, get_origin
 
 import tomli
 import tomli_w
@@ -41,7 +40,6 @@ from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.system.errors import (
     CombinedConfigError,
     ConfigError,
-    Mistakes,
     did_you_mean,
     out_of_reach,
     where_it_ends,
@@ -116,39 +114,72 @@ OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 """The end of `path/to/file.py:function`."""
 
 
-class InvalidConfigError(ConfigError):
-    """Keys or values that no check across sections can be made with.
+class Written(NamedTuple):
+    """A config as it is written: its values are not checked yet."""
 
-    Args:
-        message: every mistake, with its place.
-        keys: those of the mistakes.
-        rest: the config without the wrong keys; None if there is none.
-        provenance: of its values.
-    """
+    raw: dict[str, Any]
+    provenance: Provenance
+    notes: list[str]
+    """Notes on keys of a TOML of torchtitan's, each with its place."""
 
-    def __init__(
-        self, message: str, keys: Sequence[str], rest: JobConfig | None, provenance: Provenance
-    ) -> None:
-        super().__init__("", message)
-        self.keys, self.rest, self.provenance = keys, rest, provenance
+    def config(self) -> JobConfig:
+        """Return the config, if every value is valid by itself.
+
+        Raises:
+            ConfigError: with one entry per mistake, each saying where it was made.
+        """
+        config, errors = self.valid_part()
+        if config is not None and not errors:
+            errors = unreadable_paths(config)
+        self.raise_at_lines(errors)
+        assert config is not None
+        return config
+
+    def valid_part(self) -> tuple[JobConfig | None, list[ConfigError]]:
+        """Return the config without the wrong keys and values, if that is valid, and the errors."""
+        try:
+            return JobConfig.model_validate(self.raw), []
+        except ValidationError as error:
+            mistakes = error.errors()
+            rest = _without(self.raw, [mistake["loc"] for mistake in mistakes])
+            return rest, [explain_mistake(mistake) for mistake in mistakes]
+
+    def raise_at_lines(self, errors: Sequence[ConfigError]) -> None:
+        """Raise all errors, if there are any, each with the place where its key was given."""
+        if errors:
+            raise ConfigError("", self.provenance.explain(CombinedConfigError(errors)))
 
 
-def load_config(words: Sequence[str]) -> tuple[JobConfig, Provenance]:
+def load_config(words: Sequence[str]) -> JobConfig:
     """Load the config of a command line `[CONFIG] [--section.key value ...]`.
 
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
     """
+    return load_given(parse_config(words))
+
+
+def parse_config(words: Sequence[str]) -> Namespace:
+    """Parse a command line that has nothing but a config."""
     parser = Parser("train.py")
     add_config(parser, words)
-    return load_given(parse(parser, words))
+    return parse(parser, words)
 
 
-def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
+def load_given(given: Namespace) -> JobConfig:
     """Read the TOML `given.config` ("": none), lay `given.overrides` over it, check every value.
 
     Raises:
         ConfigError: with one entry per mistake, each saying where it was made.
+    """
+    return read(given).config()
+
+
+def read(given: Namespace) -> Written:
+    """Read the TOML `given.config` ("": none), and lay `given.overrides` over it.
+
+    Raises:
+        ConfigError: if the TOML cannot be read.
     """
     provenance = Provenance()
     raw: dict[str, Any] = {}
@@ -163,19 +194,27 @@ def load_given(given: Namespace) -> tuple[JobConfig, Provenance]:
         _set(table, key, _from_text(text, find_field(key)))
         _resolve_paths(table, Path.cwd())
         _merge(raw, table)
-    raw = _from_torchtitan(raw, provenance)
+    notes: list[str] = []
+    if is_torchtitan(raw):
+        try:
+            raw, of_keys, origins = translate(raw, Path.cwd())
+        except ConfigError as error:
+            raise ConfigError("", provenance.explain(error)) from None
+        provenance.rename(origins)
+        notes = [f"{provenance.of(key)} {key}: {text}".strip() for key, text in of_keys]
     follow_folder(raw)
-    try:
-        config = JobConfig.model_validate(raw)
-    except ValidationError as error:
-        mistakes = error.errors()
-        explained = CombinedConfigError([explain_mistake(mistake) for mistake in mistakes])
-        keys = [one.key for one in explained.errors]
-        rest = _without(raw, [mistake["loc"] for mistake in mistakes])
-        raise InvalidConfigError(provenance.explain(explained), keys, rest, provenance) from None
-    with config_errors(provenance):
-        check_paths(config)
-    return config, provenance
+    return Written(raw, provenance, notes)
+
+
+def with_lines(error: ConfigError, given: Namespace) -> ConfigError:
+    """Return the error of a config that could be loaded, with the places where its keys were given.
+
+    The TOML is read again: it is needed for nothing else by then.
+    """
+    keys = [one.key for one in getattr(error, "errors", [error])]
+    if not any(key.partition(".")[0] in JobConfig.model_fields for key in keys):
+        return error
+    return ConfigError("", read(given).provenance.explain(error))
 
 
 def _check_override(key: Key, text: str) -> None:
@@ -190,17 +229,6 @@ def _check_override(key: Key, text: str) -> None:
     if field is not None and is_flag(field) and is_config:
         what = f"--{name} = {text!r}: must be true or false"
         raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
-
-
-def _from_torchtitan(raw: dict[str, Any], provenance: Provenance) -> dict[str, Any]:
-    """`raw` as a config of ours, if it is one of torchtitan's."""
-    if not is_torchtitan(raw):
-        return raw
-    with config_errors(provenance):
-        table, notes, origins = translate(raw, Path.cwd())
-    provenance.rename(origins)
-    provenance.notes += [f"{provenance.of(key)} {key}: {text}".strip() for key, text in notes]
-    return table
 
 
 def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
@@ -219,15 +247,6 @@ def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> Jo
         return JobConfig.model_validate(raw)
     except ValidationError:
         return None
-
-
-@contextmanager
-def config_errors(provenance: Provenance) -> Iterator[None]:
-    """Any `ConfigError` raised inside says, once outside, where its key was given."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError("", provenance.explain(error)) from None
 
 
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -339,13 +358,12 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
             raw[name] = os.path.expanduser(value)
 
 
-def check_paths(config: JobConfig) -> None:
-    """Check that each path of a config can be read by this user, or does not exist.
+def unreadable_paths(config: JobConfig) -> list[ConfigError]:
+    """Return the errors of paths that this user cannot reach: a look at them would raise elsewhere.
 
-    Raises:
-        ConfigError: for each that is out of reach; a look at it would raise elsewhere.
+    A path that does not exist is none of them.
     """
-    mistakes, closed = Mistakes(), set[Path]()
+    errors, closed = list[ConfigError](), set[Path]()
     for key, value, field in _values(config, ()):
         if not (isinstance(value, str) and value and LOCAL_PATH in field.metadata):
             continue
@@ -355,9 +373,9 @@ def check_paths(config: JobConfig) -> None:
         path = Path(config.job.dump_folder if is_inside else "", OF_FUNCTION.sub("", value))
         is_new = closed.isdisjoint({path, *path.parents})
         if is_new and (why := out_of_reach(path)):
-            mistakes.errors.append(ConfigError(key, f"{key} = {value!r}: {why}"))
+            errors.append(ConfigError(key, f"{key} = {value!r}: {why}"))
             closed.add(path)
-    mistakes.check()
+    return errors
 
 
 def _values(section: Section, table: Key) -> Iterator[tuple[str, object, FieldInfo]]:

@@ -45,8 +45,6 @@ class Provenance:
         self._origins: dict[Key, Origin] = {}
         self._outermost = ""
         """The TOML that was added last: the others are those that it extends."""
-        self.notes: list[str] = []
-        """Notes on keys of a TOML of torchtitan's, each with its place."""
 
     def add_toml(self, path: Path, text: str) -> None:
         """Note the line of every table and key in `text`; inline tables count as one key.

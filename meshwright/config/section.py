@@ -1,7 +1,8 @@
 """The base class of a section, and the types of its values: paths, and numbers filled in later."""
 
 import re
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -57,8 +58,41 @@ OrFilledIn = Annotated[int, Field(ge=-1)]
 where it is filled in)."""
 
 
+class OnResume(StrEnum):
+    """The effect of a change of a key on a run that resumes."""
+
+    NONE = "none"
+    """Rounding at most; or when something ends, is saved or is reported, and where to."""
+    TRAINING = "training"
+    """The run continues, but differently; training.steps sets the learning rate, too."""
+    MODEL = "model"
+    """The weights may be of another model: the resolved dimensions count, which a checkpoint has
+    beside its config."""
+    DATA = "data"
+    """The data may be other data, of which identity and content count: a place in it means
+    something only in the same samples in the same order."""
+
+
+T = TypeVar("T")
+
+
+Harmless = Annotated[T, OnResume.NONE]
+
+
+OfTraining = Annotated[T, OnResume.TRAINING]
+
+
+OfData = Annotated[T, OnResume.DATA]
+
+
 class Section(BaseModel):
-    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read."""
+    """A TOML table: no key is ignored, no type is guessed, nothing changes after it is read.
+
+    Attributes:
+        on_resume: of the keys whose type does not say another effect.
+    """
+
+    on_resume: ClassVar[OnResume]
 
     model_config = ConfigDict(
         extra="forbid",
@@ -68,6 +102,11 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    def __init_subclass__(cls, on_resume: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if on_resume:
+            cls.on_resume = OnResume(on_resume)
 
     @field_validator("*", mode="before")
     @classmethod

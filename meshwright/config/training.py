@@ -7,14 +7,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshwright.config.section import (
     OUTPUT_PATH,
     PATH_OR_NAME,
+    Harmless,
     InputPath,
     LocalPath,
+    OfTraining,
     OrFilledIn,
     Section,
 )
 
 
-class Source(Section):
+class Source(Section, on_resume="data"):
     """Where text comes from: the same keys for training, for validation, and in a mixture."""
 
     dataset: str = "python_stdlib"
@@ -61,7 +63,7 @@ class NamedSource(Source):
 class WeightedSource(NamedSource):
     """[[training.datasets]] One part of a mixture."""
 
-    weight: PositiveFloat | None = None
+    weight: OfTraining[PositiveFloat | None] = None
     """Its share of all samples is its weight over the sum of weights."""
 
     tokens: PositiveInt | None = None
@@ -76,15 +78,15 @@ class Training(Source):
     keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
     the whole job). At any moment the samples drawn from each are within one of its share."""
 
-    max_epochs: NonNegativeInt = 0
+    max_epochs: Harmless[NonNegativeInt] = 0
     """Times that any source may be read through; training ends on all ranks before the step that
     would need more. 0: no limit."""
 
-    mask_documents: bool = False
+    mask_documents: OfTraining[bool] = False
     """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
     and the loss leaves out the first token of each."""
 
-    max_bad_records: NonNegativeInt = 0
+    max_bad_records: Harmless[NonNegativeInt] = 0
     """Records of streamed sources (a line that is no JSON, a row without its text, ...) that may be
     passed over in the whole job, each epoch counting; one more stops it. They are counted in the
     metrics and named in the logs of the ranks that meet them. 0: the first stops it."""
@@ -98,13 +100,13 @@ class Training(Source):
     one per file. Best a multiple or a divisor of the global batch: a rank then reads no more than
     it needs."""
 
-    token_cache_folder: Annotated[LocalPath, OUTPUT_PATH] = ""
+    token_cache_folder: Harmless[Annotated[LocalPath, OUTPUT_PATH]] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
 
-    local_batch_size: PositiveInt = 8
+    local_batch_size: Harmless[PositiveInt] = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""
 
-    global_batch_size: OrFilledIn = -1
+    global_batch_size: OfTraining[OrFilledIn] = -1
     """Sequences per optimizer step over all ranks: a multiple of data-parallel ranks x
     `local_batch_size`, and gradients are accumulated where it is more. Set it for a result that
     does not depend on the number of ranks. -1: that product, with a pipeline as many times that as
@@ -113,56 +115,56 @@ class Training(Source):
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
 
-    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    max_norm: OfTraining[Annotated[float, Field(gt=0, allow_inf_nan=True)]] = 1.0
     """Bound on the global gradient norm: larger gradients are scaled down to it. inf: no bound."""
 
-    steps: PositiveInt = 10000
+    steps: OfTraining[PositiveInt] = 10000
     """Optimizer steps of the whole job, those before a resume included."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: OfTraining[Literal["float32", "bfloat16"]] = "float32"
     """Type of the weights that the optimizer updates, and of its state. bfloat16: half the memory,
     but updates below about 2^-9 of a weight are lost."""
 
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    mixed_precision_param: OfTraining[Literal["float32", "bfloat16"]] = "bfloat16"
     """Type of parameters and activations in forward and backward."""
 
-    fp32_modules: list[str] = []
+    fp32_modules: OfTraining[list[str]] = []
     """Modules, e.g. ["output", "layers.*.attention_norm", "layers.0"], whose weights and arithmetic
     stay fp32; their outputs are cast to mixed_precision_param, except the output's logits."""
 
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    mixed_precision_reduce: OfTraining[Literal["float32", "bfloat16"]] = "float32"
     """Type in which gradients are summed over ranks. With bfloat16, microbatches are still added up
     in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
-    loss_chunk_tokens: NonNegativeInt = 0
+    loss_chunk_tokens: Harmless[NonNegativeInt] = 0
     """Tokens of a microbatch whose logits exist at once, to save memory. 0, which is best for most:
     as many as the model is wide, half as many if the output computes in fp32, so that logits take
     no more memory than its weight would in bf16; with a small vocabulary as many as have 16 Mi
     logits."""
 
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Harmless[bool] = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
     there; the device gets parameters layer by layer. Slow: for models that do not fit otherwise."""
 
-    gc_freq: PositiveInt = 50
+    gc_freq: Harmless[PositiveInt] = 50
     """Steps between Python garbage collections, which happen at no other time."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the initial weights and the order of the data."""
 
-    attention_kernel: Literal["auto", "cudnn", "flash", "fa3"] = "auto"
+    attention_kernel: Harmless[Literal["auto", "cudnn", "flash", "fa3"]] = "auto"
     """Causal attention on GPUs. auto: cuDNN's kernel on H100, B200 and their like, unless the job
     is deterministic or this cuDNN is known to be wrong for `seq_len`; otherwise FlashAttention 2,
     or memory-efficient attention where it takes no such type. fa3: FlashAttention 3, if its
     package is installed. The log names the kernel. Documents and context parallelism have kernels
     of their own."""
 
-    deterministic: bool = False
+    deterministic: Harmless[bool] = False
     """Only algorithms that give equal bits in equal runs; slower on GPUs. Without it, kernels of
     GPUs, attention among them, add up in an order that changes from run to run."""
 
 
-class Validation(Source):
+class Validation(Source, on_resume="none"):
     """[validation] The loss on data that is not trained on."""
 
     enable: bool = False
@@ -186,7 +188,7 @@ class Validation(Source):
     """Most tokens after each prompt. Each takes a forward of one microbatch."""
 
 
-class ParameterGroup(Section):
+class ParameterGroup(Section, on_resume="training"):
     """[[optimizer.groups]] Parameters with a learning rate or a weight decay of their own."""
 
     parameters: Annotated[list[str], Field(min_length=1)]
@@ -200,7 +202,7 @@ class ParameterGroup(Section):
     """Instead of the parameter's usual one. Absent: the usual one."""
 
 
-class Optimizer(Section):
+class Optimizer(Section, on_resume="training"):
     """[optimizer] Fused AdamW or Adam over master weights in `training.dtype`."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
@@ -229,12 +231,12 @@ class Optimizer(Section):
     (glob patterns of names, as in `model.frozen`), and `lr_scale` (a factor on the learning rate)
     or `weight_decay`. The first group that matches a parameter counts."""
 
-    early_step_in_backward: bool = False
+    early_step_in_backward: Harmless[bool] = False
     """Update each parameter during backward, as soon as its gradient is final, and free that: the
     gradients of the whole model are never in memory together. Needs `training.max_norm = inf`."""
 
 
-class BadSteps(Section):
+class BadSteps(Section, on_resume="training"):
     """[bad_steps] Steps whose loss or gradient norm cannot be right."""
 
     policy: Literal["stop", "skip"] = "stop"
@@ -243,7 +245,7 @@ class BadSteps(Section):
     skipped steps are in the log and in {dump_folder}/skipped_steps.jsonl, with the samples'
     indices. Not with `optimizer.early_step_in_backward`."""
 
-    budget: Annotated[int, Field(ge=1, le=10_000)] = 10
+    budget: Harmless[Annotated[int, Field(ge=1, le=10_000)]] = 10
     """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
 
     spike_std: NonNegativeFloat = 0.0
@@ -255,7 +257,7 @@ class BadSteps(Section):
     many, no step is a spike."""
 
 
-class LRScheduler(Section):
+class LRScheduler(Section, on_resume="training"):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
 
     warmup_steps: NonNegativeInt = 200

@@ -293,7 +293,7 @@ def _logs(args: argparse.Namespace) -> Path:
         OSError: if it cannot be made.
         ConfigError: if the job's own config cannot be read any more.
     """
-    config, _ = load_config(args.training_script_args)
+    config = load_config(args.training_script_args)
     folder = Path(config.job.dump_folder) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

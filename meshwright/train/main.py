@@ -5,13 +5,14 @@ import os
 import shlex
 import sys
 import time
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.job_config import is_compiled
-from meshwright.config.loader import config_errors, load_config
+from meshwright.config.loader import parse_config, read, with_lines
 from meshwright.metrics.planned import planned_ledger
 from meshwright.system import device as hardware
 from meshwright.system.errors import (
@@ -114,22 +115,30 @@ def _to_plan() -> str:
 
 @record  # an exception reaches the launcher, which shows the first failing rank's
 def _run_command_line(launch: Launch, requests: Requests) -> bool:
-    config, provenance = load_config(sys.argv[1:])
+    given = parse_config(sys.argv[1:])
+    try:
+        return _run(given, launch, requests)
+    except ConfigError as error:
+        raise with_lines(error, given) from None
+
+
+def _run(given: Namespace, launch: Launch, requests: Requests) -> bool:
+    written = read(given)
+    config = written.config()
     if not launch.is_checked and os.environ.get("RANK", "0") == "0":
-        for note in provenance.notes:
+        for note in written.notes:
             logger.info("%s", note)
-    with config_errors(provenance):
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
-        try:
-            return run(plan, requests=requests, launch=launch)
-        except torch.OutOfMemoryError as error:
-            lines = planned_ledger(config, world_size)
-            lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
-            error.add_note("\n".join(lines))
-            raise
-        except Exception as error:
-            is_of_compiler = type(error).__module__.startswith(COMPILERS)
-            if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
-                error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
-            raise
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
+    try:
+        return run(plan, requests=requests, launch=launch)
+    except torch.OutOfMemoryError as error:
+        lines = planned_ledger(config, world_size)
+        lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+        error.add_note("\n".join(lines))
+        raise
+    except Exception as error:
+        is_of_compiler = type(error).__module__.startswith(COMPILERS)
+        if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
+            error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
+        raise

@@ -332,7 +332,7 @@ CHOICES = (
     ("optimizer", "name", "sgd", "'AdamW' or 'Adam'"),
     ("training", "mixed_precision_param", "bf16", 'write "bfloat16"'),
     ("training", "mixed_precision_param", "fp32", 'write "float32"'),
-    ("training", "mixed_precision_param", "float16", "'bfloat16' or 'float32'"),
+    ("training", "mixed_precision_param", "float16", "'float32' or 'bfloat16'"),
     ("training", "dtype", "bfloat", 'write "bfloat16"'),
     ("lr_scheduler", "decay_type", "cosin", 'write "cosine"'),
     ("lr_scheduler", "decay_type", "polynomial", "'linear', 'sqrt' or 'cosine'"),

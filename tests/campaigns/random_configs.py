@@ -57,7 +57,7 @@ def draw(seed: int, number: int, most_ranks: int) -> Drawn:
     while True:  # until all the rest goes together with the mesh
         words, microbatches = _words(chance, mesh), _microbatches(chance, mesh)
         try:
-            config, _ = load_config(words)
+            config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
             plan = preflight(case.config, case.world_size)
             check_device(plan.config, "cpu", fp32_modules=plan.fp32_modules)

@@ -59,7 +59,7 @@ def difference(folder: Path, case: str) -> str:
         data(folder / str(rank), TEXT + TEXT)
     if is_other and case == "a key":
         words["--optimizer.lr"] = "1e-4"
-    config, _ = load_config([word for pair in words.items() for word in pair])
+    config = load_config([word for pair in words.items() for word in pair])
     plan = preflight(config, 2)
     if is_other and case == "tokenizer":
         plan = dataclasses.replace(plan, tokenizer=Other())

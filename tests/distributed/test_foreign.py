@@ -45,7 +45,7 @@ def _start(ranks: int, folder: Path) -> None:
         for mesh, options in MESHES[ranks].items():
             words = ["--job.config_file", str(TINY), "--job.dump_folder", str(folder / "out")]
             words += ["--checkpoint.initial_load_path", str(folder / kind), *args_words(EVEN)]
-            config, _ = load_config([*words, "--model.tokenizer_path", "bytes", *options])
+            config = load_config([*words, "--model.tokenizer_path", "bytes", *options])
             plan = preflight(config, ranks)
             meshes = meshes_of(plan.dims, "cpu")
             model = build_model(plan, meshes, torch.device("cpu"))

@@ -29,7 +29,7 @@ class Lines(logging.Handler):
 def _build(options: dict[str, str], world_size: int) -> list[str]:
     words = ["--job.config_file", "tests/integration/tiny.toml"]
     words += [word for key, value in options.items() for word in (f"--{key}", value)]
-    plan = preflight(load_config(words)[0], world_size)
+    plan = preflight(load_config(words), world_size)
     handler, level = Lines(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

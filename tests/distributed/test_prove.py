@@ -46,7 +46,7 @@ def args_of(config: JobConfig) -> DecoderArgs:
 
 def small_job(*words: str, n_layers: int = 3) -> JobConfig:
     """As short as a proof can be, and uneven on two stages."""
-    config, _ = load_config([*words])
+    config = load_config([*words])
     small = shrink(config, args_of(config))
     args = small.model.args | {"n_layers": n_layers}
     return changed(small, {"training": {"steps": LAST_RESUMED_STEP}, "model": {"args": args}})
@@ -303,7 +303,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_case_of_every_preset_can_run(preset) -> None:
     text = preset.read_text()
-    config, _ = load_config(["--job.config_file", str(preset)])
+    config = load_config(["--job.config_file", str(preset)])
     args = args_of(config)
     small = shrink(config, args)
     cases = default_cases(config, small, args) + every_mesh(small, args)
@@ -319,7 +319,7 @@ def test_every_case_of_every_preset_can_run(preset) -> None:
 
 
 def test_float8_is_proved_in_bf16_and_emulated() -> None:
-    config, _ = load_config(["--float8.enable=true", "--parallelism.tensor_parallel_degree=2"])
+    config = load_config(["--float8.enable=true", "--parallelism.tensor_parallel_degree=2"])
     cases = default_cases(config, shrink(config, ARGS), ARGS)
     for case in cases:
         plan = preflight(case.config, case.world_size)
@@ -345,7 +345,7 @@ def test_float8_is_equal_in_a_pipeline_and_another_recipe_shows(verdict_of) -> N
 def test_every_schedule_has_microbatches_enough(schedule) -> None:
     axes = [f"--parallelism.{key}=2" for key in KEYS.values()]
     words = [*axes, f"--parallelism.pipeline_parallel_schedule={schedule}"]
-    config, _ = load_config([*words, "--compile.enable=false"])
+    config = load_config([*words, "--compile.enable=false"])
     args = args_of(config)
     cases = default_cases(config, shrink(config, args), args)
     for case in cases:
@@ -374,7 +374,7 @@ def test_every_schedule_has_microbatches_enough(schedule) -> None:
 )
 def test_degrees_are_the_users_where_they_fit(words, names) -> None:
     words = [word.split("=") for word in words]
-    config, _ = load_config([f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in words])
+    config = load_config([f"--parallelism.{KEYS[axis]}={degree}" for axis, degree in words])
     args = FLAVORS["llama3_8b"]
     cases = default_cases(config, shrink(config, args), args)
     assert {*names} <= {case.name for case in cases}
@@ -401,7 +401,7 @@ def parts_of(*sizes: int) -> list[list[str]]:
     ],
 )
 def test_stages_are_the_users_where_they_fit(flavor, pp, schedule, parts, per_rank, small) -> None:
-    config, _ = load_config(
+    config = load_config(
         [
             f"--parallelism.pipeline_parallel_degree={pp}",
             f"--parallelism.pipeline_parallel_schedule={schedule}",
@@ -421,9 +421,7 @@ def test_stages_are_the_users_where_they_fit(flavor, pp, schedule, parts, per_ra
 
 def test_what_is_kept_and_what_is_not() -> None:
     tied = FLAVORS["llama3_1b"]
-    config, _ = load_config(
-        ["--training.seed=7", "--optimizer.lr=3e-4", "--model.flavor=llama3_1b"]
-    )
+    config = load_config(["--training.seed=7", "--optimizer.lr=3e-4", "--model.flavor=llama3_1b"])
     plan = preflight(shrink(config, tied), 1)
     assert plan.config.training.seed == 7
     assert plan.config.optimizer.lr == 3e-4
@@ -439,7 +437,7 @@ def test_heads_are_narrow_whatever_the_users_are(flavor) -> None:
     words = [f"--model.flavor={flavor}", "--model.args.norm_eps=1e-6"]
     if flavor == "debugmodel":
         words.append("--model.args.dim=1024")
-    config, _ = load_config(words)
+    config = load_config(words)
     args = resolve_model(config)[1]
     small = preflight(reference_case(shrink(config, args)).config, 1).model_args
     assert small.head_dim == HEAD_DIM != args.head_dim

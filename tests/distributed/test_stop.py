@@ -219,7 +219,7 @@ if __name__ == "__main__":  # the job tokenises, by processes that import this a
     toml = "tests/integration/tiny.toml"
     words = ["--job.config_file", toml, "--job.dump_folder", *sys.argv[1:]]
     try:
-        print("result", run(preflight(load_config(words)[0], 1), [Stopper()]))
+        print("result", run(preflight(load_config(words), 1), [Stopper()]))
     except TrainingError as error:
         print("result", error)
     sys.stdout.flush()

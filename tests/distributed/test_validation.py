@@ -149,7 +149,7 @@ def test_evaluation_equals_plain_pytorch(on_ranks, dims, options) -> None:
 
 
 def test_a_source_that_was_not_read_to_its_end_has_no_figures(monkeypatch) -> None:
-    plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"])[0], 1)
+    plan = preflight(load_config(["--job.config_file", "tests/integration/tiny.toml"]), 1)
     monkeypatch.setattr(parts, "evaluate", lambda *_: Evaluation(1.0, num_labels=1, num_bytes=1))
     sources = [CachedSource(Entry("validation", name, Source()), Mock()) for name in "ab"]
     validate = parts.Validation(plan, sources, Mock(), torch.device("cpu"))

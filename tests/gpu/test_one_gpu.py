@@ -59,7 +59,7 @@ def build(device: torch.device, *words: str) -> OneRank:
     torch._dynamo.reset()
     is_bf16 = not any(word.startswith(PRECISION) for word in words)
     bf16 = [f"{PRECISION}=bfloat16"] * is_bf16
-    config, _ = load_config([*SMALL, *SHORT, *bf16, *words])
+    config = load_config([*SMALL, *SHORT, *bf16, *words])
     plan = preflight(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, device.type), device)
     rank.initialize()
@@ -161,7 +161,7 @@ def test_memory_is_what_the_simulation_says(device, tmp_path: Path, case: str) -
     found = simulate(guard, [case])[case]
     assert "error" not in found, found["error"]
     torch._dynamo.reset()
-    config, _ = load_config(ONE_GPU[case].words)
+    config = load_config(ONE_GPU[case].words)
     plan = preflight(config, 1)
     rank = OneRank(plan, build_meshes(plan.dims, "cuda"), device)
     rank.initialize()

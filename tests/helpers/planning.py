@@ -79,7 +79,7 @@ class Case:
         dp = self.sizes["dp_shard"] * self.sizes.get("dp_replicate", 1)
         batch = int(str(values["training.local_batch_size"])) * dp * self.microbatches
         values["training.global_batch_size"] = batch
-        config, _ = load_config([f"--{key}={value}" for key, value in values.items()])
+        config = load_config([f"--{key}={value}" for key, value in values.items()])
         return plan_job(config, self.world_size, is_gpu=False)
 
 

@@ -40,7 +40,7 @@ def command(path: Path, ranks: int) -> str:
 
 def peak_gib(path: Path, ranks: int) -> float:
     """The peak of tensors on rank 0, from two shallow depths."""
-    config, _ = load_config([f"--job.config_file={path}"])
+    config = load_config([f"--job.config_file={path}"])
     device = find_device(DEVICE)
     job = plan_job(config, ranks, is_gpu=True)
     return predict(job, ranks, 0, device).peak_bytes / GIB

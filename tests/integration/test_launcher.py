@@ -99,7 +99,7 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
 @pytest.mark.slow
 def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
     path = uninterrupted / "config.toml"
-    config, _ = load_config(["--job.config_file", str(path)])
+    config = load_config(["--job.config_file", str(path)])
     assert config.parallelism.data_parallel_shard_degree == 2
     assert tomli.loads(path.read_text())["training"]["global_batch_size"] == 8
 

@@ -61,7 +61,7 @@ def test_a_plan_is_json_and_a_page(tmp_path) -> None:
     page = (tmp_path / "a.html").read_text()
     assert page.count("<polygon") == len(purposes)
     (tmp_path / "plan.json").write_text(done.stdout)
-    config, _ = load_config([str(DEBUG), *SMALL, f"--job.dump_folder={tmp_path}"])
+    config = load_config([str(DEBUG), *SMALL, f"--job.dump_folder={tmp_path}"])
     figures = planned_memory(config, 2)
     assert figures == {"memory/planned_gib": found["peak_bytes"] / 2**30}
     assert planned_memory(config, 4) == {}
@@ -168,7 +168,7 @@ def test_floors_are_below_simulations_and_near() -> None:
     words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
     h100 = find_device("h100")
     rates = assumed(h100)[1]
-    config, _ = load_config([str(DEBUG), "--training.seq_len=2048", *words])
+    config = load_config([str(DEBUG), "--training.seq_len=2048", *words])
     choices = [
         Choice(Mesh(1, 1, 1, 1, "", 4), "full", False),
         Choice(Mesh(2, 1, 1, 1, "", 4), "full", False),

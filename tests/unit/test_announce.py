@@ -58,7 +58,7 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
     log_to_console()
     words = [f"--job.dump_folder={tmp_path}", *END_WORDS, *others]
     reporter = SimpleNamespace(tokens_seen=1000, best_validation=(20, 3.5))
-    announce_end(preflight(load_config(words)[0], 1), reporter, 30, 1.0)
+    announce_end(preflight(load_config(words), 1), reporter, 30, 1.0)
     said = capsys.readouterr().out.splitlines()
     expected = [f"  meshwright {command.format(tmp_path)}" for command in commands]
     assert [line for line in said if "generate" in line or "export" in line] == expected
@@ -66,7 +66,7 @@ def test_the_commands_at_the_end_can_be_copied_on_a_narrow_console(
 
 def test_the_tokens_of_the_end_are_those_of_its_time(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    plan = preflight(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS])[0], 1)
+    plan = preflight(load_config([f"--job.dump_folder={tmp_path}", *END_WORDS]), 1)
     training = plan.config.training
     per_step = training.global_batch_size * training.seq_len
     reporter = SimpleNamespace(tokens_seen=30 * per_step, best_validation=None)
@@ -88,7 +88,7 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     ranks = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 1)
     monkeypatch.setattr(announce, "dist", ranks)
     words_of_job = ["--model.tokenizer_path=bytes", f"--model.frozen={json.dumps(frozen)}"]
-    config, _ = load_config(words_of_job)
+    config = load_config(words_of_job)
     plan = preflight(config, 1)
     announce.announce(plan, torch.device("cpu"), Launch())
     num_all = f"{plan.model_args.table.num_params:,}"

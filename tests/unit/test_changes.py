@@ -11,9 +11,11 @@ import pytest
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff
-from meshwright.config.changes import ABSENT, EFFECTS, Difference, differences, to_json
+from meshwright.config.changes import ABSENT, Difference, differences, effect_of, to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.config.section import OnResume
+from meshwright.config.training import Training
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of
 from meshwright.train.preflight import preflight, resume_diff
@@ -29,12 +31,13 @@ BASE = (
 
 
 def test_every_key_has_an_effect() -> None:
-    keys = {
-        f"{section}.{key}"
-        for section, field in JobConfig.model_fields.items()
-        for key in field.annotation.model_fields
-    }
-    assert keys | {"training.datasets.*.weight"} == EFFECTS.keys()
+    for section, field in JobConfig.model_fields.items():
+        assert all(effect_of(f"{section}.{key}") for key in field.annotation.model_fields)
+    # the strictest, so that a key of the data without a mark cannot pass for harmless
+    assert Training.on_resume == OnResume.DATA
+    assert effect_of("training.datasets.1.weight") == OnResume.TRAINING
+    assert effect_of("training.datasets.1.tokens") == OnResume.DATA
+    assert effect_of("training.nope") is None
 
 
 def test_differences_go_into_tables_and_lists_of_tables() -> None:
@@ -57,7 +60,7 @@ def resume(tmp_path: Path):
     """Save with some settings, then look at a resume with others."""
 
     def save(words: tuple[str, ...], manifest: dict) -> None:
-        plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words])[0], 1)
+        plan = preflight(load_config([*BASE, "--job.dump_folder", str(tmp_path), *words]), 1)
         commit.unfinished_folder(plan.checkpoint_folder, STEP).mkdir(parents=True)
         of_job = {
             "step": STEP,
@@ -75,7 +78,7 @@ def resume(tmp_path: Path):
         if not commit.saved_steps(tmp_path / "checkpoint"):
             save(saved_with, manifest)
         words = (*BASE, "--job.dump_folder", str(tmp_path), *words)
-        return resume_diff(preflight(load_config(words)[0], 1))
+        return resume_diff(preflight(load_config(words), 1))
 
     return look
 

@@ -53,11 +53,11 @@ def test_help_of_every_command(name, capsys) -> None:
 
 
 def test_no_help_needs_torch() -> None:
-    """It takes a second; pydantic takes a tenth."""
+    """It takes a second."""
     code = (
         "import sys\nfrom meshwright.commands.main import COMMANDS, build_parser\n"
         "for name in COMMANDS: build_parser(name).format_help()\n"
-        "assert not {'torch', 'pydantic', 'numpy'} & sys.modules.keys()\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -111,7 +111,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
     ],
 )
 def test_the_config_is_a_plain_argument_anywhere(words) -> None:
-    config, _ = load_config(words)
+    config = load_config(words)
     assert (config.training.steps, config.compile.enable) == (9, True)
     assert config.job.config_file == DEBUG
 

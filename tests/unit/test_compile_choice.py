@@ -62,7 +62,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan_of(tmp_path: Path) -> Callable[..., Plan]:
     def plan_of(*words: str, ranks: int = 1) -> Plan:
         dump = f"--job.dump_folder={tmp_path / 'out'}"
-        return preflight(load_config([DEBUG, dump, *words])[0], ranks)
+        return preflight(load_config([DEBUG, dump, *words]), ranks)
 
     return plan_of
 
@@ -223,11 +223,11 @@ def test_a_value_that_is_given_stays(plan_of, value) -> None:
     ],
 )
 def test_every_way_to_write_it(words, value, tmp_path) -> None:
-    config, _ = load_config(words)
+    config = load_config(words)
     assert config.compile.enable is value or config.compile.enable == value == "auto"
     path = tmp_path / "again.toml"
     path.write_text(to_toml(config))
-    assert load_config([str(path)])[0].compile == config.compile
+    assert load_config([str(path)]).compile == config.compile
     assert JobConfig.model_validate(to_json(config)).compile == config.compile
 
 
@@ -293,7 +293,7 @@ def test_what_is_beside_it_is_idle_only_if_the_job_is_eager(plan_of) -> None:
 def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, is_on) -> None:
     """Many compilers at once take minutes, so "auto" has one case of its own."""
     words = [DEBUG, *words, "--parallelism.data_parallel_replicate_degree=2"]
-    config, _ = load_config(words)
+    config = load_config(words)
     _, args = resolve_model(config)
     cases = default_cases(config, shrink(config, args), args)
     for case in cases:
@@ -307,25 +307,25 @@ def test_a_proof_compiles_the_config_if_it_says_so_or_must(words, is_on) -> None
 )
 def test_a_proof_says_where_it_is_eager_against_the_config(value, name) -> None:
     words = [*FULL, *TWO_BY_TENSORS, f"--compile.enable={value}"]
-    config, _ = load_config([DEBUG, *words])
+    config = load_config([DEBUG, *words])
     _, args = resolve_model(config)
     assert default_cases(config, shrink(config, args), args)[0].name.split(":")[0] == name
 
 
 def test_a_plan_is_of_eager_blocks() -> None:
-    config, _ = load_config([DEBUG, *LONG])
+    config = load_config([DEBUG, *LONG])
     assert plan_job(config, 1, is_gpu=True).config.compile.enable is False
 
 
 def test_recomputed_attention_that_is_cut_is_compiled_on_gpus() -> None:
-    config, _ = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
+    config = load_config([DEBUG, *LONG, *FULL, *TWO_BY_TENSORS])
     for is_gpu in (False, True):
         assert preflight(config, 2, is_gpu=is_gpu).config.compile.enable is is_gpu
 
 
 def test_a_search_leaves_a_job_compiled_that_is() -> None:
     for words, has_split in ((LONG, False), ([], True)):
-        config, _ = load_config([DEBUG, *words, "--training.global_batch_size=64"])
+        config = load_config([DEBUG, *words, "--training.global_batch_size=64"])
         schedules = {choice.mesh.schedule for choice, _ in legal(config, 2, find_device("h100"))}
         assert ("ZBVZeroBubble" in schedules) == has_split
         assert "1F1B" in schedules

@@ -8,7 +8,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import meshwright
-from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options, value_of
+from meshwright.config.fields import value_of
+from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import Float8
@@ -336,7 +337,7 @@ def test_the_same_toml_runs_where_its_options_have_nothing_to_act_on(
         "optimizer.lr = 0.0008 is never reached: lr_scheduler.warmup_steps = 200, and the job has "
         "100",
     ]
-    plan = preflight(load_config(words)[0], 1)
+    plan = preflight(load_config(words), 1)
     for device_type in ("cpu", "cuda"):
         check_device(plan.config, device_type)
     eager = [*words, "--compile.enable=false", "--parallelism.tensor_parallel_degree=2"]

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import config_errors, load_config, to_toml
+from meshwright.config.loader import load_config, parse_config, read, to_toml, with_lines
 from meshwright.models.args import divisors_of
 from meshwright.models.families import MODELS
 from meshwright.parallelisms.rules.degrees import check_device
@@ -34,9 +34,11 @@ def toml(tmp_path):
 
 def error_of(arguments: list[str], ranks: int = 1) -> str:
     try:
-        config, provenance = load_config(arguments)
-        with config_errors(provenance):
+        config = load_config(arguments)
+        try:
             preflight(config, ranks)
+        except ConfigError as error:
+            raise with_lines(error, parse_config(arguments)) from None
     except ConfigError as error:
         # without the source lines and carets, which tests/unit/test_help.py looks at
         return "\n".join(x for x in str(error).splitlines() if not x.startswith("    "))
@@ -45,7 +47,7 @@ def error_of(arguments: list[str], ranks: int = 1) -> str:
 
 def test_command_line_over_toml_over_default(toml) -> None:
     arguments = toml("[training]\nsteps = 7\nseq_len = 64\n[compile]\nenable = true\n")
-    config, _ = load_config([*arguments, "--training.steps", "9", "--optimizer.lr=1e-3"])
+    config = load_config([*arguments, "--training.steps", "9", "--optimizer.lr=1e-3"])
     assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 1e-3)
     assert config.compile.enable
     assert config.training.local_batch_size == JobConfig().training.local_batch_size
@@ -62,13 +64,13 @@ def test_command_line_over_toml_over_default(toml) -> None:
     ],
 )
 def test_ways_to_write_a_boolean(words, value) -> None:
-    config, _ = load_config(words)
+    config = load_config(words)
     assert config.compile.enable is value
 
 
 def test_values_that_look_like_others() -> None:
     words = ["--parallelism.data_parallel_shard_degree", "-1", "--job.description", "true"]
-    config, _ = load_config([*words, "--training.max_norm", "inf", "--model.args.n_layers", "3"])
+    config = load_config([*words, "--training.max_norm", "inf", "--model.args.n_layers", "3"])
     assert config.parallelism.data_parallel_shard_degree == -1
     assert config.job.description == "true"
     assert config.training.max_norm == float("inf")
@@ -78,25 +80,26 @@ def test_values_that_look_like_others() -> None:
 def test_extends_lays_one_toml_over_another(toml, tmp_path) -> None:
     toml("[training]\nsteps = 7\nseq_len = 64\n", "base.toml")
     arguments = toml('extends = "base.toml"\n[training]\nsteps = 8\n')
-    config, provenance = load_config(arguments)
+    written = read(parse_config(arguments))
+    config = written.config()
     assert (config.training.steps, config.training.seq_len) == (8, 64)
-    assert provenance.of("training.seq_len").endswith("base.toml:3")
+    assert written.provenance.of("training.seq_len").endswith("base.toml:3")
     assert "extends itself" in error_of(toml('extends = "a.toml"\n'))
 
 
 def test_input_paths_start_where_they_are_written(toml, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir("/")
     arguments = toml('[model]\ntokenizer_path = "t/x.model"\n')
-    assert load_config(arguments)[0].model.tokenizer_path == str(tmp_path / "t/x.model")
-    config, _ = load_config([*arguments, "--model.tokenizer_path", "t/x.model"])
+    assert load_config(arguments).model.tokenizer_path == str(tmp_path / "t/x.model")
+    config = load_config([*arguments, "--model.tokenizer_path", "t/x.model"])
     assert config.model.tokenizer_path == "/t/x.model"
 
 
 def test_resolved_config_loads_to_itself(toml, tmp_path) -> None:
     words = ["--model.args.n_layers", "2", "--job.dump_folder", str(tmp_path)]
-    config, _ = load_config(["--job.config_file", str(DEBUG), *words])
+    config = load_config(["--job.config_file", str(DEBUG), *words])
     resolved = preflight(config, 2).config
-    again, _ = load_config(toml(to_toml(resolved)))
+    again = load_config(toml(to_toml(resolved)))
     assert again.model_dump(exclude={"job"}) == resolved.model_dump(exclude={"job"})
     assert again.parallelism.data_parallel_shard_degree == 2
     assert again.training.global_batch_size == 16
@@ -374,7 +377,7 @@ def test_mistakes_on_the_command_line(words, says, tmp_path, monkeypatch) -> Non
 )
 def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> None:
     words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
-    config, _ = load_config([*words, "--training.fp32_modules", patterns])
+    config = load_config([*words, "--training.fp32_modules", patterns])
     assert preflight(config, 1).fp32_modules == found
 
 
@@ -388,23 +391,23 @@ def test_fp32_modules_are_found_by_pattern_once(patterns, found, tmp_path) -> No
 )
 def test_what_torch_cannot_compile_on_a_cpu(words) -> None:
     compiled = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
-    config, _ = load_config([*words, *compiled])
+    config = load_config([*words, *compiled])
     with pytest.raises(ConfigError, match="cannot compile recomputed attention under tensor"):
         check_device(config, "cpu")
     check_device(config, "cuda")
-    check_device(load_config(compiled)[0], "cpu")
-    check_device(load_config([*words, compiled[1]])[0], "cpu")
+    check_device(load_config(compiled), "cpu")
+    check_device(load_config([*words, compiled[1]]), "cpu")
 
 
 def test_async_tensor_parallelism_needs_a_gpu() -> None:
-    config, _ = load_config([*ASYNC_TP, "--compile.enable"])
+    config = load_config([*ASYNC_TP, "--compile.enable"])
     check_device(config, "cuda")
     with pytest.raises(ConfigError, match="needs GPUs, and this machine trains on its cpu"):
         check_device(config, "cpu")
 
 
 def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
-    config, _ = load_config(["--training.attention_kernel=flash"])
+    config = load_config(["--training.attention_kernel=flash"])
     check_device(config, "cuda")
     with pytest.raises(
         ConfigError, match="is a kernel of GPUs, and this machine trains on its cpu"
@@ -414,7 +417,7 @@ def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
 
 def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
     words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
-    plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]'])[0], 1)
+    plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]']), 1)
     commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
     manifest = {
         "model_args": dataclasses.asdict(plan.model_args),
@@ -425,7 +428,7 @@ def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None
         commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
     )
     assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
-    more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])[0]
+    more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])
     assert preflight(more, 1).resume_step == 5
 
 
@@ -437,7 +440,7 @@ def test_a_missing_toml_is_named() -> None:
     "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.stem
 )
 def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
-    config, _ = load_config(["--job.config_file", str(path)])
+    config = load_config(["--job.config_file", str(path)])
     assert config.model.flavor in MODELS[config.model.name].flavors
     assert config.training.global_batch_size > 0  # the same batches on any number of ranks
     head = path.read_text().split("[", 1)[0]
@@ -446,7 +449,7 @@ def test_every_preset_loads_and_says_what_it_is_for(path: Path) -> None:
 
 def test_every_flavor_has_a_preset() -> None:
     presets = (ROOT / "train_configs").glob("*.toml")
-    models = [load_config(["--job.config_file", str(preset)])[0].model for preset in presets]
+    models = [load_config(["--job.config_file", str(preset)]).model for preset in presets]
     flavors = {(name, flavor) for name, family in MODELS.items() for flavor in family.flavors}
     assert {(model.name, model.flavor) for model in models} == flavors
 
@@ -463,21 +466,21 @@ def test_help_documents_every_key(capsys) -> None:
 def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
     words = ["--training.mask_documents", "--parallelism.pipeline_parallel_degree=2"]
     key = "--parallelism.pipeline_parallel_schedule"
-    config, _ = load_config([*words, f"{key}=ZBVZeroBubble"])
+    config = load_config([*words, f"{key}=ZBVZeroBubble"])
     check_device(config, "cpu")
     with pytest.raises(ConfigError, match="not known to work with a schedule that goes backward"):
         check_device(config, "cuda")
-    check_device(load_config([*words, f"{key}=1F1B"])[0], "cuda")
+    check_device(load_config([*words, f"{key}=1F1B"]), "cuda")
 
 
 def test_updates_in_backward_wait_for_offloaded_gradients() -> None:
-    config, _ = load_config([*EARLY, "--training.enable_cpu_offload"])
+    config = load_config([*EARLY, "--training.enable_cpu_offload"])
     check_device(config, "cpu", waits_for_offload=False)
     check_device(config, "cuda", waits_for_offload=True)
     with pytest.raises(ConfigError, match="still being copied"):
         check_device(config, "cuda", waits_for_offload=False)
     for words in (EARLY, ["--training.enable_cpu_offload"]):
-        check_device(load_config(words)[0], "cuda", waits_for_offload=False)
+        check_device(load_config(words), "cuda", waits_for_offload=False)
 
 
 PART = '[[training.datasets]]\ndataset = "python_stdlib"\n'
@@ -546,13 +549,13 @@ def test_a_mixture_and_its_paths(toml, tmp_path) -> None:
         '[[training.datasets]]\nname = "c"\ndataset = "json"\n'
         'dataset_format = "a.b:f"\nweight = 1\n'
     )
-    config, _ = load_config(toml(f'extends = "base.toml"\n[training]\ndataset = ""\n{parts}'))
+    config = load_config(toml(f'extends = "base.toml"\n[training]\ndataset = ""\n{parts}'))
     first, second, third = config.training.datasets
     assert first.dataset_path == f"{tmp_path}/texts/*.txt"
     assert second.dataset_path == f"{tmp_path}/rows"
     assert second.dataset_format == f"{tmp_path}/formats.py:f"
     assert third.dataset_format == "a.b:f"
-    again, _ = load_config(toml(to_toml(config), "again.toml"))
+    again = load_config(toml(to_toml(config), "again.toml"))
     assert again.training == config.training
     assert again.validation == config.validation
 
@@ -570,7 +573,7 @@ def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
     second = PART + 'name = "b"\nweight = 2\n'
     folder = f"--job.dump_folder={tmp_path}/out"
     words = [*toml(HEAD + PART + "weight = 1\n" + second), folder, "--checkpoint.enable"]
-    config, _ = load_config(words)
+    config = load_config(words)
     plan = preflight(config, 1)
     manifest = {
         "model_args": dataclasses.asdict(plan.model_args),

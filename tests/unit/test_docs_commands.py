@@ -116,8 +116,8 @@ def test_the_first_job_of_one_s_own_runs_after_the_first_command(tmp_path: Path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "my_job.toml").write_text(text)
     check_job([tmp_path / "my_job.toml", "--ngpu", 2])
-    mine, _ = load_config([str(tmp_path / "my_job.toml")])
-    assert mine.job.dump_folder != load_config(["debug_model"])[0].job.dump_folder
+    mine = load_config([str(tmp_path / "my_job.toml")])
+    assert mine.job.dump_folder != load_config(["debug_model"]).job.dump_folder
     assert mine.validation.dataset_path.startswith(f"{tmp_path}/docs/")
 
 

@@ -23,7 +23,7 @@ def due(
     is_last: bool = False,
     is_asked: bool = False,
 ) -> Due:
-    config, _ = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
+    config = load_config([f"--{key}={value}" for key, value in (KEYS | (keys or {})).items()])
     return due_after(step, config, is_first=is_first, is_last=is_last, is_asked_to_stop=is_asked)
 
 

@@ -47,7 +47,7 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
 def test_a_model(tmp_path) -> None:
     (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
-    config, _ = load_config(words(tmp_path, family + example("model"), *model))
+    config = load_config(words(tmp_path, family + example("model"), *model))
     plan = preflight(config, 8)
     assert round(plan.model_args.table.num_params / 1e9, 3) == 7.248
 
@@ -89,7 +89,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     text.write_text("\n\n".join(f"stanza {i} has a few words" for i in range(40)))
     data = ("--training.dataset", "stanzas", "--training.dataset_path", str(text))
     sizes = ("--training.seq_len", "32", "--training.token_cache_folder", str(tmp_path / "cache"))
-    config, _ = load_config(words(tmp_path, example("dataset"), *data, *sizes))
+    config = load_config(words(tmp_path, example("dataset"), *data, *sizes))
     preflight(config, 1)
     (source,) = open_training_data(config, num_workers=2)
     assert source.cache.num_documents == 40
@@ -97,7 +97,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
 
 
 def test_a_sink(tmp_path) -> None:
-    config, _ = load_config(words(tmp_path, example("sink")))
+    config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
     sink = Spared(name, lambda: build(config, tmp_path))
     sink.write({"step": 1, "loss/train": 2.5})
@@ -120,7 +120,7 @@ def test_a_sink(tmp_path) -> None:
     ],
 )
 def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> None:
-    config, _ = load_config(words(tmp_path, code))
+    config = load_config(words(tmp_path, code))
     with pytest.raises(ConfigError, match=message) as error:
         extend(config)
     assert error.value.key == "experimental.custom_import"
@@ -132,5 +132,5 @@ def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> N
 def test_a_module_by_its_name(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_sinks.py").write_text("SINKS = {'a': print}")
     monkeypatch.syspath_prepend(tmp_path)
-    config, _ = load_config(["--experimental.custom_import", "my_sinks"])
+    config = load_config(["--experimental.custom_import", "my_sinks"])
     assert user_sinks(config) == {"a": print}

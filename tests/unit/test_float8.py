@@ -113,13 +113,13 @@ def test_backward_in_two_passes_needs_a_torch_that_can(monkeypatch, version, is_
     words += ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
     refusal = pytest.raises(ConfigError, match="torch 2.11.* cannot in float8 layers")
     with refusal if is_refused else nullcontext():
-        preflight(load_config([*WORDS, *words])[0], 2)
+        preflight(load_config([*WORDS, *words]), 2)
 
 
 def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torchao is not installed\n  fix: pip install"):
-        preflight(load_config([*WORDS])[0], 1)
+        preflight(load_config([*WORDS]), 1)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_without_torchao_a_job_does_not_start(monkeypatch) -> None:
 )
 def test_combinations_that_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_contradictions(load_config([*WORDS, *words])[0])
+        check_contradictions(load_config([*WORDS, *words]))
 
 
 def test_asynchronous_tensor_parallelism_is_idle_on_one_rank() -> None:
     words = ("--parallelism.enable_async_tensor_parallel=true", "--compile.enable=true")
-    check_contradictions(load_config([*WORDS, *words])[0])
+    check_contradictions(load_config([*WORDS, *words]))
 
 
 def test_the_planner_refuses_it() -> None:
     with pytest.raises(ConfigError, match="does not count the casts to float8"):
-        plan_job(load_config([*WORDS])[0], 1, is_gpu=True)
+        plan_job(load_config([*WORDS]), 1, is_gpu=True)
 
 
 def float8_model(recipe: str, args: LlamaArgs = TINY, emulate: bool = True) -> Decoder:

@@ -58,7 +58,7 @@ def test_an_eager_job_of_one_rank_imports_neither_compiler_nor_meshes_before_its
         "from meshwright.train.preflight import preflight; from meshwright.train.job import run;"
         "show = lambda: print('modules', *sys.modules);"
         "sink = type('', (), {'write': lambda *_: show(), 'close': lambda _: None});"
-        f"run(preflight(load_config({words})[0], 1), [sink()])"
+        f"run(preflight(load_config({words}), 1), [sink()])"
     )
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("modules ")]
@@ -88,7 +88,7 @@ def test_a_job_that_exports_at_its_end_imports_that_at_its_start(is_asked_for: b
         "import sys; from meshwright.config.loader import load_config;"
         "from meshwright.train.end import prepare_export;"
         f"prepare_export(load_config(['--checkpoint.last_save_in_hf={is_asked_for}'.lower(),"
-        "'--model.tokenizer_path=x'])[0]); print(*sys.modules)"
+        "'--model.tokenizer_path=x'])); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert ("meshwright.checkpoint.conversion.export_job" in run.stdout.split()) == is_asked_for

@@ -52,7 +52,7 @@ def test_every_type_is_the_configs(monkeypatch, dtype, param, reduce) -> None:
         return [Mock()]
 
     monkeypatch.setattr("torch.distributed.fsdp.fully_shard", note)
-    plan = preflight(load_config(words)[0], 1)
+    plan = preflight(load_config(words), 1)
     model = build.build_model(plan, one_rank(), torch.device("cpu"))
     assert {*seen} == {(getattr(torch, param), getattr(torch, reduce))}
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}

@@ -242,7 +242,7 @@ def test_the_config_sets_the_size_of_chunks_and_whether_they_are_compiled(monkey
     monkeypatch.setattr(SummedLoss, "compile", lambda _, backend: compiled.append(backend))
     words = ["--training.loss_chunk_tokens=5", "--compile.enable=true", "--compile.backend=eager"]
     try:
-        plan = preflight(load_config([*words, "--model.tokenizer_path=bytes"])[0], 1)
+        plan = preflight(load_config([*words, "--model.tokenizer_path=bytes"]), 1)
         model = build_model(plan, build_meshes(plan.dims, "cpu"), torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -27,7 +27,7 @@ def plan(ranks: int = 8, batch: int = 16, **keys: object) -> Plan:
         "training.global_batch_size": batch,
         **{key.replace("__", "."): value for key, value in keys.items()},
     }
-    config, _ = load_config([f"--{key}={value}" for key, value in words.items()])
+    config = load_config([f"--{key}={value}" for key, value in words.items()])
     return preflight(config, ranks)
 
 
@@ -152,7 +152,7 @@ FOR_GPUS = [path for path in sorted(PRESETS.glob("*.toml")) if "GPUs of 80 GB" i
 def test_presets_name_their_device_and_fit_it(preset) -> None:
     """As far as can be known without activations; their peaks, simulated, are in the presets."""
     words = ["--model.tokenizer_path=bytes", "--metrics.enable_tensorboard=false"]
-    config, _ = load_config(["--job.config_file", str(preset), *words])
+    config = load_config(["--job.config_file", str(preset), *words])
     (ranks,) = re.findall(r"(\d+) GPUs of 80 GB", preset.read_text())
     made = preflight(config, int(ranks))
     assert made.config.job.device_memory_gib > 0

@@ -62,7 +62,7 @@ def test_a_pipelines_first_call_is_of_all_its_ranks(monkeypatch) -> None:
     """NCCL makes a group's communicator in it."""
     words = ["--job.config_file", "tests/integration/tiny.toml", "--model.args.n_layers", "2"]
     words += ["--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "8"]
-    plan = preflight(load_config(words)[0], 2)
+    plan = preflight(load_config(words), 2)
     meshes, _ = meshes_of_rank(1, plan.dims, monkeypatch)
     groups = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, group: groups.append(group))

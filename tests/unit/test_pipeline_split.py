@@ -17,7 +17,7 @@ PIPELINE = {
 
 def plan(world_size: int = 2, **keys: object):
     words = {**PIPELINE, **{key.replace("__", "."): value for key, value in keys.items()}}
-    config, _ = load_config([f"--{key}={value}" for key, value in words.items()])
+    config = load_config([f"--{key}={value}" for key, value in words.items()])
     return preflight(config, world_size)
 
 

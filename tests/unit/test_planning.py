@@ -134,7 +134,7 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
     figures = Figures({"": float(GIB)}, 1.0, 0.0)
 
     def staged(*more: str) -> list[str]:
-        config, _ = load_config([*words, *more])
+        config = load_config([*words, *more])
         plan = plan_job(config, 2, is_gpu=False)
         return [
             x.what for x in beside_tensors(figures, plan, find_device("cpu")) if x.low == x.high
@@ -155,7 +155,7 @@ def test_a_remedy_has_the_verdict_of_its_worst_rank_and_its_own_groups(monkeypat
             yield index, Figures({"": size}, 1.0, 0.0, rank, groups)
 
     monkeypatch.setattr(remedies, "in_processes", simulated)
-    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml"])
+    config = load_config(["--job.config_file=train_configs/debug_model.toml"])
     job = plan_job(config, 2, is_gpu=True)
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB), rank=0)
     high = sum(x.high for x in overheads(Device("", 1.0), 9 * GIB, 9 * GIB, 2)) / GIB
@@ -232,7 +232,7 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
             {"change": "c.d = 2", "peak_bytes": 10 * GIB, "verdict": "tight"},
         ],
     }
-    config, _ = load_config([*words, f"--job.dump_folder={tmp_path}/a b"])
+    config = load_config([*words, f"--job.dump_folder={tmp_path}/a b"])
     plan["job"] = job_identity(config)
     if has_plan:
         (tmp_path / "a b").mkdir()
@@ -288,7 +288,7 @@ def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> Non
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_mfu_is_at_most_one_and_against_the_same_peak_for_all_rates(dtype) -> None:
     words = [f"--training.mixed_precision_param={dtype}"]
-    config, _ = load_config(["--job.config_file=train_configs/debug_model.toml", *words])
+    config = load_config(["--job.config_file=train_configs/debug_model.toml", *words])
     plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
     bound, estimate = assumed(device)
     assert _mfu(plan, device, bound, 1e-9) == 1

@@ -20,7 +20,7 @@ prove = command("prove")
 
 
 def small_job(*words: str) -> JobConfig:
-    config, _ = load_config([*words])
+    config = load_config([*words])
     return shrink(config, resolve_model(config)[1])
 
 

@@ -51,7 +51,7 @@ BYTES = ("--model.tokenizer_path", "bytes")
 
 def opened(*words: str) -> StreamedSource:
     base = ["--training.dataset_mode", "streamed", "--training.seq_len", "8"]
-    (source,) = open_training_data(load_config([*base, *words])[0])
+    (source,) = open_training_data(load_config([*base, *words]))
     return source
 
 
@@ -94,7 +94,7 @@ def test_the_code_that_runs_is_noted_not_the_file_of_today(tmp_path) -> None:
     module = tmp_path / "own.py"
     module.write_text("SINKS = {}")
     own = ("--experimental.custom_import", str(module))
-    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own])[0], 1)
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2", *own]), 1)
     before = code_of(str(module))
     module.write_text("raise RuntimeError")
     assert noted(plan)["own_code"] == before
@@ -160,7 +160,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
     def plan_of(*more: str):
         base = ["--model.tokenizer_path=bytes", "--validation.enable=true"]
-        return preflight(load_config([*base, *more])[0], 1)
+        return preflight(load_config([*base, *more]), 1)
 
     saved, here = plan_of("--training.local_batch_size=2"), plan_of(*words)
     manifest = BARE | {
@@ -178,7 +178,7 @@ def test_the_best_validation_counts_as_long_as_the_data_is_the_same(words, keys,
 
 def test_the_best_validation_counts_as_long_as_its_texts_are_the_same(tmp_path, caplog) -> None:
     caplog.set_level("INFO", "meshwright")
-    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2"])[0], 1)
+    plan = preflight(load_config([*BYTES, "--training.local_batch_size=2"]), 1)
     before, after = (opened(*BYTES, *lines(tmp_path, text)) for text in ("one text", "another"))
     saved = noted(plan, [before], best=(20, 3.5))
     assert best_of(saved, plan, [before]) == (20, 3.5)

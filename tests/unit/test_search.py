@@ -51,7 +51,7 @@ def _plans() -> dict[Choice, Plan]:
 def _config() -> JobConfig:
     batch = ["--training.seq_len=256", "--training.global_batch_size=64"]
     batch.append("--training.local_batch_size=8")
-    return load_config([DEBUG, *batch, "--training.mixed_precision_param=bfloat16"])[0]
+    return load_config([DEBUG, *batch, "--training.mixed_precision_param=bfloat16"])
 
 
 def _parts(shape: Shape, gib: float) -> Parts:
@@ -372,7 +372,7 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
         return Figures(peaks, 1.0, 1 + 2 * depth, rank)
 
     monkeypatch.setattr(predicting, "measure", linear)
-    config, _ = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
+    config = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
     plan = plan_job(config, 2, is_gpu=True)
     found, whole = predict(plan, 2, 0, H100, RATES), linear(plan, 2, 0)
     assert found.line is not None

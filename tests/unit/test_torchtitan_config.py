@@ -11,7 +11,7 @@ import tomli_w
 from meshwright.commands.main import run as run_command
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import load_config
+from meshwright.config.loader import load_config, parse_config, read
 from meshwright.config.parallelism import Float8
 from meshwright.config.torchtitan import rules
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
@@ -35,8 +35,12 @@ SPECIAL = {  # by functions of translate.py
 def load(tmp_path: Path, text: str, *overrides: str) -> tuple[JobConfig, list[str]]:
     path = tmp_path / "theirs.toml"
     path.write_text(text)
-    config, provenance = load_config(["--job.config_file", str(path), *overrides])
-    return config, provenance.notes
+    words = ["--job.config_file", str(path), *overrides]
+    return load_config(words), notes_of(words)
+
+
+def notes_of(words: list[str]) -> list[str]:
+    return read(parse_config(words)).notes
 
 
 def given(table: dict[str, Any], **model: Any) -> str:
@@ -94,25 +98,26 @@ def test_files_with_every_key_of_theirs_pass_the_check(
     Path("a.jsonl").write_text('{"text": "a"}\n')
     path = FOLDER / f"{name}.toml"
     words = ["--model.tokenizer_path", "bytes", "--job.dump_folder", str(tmp_path), *overrides]
-    config, provenance = load_config(["--job.config_file", str(path), *words])
+    words = ["--job.config_file", str(path), *words]
+    config = load_config(words)
     preflight(config, ranks)
-    assert any("model.flavor" in note and f"{name}.toml:" in note for note in provenance.notes)
+    assert any("model.flavor" in note and f"{name}.toml:" in note for note in notes_of(words))
 
 
 @pytest.mark.parametrize("name", ["debug_model", "llama3_8b", "llama3_70b", "llama3_405b"])
 def test_a_migrated_file_loads_to_the_same_config(name: str, tmp_path: Path, capsys) -> None:
     words = [str(FOLDER / f"{name}.toml")]
-    wanted, provenance = load_config(words)
+    wanted = load_config(words)
     run_command(["config", "migrate", *words])
     migrated = tmp_path / "ours.toml"
     migrated.write_text(capsys.readouterr().out)
-    config, again = load_config([str(migrated)])
-    assert not again.notes
+    config = load_config([str(migrated)])
+    assert not notes_of([str(migrated)])
     for section in JobConfig.model_fields:
         if section != "job":
             assert getattr(config, section) == getattr(wanted, section)
     comments = " ".join(migrated.read_text().split("\n\n[", 1)[0].replace("\n#", "").split())
-    for note in provenance.notes:
+    for note in notes_of(words):
         assert note in comments
 
 
@@ -123,14 +128,14 @@ def test_only_theirs_are_migrated() -> None:
 
 def test_float8_layers_are_those_of_theirs() -> None:
     words = ["--job.config_file", str(FOLDER / "llama3_405b.toml")]
-    config, provenance = load_config(words)
+    config = load_config(words)
     # every matrix of a block, with one scale, as torchtitan does without a recipe's name
     wanted = {"enable": True, "recipe_name": "tensorwise", "filter_fqns": [], "emulate": False}
     assert config.float8.model_dump() == wanted
-    assert any("float8_all_gather: without effect" in note for note in provenance.notes)
+    assert any("float8_all_gather: without effect" in note for note in notes_of(words))
     with pytest.raises(ConfigError, match="enable_async_tensor_parallel .* float8.enable"):
         preflight(config, 512)
-    config, _ = load_config([*words, "--model.converters", "[]"])
+    config = load_config([*words, "--model.converters", "[]"])
     assert config.float8 == Float8()
 
 
@@ -310,7 +315,7 @@ def test_a_config_of_ours_may_extend_one_of_theirs(tmp_path: Path) -> None:
     (tmp_path / "theirs.toml").write_text(given({"training": {"steps": 5}}))
     ours = tmp_path / "ours.toml"
     ours.write_text('extends = "theirs.toml"\n[model]\ntokenizer_path = "bytes"\n')
-    config, _ = load_config(["--job.config_file", str(ours)])
+    config = load_config(["--job.config_file", str(ours)])
     assert (config.model.name, config.training.steps) == ("llama", 5)
     assert config.model.tokenizer_path == "bytes"
     assert to_json(config)["optimizer"]["decay_norm_and_bias"]

@@ -144,7 +144,7 @@ class Runner:
     def run(self) -> None:
         """Build the job, and take some steps."""
         ranks, device = dist.get_world_size(), self._device
-        plan = plan_job(load_config(_words(self._job, self._dtype, device))[0], ranks, is_gpu=False)
+        plan = plan_job(load_config(_words(self._job, self._dtype, device)), ranks, is_gpu=False)
         meshes = build_meshes(plan.dims, device.type)
         trainer = Trainer(plan, meshes, device)
         for stage in trainer.model.stages:

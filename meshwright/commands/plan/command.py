@@ -6,11 +6,46 @@ import subprocess
 import sys
 from argparse import Namespace
 
+from meshwright.commands.options import input_path, output_file
 from meshwright.commands.plan.devices import DEVICES, find_device
 from meshwright.commands.train import host_settings
-from meshwright.config.loader import config_errors, load_given
+from meshwright.config.command_line import Parser
+from meshwright.config.loader import load_given
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.machine import Ranks, count_cores, count_gpus
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright plan`."""
+    parser.add_argument("--world-size", type=int, metavar="N", default=0, help="ranks of the job")
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default="",
+        help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU",
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
+    )
+    parser.add_argument("--all-stages", action="store_true", help="one rank of every stage")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
+    parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
+    parser.add_argument(
+        "--calibrate",
+        type=output_file,
+        metavar="FILE",
+        help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
+    )
+    parser.add_argument(
+        "--rates", type=input_path, metavar="FILE", help="take times from a file of --calibrate"
+    )
+    parser.add_argument(
+        "--no-remedies", action="store_true", help="try no switches if it does not fit"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"
+    )
 
 
 def run(given: Namespace) -> None:
@@ -76,24 +111,23 @@ def _answer(given: Namespace) -> str:
     what = "searching a mesh" if given.search else "planning"
     ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
     print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
-    config, provenance = load_given(given)
+    config = load_given(given)
     # not at the top: it needs torch, which `--help` and the checks so far do not
     from meshwright.commands.plan import plan as command
 
-    with config_errors(provenance):
-        if given.search:
-            return command.search(
-                config, given.world_size, device, given.rates, workers, as_json=given.json
-            )
-        return command.plan(
-            config,
-            given.world_size,
-            device,
-            given.rates,
-            rank=given.rank,
-            all_stages=given.all_stages,
-            as_json=given.json,
-            html=given.html,
-            tries_remedies=not given.no_remedies,
-            workers=workers,
+    if given.search:
+        return command.search(
+            config, given.world_size, device, given.rates, workers, as_json=given.json
         )
+    return command.plan(
+        config,
+        given.world_size,
+        device,
+        given.rates,
+        rank=given.rank,
+        all_stages=given.all_stages,
+        as_json=given.json,
+        html=given.html,
+        tries_remedies=not given.no_remedies,
+        workers=workers,
+    )

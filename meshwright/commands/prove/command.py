@@ -4,20 +4,35 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.commands.prove import report
+from meshwright.commands.options import output_folder
 from meshwright.commands.prove.cases import Case, default_cases, distinct, every_mesh
-from meshwright.commands.prove.prove import Row, prove
 from meshwright.commands.prove.shrink import shrink
+from meshwright.config.command_line import Parser
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import config_errors, load_given
+from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
 from meshwright.system.errors import check, config_error
 from meshwright.train.preflight import check_installed
 from meshwright.train.resolve_model import resolve_model
+
+if TYPE_CHECKING:
+    from meshwright.commands.prove.prove import Row
+
+
+def add_options(parser: Parser) -> None:
+    """Options of `meshwright prove`."""
+    parser.add_argument("--every-mesh", action="store_true", help="try every mesh of 8 ranks")
+    parser.add_argument(
+        "--output",
+        type=output_folder,
+        metavar="FOLDER",
+        help="folder for the tables (default: {dump_folder}/proof)",
+    )
 
 
 def run(given: Namespace) -> None:
@@ -27,18 +42,21 @@ def run(given: Namespace) -> None:
         ConfigError: if the config could not run on any number of ranks, or the output cannot be
             written.
     """
-    config, provenance = load_given(given)
-    with config_errors(provenance):
-        check_contradictions(config)
-        check_installed("float8.enable", config.float8.enable, "torchao")
-        check_split_float8(config)
-        _, args = resolve_model(config)
-        check_divisible(config, args.table)
-        assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
-        if config.training.mask_documents:  # then every case compiles, the reference included
-            reason = why_no_compiler()
-            rule = f"its attention is compiled, and {reason}"
-            check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
+    # not at the top: torch takes a second
+    from meshwright.commands.prove import report
+    from meshwright.commands.prove.prove import prove
+
+    config = load_given(given)
+    check_contradictions(config)
+    check_installed("float8.enable", config.float8.enable, "torchao")
+    check_split_float8(config)
+    _, args = resolve_model(config)
+    check_divisible(config, args.table)
+    assign_modules(config.parallelism, args.n_layers, layer=1, embedding=1, output=1)
+    if config.training.mask_documents:  # then every case compiles, the reference included
+        reason = why_no_compiler()
+        rule = f"its attention is compiled, and {reason}"
+        check(not reason, "training.mask_documents", True, rule, "install a C++ compiler")
     small = shrink(config, args)
     cases = default_cases(config, small, args)
     if given.every_mesh:
@@ -68,7 +86,9 @@ def _number(index: int, cases: Sequence[Case]) -> str:
     return f"{index:>{len(total)}}/{total}"
 
 
-def _write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:
+def _write(folder: Path, small: JobConfig, rows: Sequence["Row"], num_cases: int) -> None:
+    from meshwright.commands.prove import report  # it takes torch
+
     try:
         report.write(folder, small, rows, num_cases)
     except OSError as error:

@@ -67,7 +67,7 @@ class Figures:
 def simulate(case: Case) -> Figures:
     """Build rank `case.rank`, and take two steps; of the second, figures."""
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
-    config, _ = load_config(case.words)
+    config = load_config(case.words)
     plan = preflight(config, case.world_size)
     meshes = build_meshes(plan.dims, "cuda")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
