@@ -10,13 +10,14 @@ three; sides and numbers of processes take turns.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import datasets
@@ -36,14 +37,16 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 TOKENIZER = str(Path(__file__).parents[1] / "assets/tokenizers/python_2k.model")
 LENGTH = 513  # tokens of a sample
 BATCH = 8  # samples
+Timed = Callable[[int], object]
+"""Is told which turn it is."""
 
 
 def write_corpus(path: Path, megabytes: int) -> int:
-    """JSON lines, a document each, of this environment's Python files; their number of bytes."""
+    """Write this environment's Python files as JSON lines, one document each; return the bytes."""
     folders = [sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]]
     files = itertools.chain.from_iterable(sorted(Path(f).rglob("*.py")) for f in folders)
     size = 0
-    with open(path, "w") as file:
+    with path.open("w") as file:
         for source in files:
             text = source.read_text("utf-8", errors="replace")
             file.write(json.dumps({"text": text}) + "\n")
@@ -53,75 +56,19 @@ def write_corpus(path: Path, megabytes: int) -> int:
     return size
 
 
-def best_of_three(*functions: Callable[[int], float]) -> list[float]:
-    """Seconds of each, which take turns; each is told which turn it is."""
-    times = [[function(turn) for function in functions] for turn in range(3)]
-    return [min(column) for column in zip(*times, strict=True)]
-
-
-def timed(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def rates(megabytes: int) -> None:
-    """Tokenising and reading, side by side."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        num_bytes = write_corpus(folder / "corpus.jsonl", megabytes)
-        datasets.disable_progress_bars()
-        datasets.config.HF_DATASETS_CACHE = folder / "hf"
-        os.environ["HF_DATASETS_CACHE"] = str(folder / "hf")  # for processes
-        rows = datasets.load_dataset(
-            "json", data_files=[str(folder / "corpus.jsonl")], split="train"
-        )
-        print(f"corpus: {num_bytes / 1e6:.0f} MB, {len(rows)} documents; samples of {LENGTH}")
-        source = Source(dataset="json", dataset_path=str(folder / "corpus.jsonl"))
-        recipe = TokenizationSpec(Entry("training", "corpus", source), TOKENIZER)
-
-        def ours(num_workers: int) -> Callable[[int], float]:
-            return lambda turn: timed(
-                lambda: open_cache(
-                    recipe, folder / f"ours {num_workers} {turn}", num_workers=num_workers
-                )
-            )
-
-        tokenized = {}
-
-        def theirs(num_proc: int) -> Callable[[int], float]:
-            def run(turn: int) -> float:
-                cache = str(folder / f"theirs-{num_proc}-{turn}.arrow")
-                start = time.perf_counter()
-                tokenized[num_proc] = rows.map(
-                    pack,
-                    batched=True,
-                    remove_columns=["text"],
-                    num_proc=num_proc if num_proc > 1 else None,
-                    cache_file_name=cache,
-                )
-                return time.perf_counter() - start
-
-            return run
-
-        open_cache(recipe, folder / "warm up", num_workers=1)
-        seconds = best_of_three(ours(1), theirs(1), ours(2), theirs(2))
-        cache = open_cache(recipe, folder / "warm up")
-        for label, second in zip(
-            ("ours, 1 process", "datasets.map, 1", "ours, 2 processes", "datasets.map, 2"),
-            seconds,
-            strict=True,
-        ):
-            print(
-                f"tokenise  {label:18} {num_bytes / second / 1e6:6.1f} MB/s "
-                f"{cache.num_tokens / second / 1e6:6.2f} M tokens/s"
-            )
-        print(f"ratio 1: {seconds[1] / seconds[0]:.2f}, 2: {seconds[3] / seconds[2]:.2f}")
-        read_rates(CachedSource(recipe.entry, cache), tokenized[1])
+def best_of_three(functions: dict[str, Timed]) -> dict[str, float]:
+    """Return the seconds of each function; they take turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for turn in range(3):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function(turn)
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
 def pack(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-    """What users write for `datasets.map`: tokenise, join, cut; the rest of a batch is dropped."""
+    """Tokenise, join and cut, as users write it for `datasets.map`; the rest of a batch is lost."""
     tokenizer = build_tokenizer(TOKENIZER)
     joined: list[int] = []
     for text in rows["text"]:
@@ -130,46 +77,74 @@ def pack(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
     return {"ids": [joined[i : i + LENGTH] for i in range(0, end, LENGTH)]}
 
 
+def rates(folder: Path, megabytes: int) -> None:
+    """Tokenise and read, side by side."""
+    corpus = folder / "corpus.jsonl"
+    num_bytes = write_corpus(corpus, megabytes)
+    datasets.disable_progress_bars()
+    datasets.config.HF_DATASETS_CACHE = folder / "hf"
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "hf")  # for processes
+    rows = datasets.load_dataset("json", data_files=[str(corpus)], split="train")
+    print(f"corpus: {num_bytes / 1e6:.0f} MB, {len(rows)} documents; samples of {LENGTH}")
+    source = Source(dataset="json", dataset_path=str(corpus))
+    recipe = TokenizationSpec(Entry("training", "corpus", source), TOKENIZER)
+
+    def ours(turn: int, processes: int) -> None:
+        open_cache(recipe, folder / f"ours {processes} {turn}", num_workers=processes)
+
+    def theirs(turn: int, processes: int) -> datasets.Dataset:
+        return rows.map(
+            pack,
+            batched=True,
+            remove_columns=["text"],
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(folder / f"theirs-{processes}-{turn}.arrow"),
+        )
+
+    cache = open_cache(recipe, folder / "warm up", num_workers=1)
+    ways = {"ours": ours, "datasets.map": theirs}
+    found = best_of_three(
+        {
+            f"{name}, {n}": functools.partial(function, processes=n)
+            for n in (1, 2)
+            for name, function in ways.items()
+        }
+    )
+    for name, seconds in found.items():
+        rate, tokens = num_bytes / seconds / 1e6, cache.num_tokens / seconds / 1e6
+        print(f"tokenise  {name:22} {rate:6.1f} MB/s {tokens:6.2f} M tokens/s")
+    read_rates(CachedSource(recipe.entry, cache), theirs(0, processes=1))
+
+
 def read_rates(source: CachedSource, theirs: datasets.Dataset) -> None:
-    """Batches of random samples, as tensors."""
+    """Read batches of random samples, as tensors."""
     theirs = theirs.with_format("torch")
     num_batches = min(len(theirs), source.cache.num_tokens // LENGTH) // BATCH
 
-    def ours(turn: int) -> float:
+    def our_loader(turn: int) -> Loader:
         shape = BatchShape(BATCH, 1, 0, 1)
-        order = SampleStream(
-            [source],
-            [1],
-            Cursor(),
-            SampleRules(LENGTH, turn, max_epochs=1),
-            batch=BATCH,
-            slots=shape.slots,
-        )
-        loader = Loader(order, shape, mask_documents=False, pin_memory=False)
-        return timed(lambda: sum(1 for _ in itertools.islice(loader, num_batches)))
+        rules = SampleRules(LENGTH, turn, max_epochs=1)
+        order = SampleStream([source], [1], Cursor(), rules, batch=BATCH, slots=shape.slots)
+        return Loader(order, shape, mask_documents=False, pin_memory=False)
 
-    def with_workers(num_workers: int) -> Callable[[int], float]:
-        def run(turn: int) -> float:
-            loader = DataLoader(
-                theirs,
-                BATCH,
-                shuffle=True,
-                num_workers=num_workers,
-                generator=torch.Generator().manual_seed(turn),
-            )
-            return timed(lambda: sum(1 for _ in itertools.islice(loader, num_batches)))
+    def their_loader(turn: int, workers: int) -> DataLoader:
+        seed = torch.Generator().manual_seed(turn)
+        return DataLoader(theirs, BATCH, shuffle=True, num_workers=workers, generator=seed)
 
-        return run
+    def read(turn: int, make: Callable[[int], Iterable[object]]) -> int:
+        return sum(1 for _ in itertools.islice(make(turn), num_batches))
 
-    seconds = best_of_three(ours, with_workers(0), with_workers(2))
-    labels = ("ours", "DataLoader, 0 workers", "DataLoader, 2 workers")
-    for label, second in zip(labels, seconds, strict=True):
-        print(f"read      {label:22} {num_batches * BATCH * LENGTH / second / 1e6:6.2f} M tokens/s")
-    print(f"ratio to the better: {min(seconds[1:]) / seconds[0]:.1f}")
+    makers: dict[str, Callable[[int], Iterable[object]]] = {"ours": our_loader}
+    for workers in (0, 2):
+        makers[f"DataLoader, {workers} workers"] = functools.partial(their_loader, workers=workers)
+    found = best_of_three({k: functools.partial(read, make=make) for k, make in makers.items()})
+    for name, seconds in found.items():
+        tokens = num_batches * BATCH * LENGTH
+        print(f"read      {name:22} {tokens / seconds / 1e6:6.2f} M tokens/s")
 
 
 def share(metrics: Path) -> None:
-    """Of the time of a finished job's steps, what they waited for data."""
+    """Print the share of a finished job's steps that they waited for data."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     waited, taken = (sum(row[key] for row in records) for key in ("time/data_s", "time/step_s"))
     print(f"data: {100 * waited / taken:.4f} % of {len(records)} logged steps")
@@ -182,10 +157,11 @@ def main() -> None:
     commands.add_parser("rates").add_argument("--megabytes", type=int, default=64)
     commands.add_parser("share").add_argument("metrics", type=Path)
     options = parser.parse_args()
-    if options.command == "rates":
-        rates(options.megabytes)
-    else:
+    if options.command == "share":
         share(options.metrics)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rates(Path(folder), options.megabytes)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,18 @@ def test_the_job_stands_a_short_campaign(name: str, tmp_path: Path) -> None:
     assert re.search(end, result.stdout), result.stdout
 
 
+def test_a_new_user_s_page_is_run_as_printed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\necho one > file\ncat file\n```\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.campaigns.new_user", page],
+        env=environment(TMPDIR=tmp_path, PYTHONPATH=ROOT),
+        capture_output=True,
+        text=True,
+    )
+    assert "    one\n[" in done.stdout, done.stdout + done.stderr
+
+
 CELLS = (  # of signals that decide most
     signals.Cell("INT", "group", "step", "pipe"),  # Ctrl-C ends `| tee`, too
     signals.Cell("HUP", "group", "step", "terminal"),  # a window is closed

@@ -96,7 +96,6 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert events.Scalars("loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
 
 
-@pytest.mark.slow
 def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
     path = uninterrupted / "config.toml"
     config = load_config(["--job.config_file", str(path)])

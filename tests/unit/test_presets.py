@@ -32,6 +32,7 @@ def test_a_preset_fills_its_device_or_says_why_not(path) -> None:
     assert is_full != bool(re.search(r"^# Less than 55 % of the device: \w.+\.$", text, re.M))
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_header_is_still_the_plan() -> None:
     path = next(path for path in PRESETS if path.stem == "llama3_1b")
     found = PEAK.search(path.read_text())

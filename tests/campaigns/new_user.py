@@ -1,6 +1,6 @@
 """Do as a new user does who follows README and docs: every command as printed, in a fresh clone.
 
-python benchmarks/new_user.py [--folder FOLDER] [PAGE ...]
+python -m tests.campaigns.new_user [--folder FOLDER] [PAGE ...]
 
 It needs pip's index, for the set-up. The environment is empty but for PATH and a HOME of its own.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(
     r"^```bash\n(?P<shell>.*?)^```|<!-- file: (?P<name>\S+) -->\n```\w*\n(?P<file>.*?)^```",
     re.MULTILINE | re.DOTALL,
