@@ -125,7 +125,7 @@ def _plan(preset: str) -> Plan:
     words = ["--job.config_file", str(PRESETS / f"{preset}.toml")]
     words += ["--training.mixed_precision_param", "bfloat16", "--compile.enable=false"]
     # through shared memory, FSDP2's are no operators
-    config, _ = load_config([*words, "--parallelism.fsdp_cpu_backend", "gloo"])
+    config, _ = load_config(words)
     return preflight(config, RANKS)
 
 
