@@ -140,4 +140,3 @@ def _others(c: JobConfig) -> Iterator[ConfigError]:
     if c.training.attention_kernel == "cudnn" and c.training.deterministic:
         rule = "cuDNN's backward is not deterministic, and training.deterministic is true"
         yield _error(c, "training.attention_kernel", rule, 'use "flash"')
-    p = c.parallelism

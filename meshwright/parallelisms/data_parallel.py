@@ -13,7 +13,6 @@ from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder, TiedProjection
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp
-from meshwright.parallelisms.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -128,9 +127,7 @@ def apply_fsdp(
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
-    ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
-    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(model, mesh, ahead)
-    return _describe(mesh, training) + "; through shared memory" * is_shared
+    return _describe(mesh, training)
 
 
 class _Shard(Protocol):

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -36,7 +35,6 @@ from meshwright.metrics.peak_flops import peak_of
 from meshwright.models.batch import Batch
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.meshes import Meshes, barrier, build_meshes, start_process_group
-from meshwright.parallelisms.shared_memory import AllGather, ReduceScatter, Slots, open_slots
 from meshwright.system import device as hardware
 from meshwright.system.machine import count_gpus
 from meshwright.train.bad_steps import BadStepDetector
@@ -229,10 +227,6 @@ def time_collectives(device: torch.device) -> dict[str, list[tuple[float, float]
     ranks, found = dist.get_world_size(), dict[str, list[tuple[float, float]]]()
     if ranks == 1:
         return found
-    group = dist.group.WORLD
-    assert group is not None
-    is_cpu = device.type == "cpu"
-    slots = open_slots(group, 4, ranks * max(SIZES)) if is_cpu else None
     for size in SIZES:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
         part = whole.chunk(ranks)[0].clone()
@@ -241,34 +235,14 @@ def time_collectives(device: torch.device) -> dict[str, list[tuple[float, float]
             "reduce_scatter": partial(_reduce_scatter, part, whole),
             "all_reduce": partial(dist.all_reduce, whole),
         }
-        if slots is not None:
-            calls["fsdp all_gather"] = partial(_gather_by_memory, slots, whole)
-            calls["fsdp reduce_scatter"] = partial(_scatter_by_memory, slots, whole)
         for kind, call in calls.items():
             taken = []
             for _ in range(10):
                 barrier()
                 taken.append(seconds_of(call, device))
-            sent = whole.nbytes * SENT[kind.removeprefix("fsdp ")](ranks)
+            sent = whole.nbytes * SENT[kind](ranks)
             found.setdefault(kind, []).append((sent, median(taken)))
     return found
-
-
-def _gather_by_memory(slots: Slots, like: Tensor) -> None:
-    """Do all of FSDP2's all-gather on CPUs but its copies, which are operators."""
-    gather = AllGather(slots)
-    whole = gather.allocate(like.shape, dtype=like.dtype, device=like.device)
-    gather(whole, whole, slots.group)
-
-
-def _scatter_by_memory(slots: Slots, like: Tensor) -> None:
-    scatter = ReduceScatter(slots)
-    part = like.shape[0] // slots.group.size()
-    whole, reduced = (
-        scatter.allocate((size,), dtype=like.dtype, device=like.device)
-        for size in (like.shape[0], part)
-    )
-    scatter(reduced, whole, slots.group, dist.ReduceOp.SUM)
 
 
 def measure(device: torch.device) -> Measured:

@@ -95,16 +95,14 @@ def figures_of(
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
     checkpoint, least = plan.config.checkpoint, plan.least_bytes
-    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     return overheads(
         device,
         figures.peak_bytes,
         figures.rounded_bytes,
         figures.num_groups,
-        shared=0 if is_gloo else figures.fsdp_bytes,
         staged=round(least["weights"] + least["optimizer"]) if is_staged else 0,
-        sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
+        sends_by_gloo=figures.fsdp_bytes > 0,
     )
 
 

@@ -187,8 +187,7 @@ class Measured(Rates):
     operators: Annotated[dict[str, Points], Field(min_length=1)]
     """By name and dtype, as "mm bfloat16"."""
     collectives: dict[str, Curve]
-    """By kind; empty for one rank. "fsdp all_gather" and so on are those of FSDP2, if it has its
-    own."""
+    """By kind; empty for one rank."""
 
     @property
     def overlaps(self) -> bool:
@@ -243,7 +242,7 @@ class Measured(Rates):
     def collective_seconds(self, collective: Collective, per_node: int) -> float:
         """Return the time of a measured collective of its kind and size; of others an
         all-gather's. Other nodes are not measured."""
-        kinds = [f"fsdp {collective.kind}"] * collective.is_fsdp + [collective.kind, "all_gather"]
+        kinds = [collective.kind, "all_gather"]
         curve = next((self.collectives[kind] for kind in kinds if kind in self.collectives), [])
         if not is_in_node(collective.ranks, per_node):
             least, width = curve[0][1] if curve else 0.0, self.width_of(collective, per_node)

@@ -25,7 +25,6 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 128;  // queries, and keys
 constexpr int64_t STRIP = 32;  // a power of 2
 static_assert(STRIP % 16 == 0 && (STRIP & (STRIP - 1)) == 0 && BLOCK % STRIP == 0);
 constexpr float LN_2 = 0.693147180559945309f, LOG2_E = 1.44269504088896341f;
@@ -61,28 +60,6 @@ void load(const Heads<T>& from, int64_t batch, int64_t head, int64_t first, int6
   for (int64_t r = 0; r < count; ++r)
     std::copy_n(from.row(batch, head, first + r), width, to + r * width);
   std::fill(to + count * width, to + BLOCK * width, T(0.0f));
-}
-
-// (BLOCK, columns) -> (columns, BLOCK)
-template <typename V>
-void transpose(const void* from_, int64_t columns, void* to_) {
-  const auto from = static_cast<const V*>(from_);
-  const auto to = static_cast<V*>(to_);
-  for (int64_t first = 0; first < BLOCK; first += 16)  // a cache line of each column at a time
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t r = first; r < first + 16; ++r) to[c * BLOCK + r] = read(from + r * columns + c);
-}
-
-// (BLOCK, width) -> (BLOCK / PER_UNIT, width) units
-template <typename T>
-void join_rows(const void* from_, int64_t width, Unit* to) {
-  const auto from = static_cast<const uint16_t*>(from_);
-  if constexpr (std::is_same_v<T, float>)
-    std::memcpy(to, from_, BLOCK * width * sizeof(Unit));
-  else
-    for (int64_t r = 0; r < BLOCK; r += 2)
-      for (int64_t w = 0; w < width; ++w)
-        to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
 }
 
 // The size of the strips that a block is cut into; BLOCK: it is not cut.

@@ -142,6 +142,30 @@ void multiply(int64_t m, int64_t n, int64_t k, bool adds, Matrix<const T> a, Mat
   while (n - first >= LANES) first = columns(std::integral_constant<int, 1>{}, first);
 }
 
+constexpr int64_t BLOCK = 128;  // rows, of which operands are laid out
+
+// (BLOCK, columns) -> (columns, BLOCK)
+template <typename V>
+void transpose(const void* from_, int64_t columns, void* to_) {
+  const auto from = static_cast<const V*>(from_);
+  const auto to = static_cast<V*>(to_);
+  for (int64_t first = 0; first < BLOCK; first += 16)  // a cache line of each column at a time
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t r = first; r < first + 16; ++r) to[c * BLOCK + r] = read(from + r * columns + c);
+}
+
+// (BLOCK, width) -> (BLOCK / PER_UNIT, width) units
+template <typename T>
+void join_rows(const void* from_, int64_t width, Unit* to) {
+  const auto from = static_cast<const uint16_t*>(from_);
+  if constexpr (std::is_same_v<T, float>)
+    std::memcpy(to, from_, BLOCK * width * sizeof(Unit));
+  else
+    for (int64_t r = 0; r < BLOCK; r += 2)
+      for (int64_t w = 0; w < width; ++w)
+        to[r / 2 * width + w] = paired(from[r * width + w], from[(r + 1) * width + w]);
+}
+
 template <typename T>
 void release() {  // this thread's tiles
   if constexpr (std::is_same_v<T, BFloat16>) at::native::cpublas::brgemm_release();
