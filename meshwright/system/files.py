@@ -112,14 +112,16 @@ def remove_left_over(folder: Path, now: float) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether there is a process of this number, maybe one that has just ended."""
+    """Return whether a process of this number runs; not whether its parent has noticed its end."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        # after the name, which may hold anything, comes the state
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
         return False
     except PermissionError:  # it is another user's
         return True
-    return True
+    return state not in "ZX"
 
 
 @cache
