@@ -133,15 +133,6 @@ def plan(parser: Parser) -> None:
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
-        "--calibrate",
-        type=output_file,
-        metavar="FILE",
-        help="measure this machine with N ranks, and write its rates to FILE; takes minutes",
-    )
-    parser.add_argument(
-        "--rates", type=input_path, metavar="FILE", help="take times from a file of --calibrate"
-    )
-    parser.add_argument(
         "--no-remedies", action="store_true", help="try no switches if it does not fit"
     )
     parser.add_argument(
