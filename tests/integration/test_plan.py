@@ -141,9 +141,9 @@ def test_an_estimate_is_near_the_simulation() -> None:
     rates = estimated(h100)
     config, _ = load_config([str(DEBUG), "--training.seq_len=2048", *words])
     choices = [
-        Choice(1, 1, 1, 1, "", 4, "full", False),
-        Choice(2, 1, 1, 1, "", 4, "full", False),
-        Choice(1, 1, 2, 1, "1F1B", 4, "none", True),
+        Choice(1, 1, 1, "", 4, "full", False),
+        Choice(2, 1, 1, "", 4, "full", False),
+        Choice(1, 1, 2, "1F1B", 4, "none", True),
     ]
     plans = {
         choice: plan_job(changed(config, choice.update(16)), 2, is_gpu=True) for choice in choices

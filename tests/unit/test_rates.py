@@ -14,14 +14,15 @@ from meshwright.commands.plan.devices import (
 from meshwright.commands.plan.figures import entry_seconds, ring_width, step_time
 from meshwright.commands.plan.ledger import Record
 from meshwright.commands.plan.simulate import Simulation, plan_job
-from meshwright.commands.plan.trace import Collective, Operator
+from meshwright.commands.plan.trace import Collective, Moment, Operator
 from meshwright.config.loader import load_config
 
 H100 = find_device("h100")
+AT = Moment("forward", "", 1)
 
 
 def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Operator:
-    return Operator(name, "forward", "", 1, flops, num_bytes, dtype, is_fsdp=False)
+    return Operator(name, AT, flops, num_bytes, dtype, is_fsdp=False)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message
     rates = replace(estimated(H100), link=450e9, network=50e9)
     assert ring_width(ranks, rates, per_node=8, is_message=is_message) == pytest.approx(width)
     kind = "send" if is_message else "all_gather"
-    entry = Collective(kind, "fsdp", ranks, 0, 1e9, "", "", 1, is_fsdp=True)
+    entry = Collective(kind, "fsdp", ranks, 0, 1e9, AT, is_fsdp=True)
     assert entry_seconds(entry, rates, per_node=8) == pytest.approx(COLLECTIVE_S + 1e9 / width)
 
 
@@ -48,7 +49,7 @@ def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message
 def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
-    gather = Collective("all_gather", "", range(2), 0, 1e6, "forward", "", 1, is_fsdp=is_fsdp)
+    gather = Collective("all_gather", "", range(2), 0, 1e6, AT, is_fsdp=is_fsdp)
     step = Simulation(0, Record(), [gather, *matmuls], 1)
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"])[0], 2, is_gpu=True
@@ -62,7 +63,10 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
 def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
     eager, compiled = (estimated(H100, is_compiled=one) for one in (False, True))
     pointwise = _operator("mul", "bfloat16", 10**9, 0)
-    in_block, matmul = replace(pointwise, module="layers.0"), _operator("mm", "bfloat16", 8, 10**12)
+    in_block, matmul = (
+        replace(pointwise, at=AT._replace(module="layers.0")),
+        _operator("mm", "bfloat16", 8, 10**12),
+    )
     copy = replace(in_block, is_fsdp=True)
     assert entry_seconds(in_block, compiled, 8) == entry_seconds(in_block, eager, 8) / 2
     for other in (pointwise, copy, matmul):

@@ -149,7 +149,7 @@ def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[in
     left_out = num_microbatches - simulation.simulated
     repeats = middle(simulation.simulated)
     for entry in simulation.entries:
-        yield (1 + left_out if entry.microbatch == repeats else 1), entry
+        yield (1 + left_out if entry.at.microbatch == repeats else 1), entry
 
 
 def middle(simulated: int) -> int:
@@ -197,7 +197,7 @@ def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:
     for times, entry in repeated(simulation, num_microbatches):
         if isinstance(entry, Operator) and entry.flops:
             kind = "attention" if "attention" in entry.name else "matrices"
-            found[f"{kind}, {entry.phase}"] += times * entry.flops
+            found[f"{kind}, {entry.at.phase}"] += times * entry.flops
     return dict(sorted(found.items()))
 
 
@@ -217,7 +217,7 @@ def entry_seconds(entry: TraceEntry, rates: Rates, per_node: int) -> float:
     flops, num_bytes = float(entry.flops), float(entry.num_bytes)
     if "attention" in entry.name:
         flops *= ATTENTION_IS_CAUSAL / rates.attention
-    elif not flops and entry.module.startswith("layers.") and not entry.is_fsdp:
+    elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
         num_bytes *= rates.fused
     peak = rates.peak.get(entry.dtype) or next(iter(rates.peak.values()))
     return max(flops / peak, num_bytes / rates.stream, LAUNCH_S)
@@ -267,7 +267,7 @@ def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -
             compute += seconds
             if entry.is_copy_out:
                 copied_out = now
-            if entry.phase == "update":
+            if entry.at.phase == "update":
                 now = max(now, comm)
         elif entry.is_fsdp and entry.kind == "all_gather":
             comm = max(comm, copied_out) + seconds
@@ -276,7 +276,7 @@ def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -
             comm = max(comm, now) + seconds
         else:
             now += seconds
-        key = ("F" if entry.phase == "forward" else "B", entry.microbatch)
+        key = ("F" if entry.at.phase == "forward" else "B", entry.at.microbatch)
         spent[key] = spent.get(key, 0.0) + now - before
         if entry is last:
             now = max(now, comm)

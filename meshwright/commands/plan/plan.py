@@ -19,11 +19,10 @@ from meshwright.commands.plan.predict import (
     in_processes,
     need_of,
     neediest,
-    stages_of,
     telling_ranks,
 )
 from meshwright.commands.plan.report import RankPlan
-from meshwright.commands.plan.simulate import plan_job, simulate
+from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.system.errors import ConfigError, check, numbered
@@ -135,10 +134,10 @@ def plan(
         ranks = [*range(0, world_size, world_size // job.dims.pp)]
     tasks = [(job.config, world_size, one, device, rates) for one in ranks]
     if len(ranks) == 1:
-        found = [of_rank(*tasks[0])]
+        found = [report.plan_rank(*tasks[0])]
     else:
         found = []
-        for _, result in sorted(in_processes(tasks, of_rank, workers)):
+        for _, result in sorted(in_processes(tasks, report.plan_rank, workers)):
             if isinstance(result, ConfigError):
                 raise result
             found.append(result)
@@ -164,16 +163,6 @@ def _rates(config: JobConfig, job: Plan, device: Device) -> Rates | None:
     whole = changed(config, {"training": {"global_batch_size": batch}})
     resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
     return estimated(device, is_compiled=resolved.compile.enable is True)
-
-
-def of_rank(
-    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None
-) -> RankPlan:
-    """Return the figures of one rank, simulated in this process."""
-    job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    simulation = simulate(job, world_size, rank, is_gpu=device.is_gpu)
-    stages = stages_of(job, rank) if job.dims.pp > 1 else []
-    return report.summarize(job, simulation, device, rates, stages)
 
 
 def search(

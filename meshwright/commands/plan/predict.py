@@ -225,19 +225,17 @@ def at_depth(plan: Plan, device: Device, layers: int) -> Plan:
 def in_processes(
     tasks: Sequence[tuple[Any, ...]], function: Callable[..., Result], workers: int
 ) -> Iterator[tuple[int, Result | ConfigError]]:
-    """Run `function` with each of `tasks`, in processes of their own; yield as they end."""
-    with processes(workers) as pool:
+    """Run `function` with each of `tasks`, in a new process for each; yield as they end.
+
+    torch keeps meshes of groups that are gone in caches. Processes are forks of one that has
+    imported torch, and has no threads.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         calls = {pool.submit(_call, function, task): i for i, task in enumerate(tasks)}
         for call in as_completed(calls):
             yield calls[call], call.result()
-
-
-def processes(workers: int) -> ProcessPoolExecutor:
-    """Return a pool that takes a new process for every call: torch keeps meshes of groups that are
-    gone in caches. Processes are forks of one that has imported torch, and has no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(workers, context, max_tasks_per_child=1)
 
 
 def _call(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:

@@ -18,8 +18,9 @@ from meshwright.commands.plan.devices import (
 )
 from meshwright.commands.plan.figures import Peak, StepTime, Traffic, step_time
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.predict import beside_tensors, figures_of, neediest
-from meshwright.commands.plan.simulate import Simulation
+from meshwright.commands.plan.predict import beside_tensors, figures_of, neediest, stages_of
+from meshwright.commands.plan.simulate import plan_job, simulate
+from meshwright.config.job_config import JobConfig
 from meshwright.metrics.planned import job_identity
 from meshwright.metrics.report.charts import Chart, Curve, draw
 from meshwright.metrics.report.document import document
@@ -51,16 +52,20 @@ class RankPlan:
         return self.peak.num_bytes + sum(part.high for part in self.overheads)
 
 
-def summarize(
-    plan: Plan, simulation: Simulation, device: Device, rates: Rates | None, stages: list[int]
+def plan_rank(
+    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None
 ) -> RankPlan:
-    """Return the figures of a simulated rank."""
-    record, count = simulation.record, plan.num_microbatches
-    peak = analysis.find_peak(record)
+    """Return the figures of one rank, simulated in this process."""
+    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    simulation, count = (
+        simulate(plan, world_size, rank, is_gpu=device.is_gpu),
+        plan.num_microbatches,
+    )
+    record, peak = simulation.record, analysis.find_peak(simulation.record)
     modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
     return RankPlan(
-        simulation.rank,
-        stages,
+        rank,
+        stages_of(plan, rank) if plan.dims.pp > 1 else [],
         peak,
         analysis.most_by_purpose(record),
         modelled,

@@ -41,10 +41,6 @@ LONG = 16384
 """Tokens of a sequence from which context parallelism is tried."""
 
 
-RANKS_OF_A_COPY = 64
-"""With more ranks, copies of so many are tried (HSDP)."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """A mesh, with the modes of its pipeline, its microbatches and its memory."""
@@ -52,7 +48,6 @@ class Choice:
     tensor: int
     context: int
     pipeline: int
-    copies: int
     schedule: str
     """Empty without a pipeline."""
     local_batch_size: int
@@ -69,7 +64,7 @@ class Choice:
             "tensor_parallel_degree": self.tensor,
             "context_parallel_degree": self.context,
             "pipeline_parallel_degree": self.pipeline,
-            "data_parallel_replicate_degree": self.copies,
+            "data_parallel_replicate_degree": 1,
             "data_parallel_shard_degree": -1,
             "pipeline_parallel_stages_per_rank": -1,
             "module_fqns_per_model_part": [],
@@ -86,7 +81,7 @@ class Choice:
 
     def __str__(self) -> str:
         """Return it in words."""
-        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "copies": self.copies}
+        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
         names = [f"{axis} {size}" for axis, size in axes.items() if size > 1] or ["FSDP alone"]
         if self.schedule:
             names.append(self.schedule)
@@ -113,18 +108,21 @@ def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choic
 
 
 def _choices(config: JobConfig, ranks: int, device: Device) -> Iterator[Choice]:
-    """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks."""
+    """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks.
+
+    Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
+    groups is in no rate.
+    """
     powers = [1 << i for i in range(ranks.bit_length())]
     tensor = [n for n in powers if n <= min(device.per_node, ranks, 8)]
     context = [n for n in powers if n <= 8] if config.training.seq_len >= LONG else [1]
     pipeline = [n for n in powers if n <= 16]
-    copies = sorted({1, max(1, ranks // RANKS_OF_A_COPY)})
     local = sorted({1, 2, 4, config.training.local_batch_size})
-    for tp, cp, pp, replicas, size in product(tensor, context, pipeline, copies, local):
-        if ranks % (tp * cp * pp * replicas) == 0:
+    for tp, cp, pp, size in product(tensor, context, pipeline, local):
+        if ranks % (tp * cp * pp) == 0:
             schedules = _schedules(config) if pp > 1 else [""]
             for schedule, mode, keeps in product(schedules, MODES, (True, False)):
-                yield Choice(tp, cp, pp, replicas, schedule, size, mode, keeps)
+                yield Choice(tp, cp, pp, schedule, size, mode, keeps)
 
 
 def _schedules(config: JobConfig) -> list[str]:
@@ -181,7 +179,7 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
     """Simulate one sequence in a model of few layers, with as few ranks as have TP, CP and FSDP."""
     tensor, context, mode = shape
     ranks = 2 * tensor * context
-    alone = Choice(tensor, context, 1, 1, "", 1, mode, False)
+    alone = Choice(tensor, context, 1, "", 1, mode, False)
     config = changed(config, alone.update(2))
     args = config.model.args | {"n_layers": 2 * period(config)}
     try:
@@ -191,9 +189,9 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
     simulation, layers = simulate(plan, ranks, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
     seconds = dict.fromkeys(("layers", "rest", UPDATE), 0.0)
     for entry in simulation.entries:
-        part = "layers" if entry.module.startswith("layers.") else "rest"
-        if entry.phase == UPDATE or not entry.is_fsdp:
-            part = UPDATE if entry.phase == UPDATE else part
+        part = "layers" if entry.at.module.startswith("layers.") else "rest"
+        if entry.at.phase == UPDATE or not entry.is_fsdp:
+            part = UPDATE if entry.at.phase == UPDATE else part
             seconds[part] += entry_seconds(entry, rates, device.per_node)
     record = simulation.record
     born = {event.item: event.delta for event in reversed(record.events)}  # the first of each
@@ -242,27 +240,22 @@ def estimate(plan: Plan, work: Work, device: Device, rates: Rates) -> tuple[floa
 
 def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
-    first rank: it gathers its weights, and reduces their gradients, among copies (HSDP) too."""
+    first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
-    if shards * dims.dp_replicate == 1:
+    if shards == 1:
         return 0.0, 0.0
-    weights = num_parameters(plan, 0) / dims.tp
     policy = parallelism.fsdp_reshard_after_forward
     if dims.pp > 1:  # gathered weights stay until the end of the step
         gathers = 2 * count if policy == "always" else 1
     else:
         gathers = count if policy == "never" else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
-    width = BYTES[training.mixed_precision_reduce]
-    moved = weights * (gathers * BYTES[training.mixed_precision_param] + reductions * width)
-    inside = shards * dims.tp
-    link = ring_width(range(0, inside, dims.tp), rates, device.per_node)
-    seconds = moved * (shards - 1) / shards / link
-    copies = dims.dp_replicate
-    link = ring_width(range(0, copies * inside, inside), rates, device.per_node)
-    among = weights / shards * width * 2 * (copies - 1) / copies / link
-    return 2 * moved / rates.stream, seconds + among
+    width = gathers * BYTES[training.mixed_precision_param]
+    width += reductions * BYTES[training.mixed_precision_reduce]
+    moved = num_parameters(plan, 0) / dims.tp * width
+    link = ring_width(range(0, shards * dims.tp, dims.tp), rates, device.per_node)
+    return 2 * moved / rates.stream, moved * (shards - 1) / shards / link
 
 
 def _in_flight(plan: Plan) -> float:
