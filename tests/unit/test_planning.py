@@ -121,7 +121,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     def predicted(plan: Plan, _: int, rank: int, *__: object) -> Figures:
         is_piped = plan.dims.pp > 1
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
-        return Figures({"": size}, 1.0, 2.0 - rank, rank, groups)
+        return Figures({"": size}, 1.0, 2.0 - rank, groups)
 
     def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
         for index, task in enumerate(tasks):
@@ -141,7 +141,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
 
 def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch) -> None:
     def predicted(_: Plan, __: int, rank: int, *___: object) -> Figures:
-        return Figures({"": (1.0 + rank) * GIB}, 1.0, 2.0 - rank, rank)
+        return Figures({"": (1.0 + rank) * GIB}, 1.0, 2.0 - rank)
 
     monkeypatch.setattr(predicting, "predict", predicted)
     config, _ = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])

@@ -50,7 +50,7 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
     gather = Collective("all_gather", "", range(2), 0, 1e6, AT, is_fsdp=is_fsdp)
-    step = Simulation(0, Record(), [gather, *matmuls], 1)
+    step = Simulation(Record(), [gather, *matmuls], 1)
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"])[0], 2, is_gpu=True
     )

@@ -37,7 +37,6 @@ class Figures:
     """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
     """Of a step at the given rates; 0 without them."""
-    rank: int = 0
     num_groups: int = 0
     """Process groups that communicate."""
     fsdp_bytes: int = 0
@@ -83,7 +82,6 @@ def figures_of(
         {**peaks_by_place(record)},
         rounding,
         seconds,
-        simulation.rank,
         num_groups(simulation),
         max((one.num_bytes for one in of_fsdp), default=0),
     )

@@ -52,7 +52,6 @@ CPU = torch.device("cpu")
 class Simulation:
     """The first update of one rank, and its step 2, when the optimizer has its state."""
 
-    rank: int
     record: Record
     """Of both; with the optimizer in backward of step 2 alone."""
     entries: list[Operator | Collective]
@@ -128,7 +127,7 @@ def run_step(
         rank.step(2, batches[:simulated])
         ledger.settle()
     ledger.record.leave_out(HOST)
-    return Simulation(dist.get_rank(), ledger.record, trace.entries, simulated)
+    return Simulation(ledger.record, trace.entries, simulated)
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
