@@ -113,6 +113,8 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
     assert staged("--checkpoint.enable=false") == []
+    offloaded = "--training.enable_cpu_offload=true"  # weights that are not on the device
+    assert "copy of an asynchronous save" not in staged("--checkpoint.enable=true", offloaded)
 
 
 def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkeypatch) -> None:

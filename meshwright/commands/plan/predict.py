@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class Figures:
     """Of one rank."""
 
-    peaks: dict[str, float]
+    peaks: Mapping[str, float]
     """Most bytes at every place of the step."""
     rounding: float
     """How much more the CUDA allocator takes for them, as a factor of the peak."""
@@ -52,16 +52,6 @@ class Figures:
         """The same, as the CUDA allocator rounds tensors."""
         return round(self.peak_bytes * self.rounding)
 
-    def extend(self, deeper: Figures, factor: float) -> Figures:
-        """Extrapolate along the line through these figures and those of a deeper model."""
-        peaks = {
-            place: size + factor * (deeper.peaks[place] - size)
-            for place, size in self.peaks.items()
-            if place in deeper.peaks
-        }
-        seconds = self.seconds + factor * (deeper.seconds - self.seconds)
-        return replace(deeper, peaks=peaks, seconds=seconds)
-
 
 def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
     """Simulate `rank` of `plan`."""
@@ -79,7 +69,7 @@ def figures_of(
     rounding = rounded_peak(record) / find_peak(record).num_bytes
     of_fsdp = (one for one in simulation.entries if isinstance(one, Collective) and one.is_fsdp)
     return Figures(
-        {**peaks_by_place(record)},
+        peaks_by_place(record),
         rounding,
         seconds,
         num_groups(simulation),
@@ -89,16 +79,17 @@ def figures_of(
 
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
-    checkpoint, least = plan.config.checkpoint, plan.least_bytes
+    checkpoint = plan.config.checkpoint
     is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
+    saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
     return overheads(
         device,
         figures.peak_bytes,
         figures.rounded_bytes,
         figures.num_groups,
         shared=0 if is_gloo else figures.fsdp_bytes,
-        staged=round(least["weights"] + least["optimizer"]) if is_staged else 0,
+        staged=round(saved) if is_staged else 0,
         sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
     )
 
@@ -120,7 +111,13 @@ def predict(
         return measure(plan, world_size, rank, device, rates)
     first = measure(shallow, world_size, rank, device, rates)
     second = measure(deeper, world_size, rank, device, rates)
-    return first.extend(second, (depth - few) / step)
+
+    def along(at_few: float, at_more: float) -> float:
+        return at_few + (at_more - at_few) * (depth - few) / step
+
+    shared = first.peaks.keys() & second.peaks.keys()
+    peaks = {place: along(first.peaks[place], second.peaks[place]) for place in shared}
+    return replace(second, peaks=peaks, seconds=along(first.seconds, second.seconds))
 
 
 class Needy(Protocol):
