@@ -229,8 +229,8 @@ def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
     words = ["--training.local_batch_size=1", *options.split()]
     config, _ = load_config([f"--job.config_file={path}", *words])
     job = plan_job(config, ranks, is_gpu=True)
-    predicted = predict(job, ranks, 0, device)
-    return predicted.peak_bytes, measure(job, ranks, 0, device, None).peak_bytes
+    predicted = predict(job, 0, device)
+    return predicted.peak_bytes, measure(job, 0, device).peak_bytes
 
 
 def compare_published() -> None:
@@ -262,7 +262,7 @@ def plan_published(one: Published) -> tuple[float, float]:
             )
         if one.is_torchtitan and job.dims.tp == 1:
             stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
-        found = predict(job, one.ranks, 0, one.device, rates)
+        found = predict(job, 0, one.device, rates)
     tokens = tokens_per_step(job) / one.ranks
     reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
     return tokens / found.seconds, reserved / GIB

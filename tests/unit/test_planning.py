@@ -120,7 +120,7 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
 def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkeypatch) -> None:
     """A pipeline of two ranks: the last needs more, and has a communicator more than the job."""
 
-    def predicted(plan: Plan, _: int, rank: int, *__: object) -> Figures:
+    def predicted(plan: Plan, rank: int, *_: object) -> Figures:
         is_piped = plan.dims.pp > 1
         size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
         return Figures({"": size}, 1.0, 2.0 - rank, groups)
@@ -142,7 +142,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
 
 
 def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch) -> None:
-    def predicted(_: Plan, __: int, rank: int, *___: object) -> Figures:
+    def predicted(_: Plan, rank: int, *__: object) -> Figures:
         return Figures({"": (1.0 + rank) * GIB}, 1.0, 2.0 - rank)
 
     monkeypatch.setattr(predicting, "predict", predicted)

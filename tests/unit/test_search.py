@@ -177,7 +177,7 @@ EVERY_2ND = (
 def test_layers_are_added_along_the_line_through_two_depths(layers, words, monkeypatch) -> None:
     depths = []
 
-    def linear(plan: Plan, _: int, rank: int, *__: object) -> Figures:
+    def linear(plan: Plan, *_: object) -> Figures:
         depth = plan.model_args.n_layers
         recomputed = sum(i % predicting.period(plan.config) == 0 for i in range(depth))
         depths.append(depth)
@@ -186,9 +186,9 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
     monkeypatch.setattr(predicting, "measure", linear)
     config, _ = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
     plan = plan_job(config, 2, is_gpu=True)
-    found = predict(plan, 2, 0, H100, RATES)
+    found = predict(plan, 0, H100, RATES)
     assert max(depths) < 12
-    whole = linear(plan, 2, 0)
+    whole = linear(plan)
     assert found.peaks == pytest.approx(whole.peaks)
     assert found.seconds == pytest.approx(whole.seconds)
 
@@ -206,5 +206,5 @@ def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkey
         predicting, "measure", lambda plan, *_: depths.append(plan.model_args.n_layers)
     )
     config, _ = load_config([DEBUG, "--model.args.n_layers=24", *words])
-    predict(plan_job(config, 2, is_gpu=True), 2, 0, H100, RATES)
+    predict(plan_job(config, 2, is_gpu=True), 0, H100, RATES)
     assert depths == [24]

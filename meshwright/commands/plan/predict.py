@@ -53,9 +53,9 @@ class Figures:
         return round(self.peak_bytes * self.rounding)
 
 
-def measure(plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None) -> Figures:
+def measure(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
     """Simulate `rank` of `plan`."""
-    simulation = simulate(plan, world_size, rank, is_gpu=device.is_gpu)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
     return figures_of(simulation, plan, device, rates)
 
 
@@ -94,9 +94,7 @@ def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhea
     )
 
 
-def predict(
-    plan: Plan, world_size: int, rank: int, device: Device, rates: Rates | None = None
-) -> Figures:
+def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
     """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
     depth, step = plan.model_args.n_layers, period(plan.config)
@@ -104,13 +102,13 @@ def predict(
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
     if plan.dims.pp > 1 or depth <= few + step:
-        return measure(plan, world_size, rank, device, rates)
+        return measure(plan, rank, device, rates)
     try:
         shallow, deeper = (at_depth(plan, device, layers) for layers in (few, few + step))
     except ConfigError:  # the config names layers that a shallow model lacks
-        return measure(plan, world_size, rank, device, rates)
-    first = measure(shallow, world_size, rank, device, rates)
-    second = measure(deeper, world_size, rank, device, rates)
+        return measure(plan, rank, device, rates)
+    first = measure(shallow, rank, device, rates)
+    second = measure(deeper, rank, device, rates)
 
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
@@ -160,7 +158,7 @@ def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | N
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     ranks, seconds = [], 0.0
     for rank in telling_ranks(plan):
-        figures = predict(plan, world_size, rank, device, rates)
+        figures = predict(plan, rank, device, rates)
         modelled, peak = beside_tensors(figures, plan, device), figures.peak_bytes
         high = peak + sum(part.high for part in modelled)
         ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))

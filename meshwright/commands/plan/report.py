@@ -57,11 +57,9 @@ def plan_rank(
 ) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
-    simulation, count = (
-        simulate(plan, world_size, rank, is_gpu=device.is_gpu),
-        plan.num_microbatches,
-    )
-    record, peak = simulation.record, analysis.find_peak(simulation.record)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
+    record, count = simulation.record, plan.num_microbatches
+    peak = analysis.find_peak(record)
     modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
     return RankPlan(
         rank,

@@ -186,7 +186,7 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
         plan = plan_job(changed(config, {"model": {"args": args}}), ranks, is_gpu=device.is_gpu)
     except ConfigError:  # the config names layers that a shallow model lacks
         plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    simulation, layers = simulate(plan, ranks, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
+    simulation, layers = simulate(plan, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
     seconds = dict.fromkeys(("layers", "rest", UPDATE), 0.0)
     for entry in simulation.entries:
         part = "layers" if entry.at.module.startswith("layers.") else "rest"

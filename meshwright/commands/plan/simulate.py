@@ -60,13 +60,13 @@ class Simulation:
     """Microbatches that were simulated; more repeat one of them."""
 
 
-def simulate(plan: Plan, world_size: int, rank: int, *, is_gpu: bool) -> Simulation:
+def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
     """Simulate a step of `rank` on fake tensors.
 
     Args:
         is_gpu: choose kernels as on a GPU.
     """
-    torch_names.start_fake_process_group(rank, world_size)
+    torch_names.start_fake_process_group(rank, plan.dims.num_ranks)
     try:
         meshes = build_meshes(plan.dims, "cpu")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
