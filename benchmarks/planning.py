@@ -120,7 +120,7 @@ PUBLISHED = [
     ),
     Published(
         "Llama 3 paper, 405B, TP 8 x PP 16 x FSDP 64, nothing recomputed",
-        *("llama3.1_405b", 8192, (1, 2048), f"{PP_16} {NONE}", 163, 0, H100, True),
+        *("llama3.1_405b", 8192, (1, 2048), f"{TP_8} {PP_16} {NONE}", 163, 0, H100, True),
     ),
     Published(
         "NeMo AutoModel, 70B, FSDP 32 x CP 2, full recomputation",

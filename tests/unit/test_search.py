@@ -19,7 +19,7 @@ from meshwright.train.preflight import Plan
 H100 = find_device("h100")
 RATES = estimated(H100)
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
-WORK = Work(1e-3, 1e-3, 1e-12, GIB / 8, GIB / 8, GIB / 8)
+WORK = Work(1e-3, 1e-3, 1e-12, GIB / 8, GIB / 8)
 
 
 @cache
@@ -73,7 +73,7 @@ def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
 
 def test_an_estimate_counts_the_microbatches_in_flight() -> None:
     """1F1B: one per rank. Interleaved1F1B: 3 p - 1 stages' forwards, of 2 per rank."""
-    nothing = replace(WORK, layer_bytes=0.0, rest_bytes=0.0, gathered_bytes=0.0)
+    nothing = replace(WORK, layer_bytes=0.0, rest_bytes=0.0)
     kept = replace(nothing, layer_bytes=100.0 * GIB)
     for choice, plan in _plans().items():
         ranks, count = plan.dims.pp, plan.num_microbatches
@@ -92,7 +92,7 @@ def test_an_estimate_counts_the_microbatches_in_flight() -> None:
 
 def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
     """Others twice. They are bf16; gradients, reduced once per step, are fp32."""
-    nothing = Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = Work(0.0, 0.0, 0.0, 0.0, 0.0)
     seen = 0
     for choice, plan in _plans().items():
         if choice.keeps_gathered and choice.pipeline == 1 and plan.dims.dp_shard > 1:
@@ -133,7 +133,7 @@ def asked(monkeypatch) -> list[Choice]:
             yield index, Need(GIB, GIB, verdict, seconds(choice) + late)
 
     def estimates(*_: object) -> dict[Choice, tuple[float, float]]:
-        return {c: (seconds(c), (200.0 if c.context > 1 else 1.0) * GIB) for c in plans}
+        return {c: (seconds(c), 1.0 * GIB) for c in plans}
 
     monkeypatch.setattr(search, "legal", lambda *_: plans.items())
     monkeypatch.setattr(search, "estimate_all", estimates)

@@ -160,9 +160,8 @@ class Work:
     layer_bytes: float
     """Activations that a layer's forward leaves behind for backward."""
     rest_bytes: float
-    """The most that backward has besides, without parameters."""
-    gathered_bytes: float
-    """Of two layers: the next is gathered ahead."""
+    """The most that there is besides before the optimizer's step: mostly gathered layers and a
+    block of logits, so it does not grow with the sequences."""
 
 
 Shape = tuple[int, int, str]
@@ -203,7 +202,6 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
         and item.born.module.startswith("layers.")
         and number in born
     )
-    gathered = 2 * BYTES[config.training.mixed_precision_param] * _in_layers(plan) / layers / tensor
     places = peaks_by_place(record).items()
     peak = max(size for place, size in places if not place.startswith((UPDATE, AT_START.phase)))
     state = plan.least_bytes.get("weights", 0.0) + plan.least_bytes.get("optimizer", 0.0)
@@ -212,14 +210,8 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
         seconds["rest"],
         seconds[UPDATE] * ranks / num_parameters(plan, 0),
         kept / layers,
-        max(0.0, peak - state - kept - gathered),
-        gathered,
+        max(0.0, peak - state - kept),
     )
-
-
-def _in_layers(plan: Plan) -> int:
-    shapes = plan.model_args.table.parameters.items()
-    return sum(p.numel for name, p in shapes if name.startswith("layers."))
 
 
 def estimate(plan: Plan, work: Work, device: Device, rates: Rates) -> tuple[float, float]:
@@ -274,7 +266,7 @@ def _num_bytes(plan: Plan, work: Work, depth: int) -> float:
     least, size = plan.least_bytes, plan.config.training.local_batch_size
     in_flight = _in_flight(plan)
     state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    kept = size * (in_flight * depth * work.layer_bytes + work.rest_bytes) + work.gathered_bytes
+    kept = size * in_flight * depth * work.layer_bytes + work.rest_bytes
     whole = least.get("gathered weights", 0.0)
     if plan.num_microbatches > in_flight:
         whole += least.get("whole gradients", 0.0)
