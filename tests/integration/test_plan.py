@@ -121,6 +121,13 @@ def test_an_estimated_time_has_an_error(capsys) -> None:
     assert f"{found['step_seconds']:.4g} s (+-15 %)" in line
 
 
+def test_masked_documents_are_planned_for_gpus(capsys) -> None:
+    words = ["--training.mask_documents=true", "--world-size=1", "--device=h100", "--json"]
+    run(["plan", str(DEBUG), *SMALL, *words])
+    flops = json.loads(capsys.readouterr().out)["ranks"][0]["flops"]
+    assert flops["attention, backward"] > flops["attention, forward"] > 0
+
+
 def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
     monkeypatch.setattr(search, "SIMULATED", 2)
     monkeypatch.setattr(search, "legal", lambda *job: islice(legal(*job), 24))

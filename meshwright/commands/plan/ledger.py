@@ -85,6 +85,9 @@ class Ledger(torch_names.TorchDispatchMode):
             TensorIterator); GPUs convert it element by element.
     """
 
+    supports_higher_order_operators = True
+    """Flex attention is one: without it torch refuses to run it within this mode."""
+
     def __init__(
         self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
     ) -> None:

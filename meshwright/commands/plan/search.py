@@ -277,6 +277,10 @@ SIMULATED = 8
 """Candidates that fit, of a search."""
 
 
+MOST_OVER = 1.1
+"""How many times the simulated peak an estimate may be: docs/planning.md."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A choice, simulated."""
@@ -364,9 +368,9 @@ def estimate_all(
 
 
 def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
-    """Return whether a peak of so many bytes might fit."""
-    peak = int(num_bytes)
-    groups = sum(size > 1 for size in vars(plan.dims).values()) + 1  # data-parallel ones, too
+    """Return whether tensors that are estimated to take so many bytes might fit."""
+    peak = round(num_bytes / MOST_OVER)
+    groups = sum(size > 1 for size in vars(plan.dims).values())
     return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
 
 
