@@ -160,7 +160,7 @@ def test_an_estimate_is_near_the_simulation() -> None:
     for index, need in predict.in_processes(tasks, predict.need_of, 2):
         seconds, num_bytes = estimates[choices[index]]
         assert seconds / need.seconds == pytest.approx(1, abs=0.1)
-        assert num_bytes / need.peak_bytes == pytest.approx(1, abs=0.2)
+        assert 0.5 < num_bytes / need.peak_bytes < search.MOST_OVER  # higher might lose the best
 
 
 def test_published_steps_take_the_estimated_time() -> None:

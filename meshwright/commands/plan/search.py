@@ -160,8 +160,8 @@ class Work:
     layer_bytes: float
     """Activations that a layer's forward leaves behind for backward."""
     rest_bytes: float
-    """The most that there is besides before the optimizer's step: mostly gathered layers and a
-    block of logits, so it does not grow with the sequences."""
+    """The most that there is besides before the optimizer's step, taken as if it did not grow with
+    the sequences: a low estimate costs a simulation, a high one might lose the best."""
 
 
 Shape = tuple[int, int, str]
