@@ -3,13 +3,14 @@
     python -m benchmarks.planning [CASE ...]
     python -m benchmarks.planning --presets [NAME ...]
     python -m benchmarks.planning --depths
-    python -m benchmarks.planning --verdicts
     python -m benchmarks.planning --published
+    python -m benchmarks.planning --search
 
 --presets plans every preset, or those named, and writes the plan into its header. --depths compares
-predictions from two shallow models with simulations of all layers. --verdicts compares "fits" with
-real tensors, for jobs whose peaks are around a limit. --published compares step times and memory
-with the figures that others published of jobs on H100s.
+predictions from two shallow models with simulations of all layers. --published compares step times
+and memory with the figures that others published of jobs on H100s. --search simulates every
+candidate of a small space, and compares the best at several limits of memory with the one that a
+search finds.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
@@ -20,47 +21,32 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshwright.commands.plan import torch_names
-from meshwright.commands.plan.devices import (
-    FRAGMENTED,
-    GIB,
-    Device,
-    find_device,
-    overheads,
-    verdict,
-)
-from meshwright.commands.plan.figures import find_peak
-from meshwright.commands.plan.predict import in_processes, measure, predict
-from meshwright.commands.plan.rates import assumed
+from meshwright.commands.plan import search
+from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
+from meshwright.commands.plan.predict import Need, in_processes, measure, need_of, predict
 from meshwright.commands.plan.report import tokens_per_step
-from meshwright.commands.plan.simulate import Rank, plan_job, simulate
+from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.models.loss import SummedLoss
 from meshwright.parallelisms import activation_checkpoint
-from meshwright.parallelisms.meshes import build_meshes
-from tests.helpers.planning import Case
+from meshwright.system.errors import ConfigError
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 
-PIPELINE = "--parallelism.pipeline_parallel_degree=4 --training.global_batch_size="
-INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 DEPTHS = (
     ("llama3_8b", 8, ""),
     ("llama3_8b", 64, "--parallelism.tensor_parallel_degree=8"),
-    ("llama3_8b", 32, f"{PIPELINE}64"),
-    ("llama3.1_70b", 64, f"{PIPELINE}512 {INTERLEAVED}"),
     ("llama2_13b", 16, "--activation_checkpoint.mode=none"),
     ("llama2_70b", 256, "--activation_checkpoint.mode=full"),
     ("llama3.1_70b", 256, "--parallelism.fsdp_reshard_after_forward=never"),
@@ -134,7 +120,7 @@ PUBLISHED = [
     ),
     Published(
         "Llama 3 paper, 405B, TP 8 x PP 16 x FSDP 64, nothing recomputed",
-        *("llama3.1_405b", 8192, (1, 2048), f"{PP_16} {NONE}", 163, 0, H100, True),
+        *("llama3.1_405b", 8192, (1, 2048), f"{TP_8} {PP_16} {NONE}", 163, 0, H100, True),
     ),
     Published(
         "NeMo AutoModel, 70B, FSDP 32 x CP 2, full recomputation",
@@ -168,21 +154,28 @@ PUBLISHED = [
         *("llama2_7b", 64, (8, 2048), f"{FULL} {_mpt(8192, 80, 64, 21845)}", 1039),
     ),
 ]
-LIMIT_GIB = 1.4
-LARGER = "--model.args.dim=512 --model.args.vocab_size=8192 --training.seq_len=512"
-AROUND = {
-    "FSDP 2": (Case("dp_shard 2"), (4, 5, 6, 7, 8)),
-    "FSDP 2, full": (Case("dp_shard 2", "--activation_checkpoint.mode=full"), (17, 19, 21, 23, 25)),
-    "TP 2": (Case("tp 2"), (10, 11, 12, 13, 14)),
-    "1F1B": (Case("pp 2", microbatches=4), (4, 5, 6, 7, 8)),
-}
-"""Jobs, and sequences of a microbatch with which their peaks are around the limit."""
+SEARCHED = [
+    "--job.config_file=train_configs/debug_model.toml",
+    "--training.mixed_precision_param=bfloat16",
+    "--training.seq_len=1024",
+    "--training.local_batch_size=1",
+    "--training.global_batch_size=8",
+    "--model.args.dim=2048",
+    "--model.args.n_layers=4",
+    "--model.args.n_heads=16",
+    "--model.args.n_kv_heads=8",
+    "--model.args.vocab_size=32768",
+    "--compile.enable=false",  # so that schedules that split backward are searched, too
+]
+"""A job of four ranks."""
+LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
+"""GiB of the device of a search."""
 
 
 def main() -> None:
     modes = {
         "--depths": compare_depths,
-        "--verdicts": compare_verdicts,
+        "--search": compare_searches,
         "--published": compare_published,
     }
     if sys.argv[1:2] == ["--presets"]:
@@ -236,9 +229,8 @@ def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
     words = ["--training.local_batch_size=1", *options.split()]
     config = load_config([f"--job.config_file={path}", *words])
     job = plan_job(config, ranks, is_gpu=True)
-    predicted = predict(job, ranks, 0, device)
-    assert predicted.line is not None
-    return predicted.peak_bytes, measure(job, ranks, 0, device, None).peak_bytes
+    predicted = predict(job, 0, device)
+    return predicted.peak_bytes, measure(job, 0, device).peak_bytes
 
 
 def compare_published() -> None:
@@ -262,8 +254,7 @@ def plan_published(one: Published) -> tuple[float, float]:
     if one.is_torchtitan:
         config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
     job = plan_job(config, one.ranks, is_gpu=True)
-    rates = assumed(one.device, is_compiled=one.is_compiled)
-    assert rates is not None
+    rates = estimated(one.device, is_compiled=one.is_compiled)
     with ExitStack() as stack:
         if one.is_torchtitan:
             stack.enter_context(
@@ -271,7 +262,7 @@ def plan_published(one: Published) -> tuple[float, float]:
             )
         if one.is_torchtitan and job.dims.tp == 1:
             stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
-        found = predict(job, one.ranks, 0, one.device, rates[1])
+        found = predict(job, 0, one.device, rates)
     tokens = tokens_per_step(job) / one.ranks
     reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
     return tokens / found.seconds, reserved / GIB
@@ -296,45 +287,52 @@ def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> T
     return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
-def compare_verdicts() -> None:
-    """Print the verdict on a CPU of `LIMIT_GIB`, and the memory of a process with real tensors."""
-    tasks = []
-    for name, (case, sizes) in AROUND.items():
-        for size in sizes:
-            options = f"{case.options} {LARGER} --training.local_batch_size={size}"
-            tasks.append((f"{name}, {size} sequences", replace(case, options=options)))
-    tasks = [(*task, what) for task in tasks for what in ("planned", "resident")]
-    print("| job | planned | of the process | verdict |\n|---|---|---|---|")
-    found: dict[str, dict[str, int]] = {}
-    exceeded = 0
-    for _, (name, sizes) in in_processes(tasks, with_real_tensors, 2):
-        of_job = found.setdefault(name, {})
-        of_job |= sizes
-        if len(of_job) < 2:
-            continue
-        planned, resident = of_job["planned"], of_job["resident"]
-        device = replace(find_device("cpu"), memory_gib=LIMIT_GIB)
-        word = verdict(device, planned, overheads(device, planned, planned, 1))
-        exceeded += word == "fits" and resident > LIMIT_GIB * GIB
-        shown = f"{planned / GIB:.3f} | {resident / GIB:.3f}"
-        print(f"| {name} | {shown} | {word} |", flush=True)
-    print(f"{exceeded} called fits exceed {LIMIT_GIB} GiB")
+def compare_searches() -> None:
+    """Print the best step time of all candidates, and of a search, at every limit of memory."""
+    config = load_config(SEARCHED)
+    rates = estimated(H100)
+    assert rates is not None
+    plans = dict(search.legal(config, 4, H100))
+    choices = [*plans]
+    estimates = search.estimate_all(config, plans, H100, rates, 2)
+    tasks = [(plans[choice].config, 4, H100, rates) for choice in choices]
+    needs: dict[int, Need] = {}
+    for index, need in in_processes(tasks, need_of, 2):
+        assert isinstance(need, Need), need
+        needs[id(plans[choices[index]].config)] = need
+        seconds, num_bytes = estimates[choices[index]]
+        print(
+            f"{seconds / need.seconds:.3f} of {need.seconds:.4f} s, "
+            f"{num_bytes / need.peak_bytes:.3f} of {need.peak_bytes / GIB:.2f} GiB: "
+            f"{choices[index]}",
+            flush=True,
+        )
+    for gib in LIMITS:
+        device = replace(H100, memory_gib=float(gib))
+        fitting = [one for one in needs.values() if one.needed_bytes <= gib * GIB]
+        best = min((one.seconds for one in fitting), default=None)
 
+        def known(tasks: list[Any], _: object, __: int) -> Iterator[tuple[int, Need]]:
+            for index, (config, _, device, _) in enumerate(tasks):
+                need = needs[id(config)]
+                fits = need.needed_bytes <= device.memory_gib * GIB
+                yield index, replace(need, verdict="fits" if fits else "tight")
 
-def with_real_tensors(name: str, case: Case, what: str) -> tuple[str, dict[str, int]]:
-    """Return the planned bytes; or the most that a process with real tensors had, Python and torch
-    included."""
-    plan = case.plan()
-    if what == "planned":
-        peak = find_peak(simulate(plan, case.world_size, case.rank, is_gpu=False).record)
-        return name, {what: peak.num_bytes}
-    torch_names.start_fake_process_group(case.rank, case.world_size)
-    with torch_names.static_pipelines():
-        rank = Rank(plan, build_meshes(plan.dims, "cpu"), None)
-        for step in (1, 2):
-            rank.step(step, rank.batches(plan.num_microbatches))
-    dist.destroy_process_group()
-    return name, {what: 1024 * getrusage(RUSAGE_SELF).ru_maxrss}
+        with (
+            mock.patch.object(search, "legal", return_value=plans.items()),
+            mock.patch.object(search, "estimate_all", return_value=estimates),
+            mock.patch.object(search, "in_processes", known),
+        ):
+            try:
+                found = search.find(config, 4, device, rates, 2)
+            except ConfigError as error:
+                print(f"{gib} GiB: {len(fitting)} fit; {error}")
+                continue
+        by_search = found.ranked[0].step_seconds
+        print(
+            f"{gib} GiB: {len(fitting)} fit, best {best} s; by search {by_search} s, "
+            f"{found.simulated} simulated, {found.too_large} estimated to be too large"
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
@@ -161,29 +163,35 @@ def _is_amd_gpu(node: Path) -> bool:
 def count_cores() -> int:
     """Return the cores that this process may use at a time: of its affinity, within the quota of
     its container or job."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min([cores, *map(int, _quotas())]))
+    limits = [len(os.sched_getaffinity(0))]
+    for quota, period in _limits("cpu.max"):
+        limits.append(int(quota) // int(period))
+    return max(1, min(limits))
 
 
-def _quotas() -> list[float]:
-    """Return the cores that each control group (version 2) around this process grants it."""
+def machine_bytes() -> int:
+    """Return the memory that processes of this machine may use together, within the limit of a
+    container or a job."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *(int(limit) for (limit,) in _limits("memory.max"))])
+
+
+def _limits(file: str) -> Iterator[list[str]]:
+    """Yield the words of `file` in each control group (version 2) around this process that sets a
+    limit there."""
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:  # not Linux
-        return []
+        return
     groups = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    quotas = []
     for group in (CGROUPS / name for name in groups):
         for folder in (group, *group.parents):
             if not folder.is_relative_to(CGROUPS):
                 break
-            try:
-                quota, period = (folder / "cpu.max").read_text().split()
-            except (OSError, ValueError):  # as at the root: it has none
-                continue
-            if quota != "max":
-                quotas.append(int(quota) / int(period))
-    return quotas
+            with suppress(OSError):  # as at the root: it has none
+                words = (folder / file).read_text().split()
+                if words[0] != "max":
+                    yield words
 
 
 def why_bf16_is_slow() -> str:

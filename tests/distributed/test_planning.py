@@ -5,15 +5,11 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 
-from meshwright.commands.plan import calibration
 from meshwright.commands.plan.figures import curve, find_peak, flops, peaks_by_place, traffic
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.rates import Measured
 from meshwright.commands.plan.simulate import run_step
 from meshwright.parallelisms.meshes import build_meshes
 from tests.helpers.planning import CASES, Case, operators
@@ -84,29 +80,6 @@ def test_a_plan_is_what_real_ranks_have_and_send(name, figures, on_ranks) -> Non
     assert planned["operators"].keys() == real["operators"].keys()
     for kind in planned["operators"].keys() - of_gloo:
         assert planned["operators"][kind] == real["operators"][kind], kind
-
-
-def _calibrate() -> Measured:
-    """Rates of two ranks by one small job."""
-    jobs = (calibration.Job(64, 4, 512, 32, 1, microbatches=2),)
-    with mock.patch.multiple(calibration, JOBS=jobs, ROUNDS=1, SIZES=(1 << 12, 1 << 16)):
-        return calibration.measure(torch.device("cpu"))
-
-
-def test_a_calibration_measures_every_operator_and_collective_of_a_plan(figures, on_ranks) -> None:
-    rates = on_ranks(2, _calibrate)[0]
-    planned = figures["FSDP 2"]
-    assert set(planned["operators"]) <= set(rates.operators)
-    assert {row["kind"] for row in planned["traffic"]} <= set(rates.collectives)
-    assert all(seconds > 0 for points in rates.operators.values() for *_, seconds in points)
-    assert {"fsdp all_gather", "fsdp reduce_scatter"} <= set(rates.collectives)
-    whole = 4 * 512 * 64  # bytes of a gradient, which are added up
-    assert max(size for size, *_ in rates.operators["add_ float32"]) >= 2 * whole
-    assert rates.ranks == 2
-    curves = rates.collectives.values()
-    assert rates.link == max(sent / seconds for points in curves for sent, seconds in points) > 0
-    for points in curves:
-        assert [sent for sent, _ in points] == sorted(sent for sent, _ in points)
 
 
 def test_flops_and_traffic_equal_hand_counts(figures) -> None:

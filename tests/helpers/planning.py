@@ -162,7 +162,7 @@ def allocated(case: Case) -> int:
 def planned(case: Case) -> dict[str, object]:
     """Return the plan's peak and its ledger."""
     plan = case.plan()
-    found = simulate(plan, case.world_size, case.rank, is_gpu=False)
+    found = simulate(plan, case.rank, is_gpu=False)
     peak = find_peak(found.record)
     count = plan.num_microbatches
     return {

@@ -43,7 +43,7 @@ def peak_gib(path: Path, ranks: int) -> float:
     config = load_config([f"--job.config_file={path}"])
     device = find_device(DEVICE)
     job = plan_job(config, ranks, is_gpu=True)
-    return predict(job, ranks, 0, device).peak_bytes / GIB
+    return predict(job, 0, device).peak_bytes / GIB
 
 
 def with_plan(path: Path, text: str, ranks: int, peak: float, today: str) -> str:

@@ -252,9 +252,7 @@ def test_outputs_are_no_addresses(words) -> None:
         run(words)
 
 
-@pytest.mark.parametrize(
-    "words", [["plan", "--html"], ["plan", "--calibrate"], ["report", "--output"]]
-)
+@pytest.mark.parametrize("words", [["plan", "--html"], ["report", "--output"]])
 def test_files_that_cannot_be_written_are_refused_before_work(words, tmp_path) -> None:
     for path, says in ((tmp_path / "no/a.html", "there is no folder"), (tmp_path, "cannot be")):
         with pytest.raises(ConfigError, match=says):

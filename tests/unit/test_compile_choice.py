@@ -9,8 +9,8 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from meshwright.commands.plan.candidates import legal
 from meshwright.commands.plan.devices import find_device
+from meshwright.commands.plan.search import legal
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.commands.prove.cases import default_cases
 from meshwright.commands.prove.shrink import shrink
@@ -326,7 +326,7 @@ def test_recomputed_attention_that_is_cut_is_compiled_on_gpus() -> None:
 def test_a_search_leaves_a_job_compiled_that_is() -> None:
     for words, has_split in ((LONG, False), ([], True)):
         config = load_config([DEBUG, *words, "--training.global_batch_size=64"])
-        schedules = {choice.mesh.schedule for choice, _ in legal(config, 2, find_device("h100"))}
+        schedules = {choice.schedule for choice, _ in legal(config, 2, find_device("h100"))}
         assert ("ZBVZeroBubble" in schedules) == has_split
         assert "1F1B" in schedules
 

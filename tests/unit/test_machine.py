@@ -163,3 +163,17 @@ def test_cores_are_those_that_the_quota_grants(monkeypatch, tmp_path, outer, inn
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
     assert count_cores() == count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's control groups")
+def test_memory_is_at_most_the_limit_of_every_control_group_above(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.machine_bytes() == whole
+    (tmp_path / "own").write_text("0::/batch/job_5\n")
+    (tmp_path / "batch/job_5").mkdir(parents=True)
+    (tmp_path / "batch/job_5/memory.max").write_text("max\n")
+    assert machine.machine_bytes() == whole
+    (tmp_path / "batch/memory.max").write_text("1073741824\n")
+    assert machine.machine_bytes() == 2**30

@@ -24,7 +24,7 @@ KEYS = (*PATH_KEYS, "model.flavor", "experimental.custom_import")
 TOO_LONG = "/tmp/" + "x" * 300
 COMMANDS = (
     *(["checkpoint", name] for name in ("ls", "show", "verify")),
-    *(["report"], ["generate", "--prompt", "a"], ["plan", "--rates"]),
+    *(["report"], ["generate", "--prompt", "a"]),
 )
 
 

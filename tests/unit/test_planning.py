@@ -1,9 +1,8 @@
 """Parts of planning that need no simulation."""
 
 import json
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,61 +10,50 @@ import torch
 from torch.nn import functional
 
 from meshwright.commands.plan import plan as command
-from meshwright.commands.plan import plan as remedies
+from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import trace as scope
-from meshwright.commands.plan.as_gpu import as_gpu
-from meshwright.commands.plan.devices import (
-    GIB,
-    Device,
-    find_device,
-    machine_bytes,
-    overheads,
-    verdict,
-)
-from meshwright.commands.plan.figures import bubble
-from meshwright.commands.plan.predict import Figures, beside_tensors
-from meshwright.commands.plan.rates import assumed
-from meshwright.commands.plan.report import _mfu, _parameters, slowest
-from meshwright.commands.plan.simulate import plan_job
-from meshwright.commands.plan.torch_names import Action, FakeTensorMode
+from meshwright.commands.plan.devices import GIB, Device, find_device, overheads, verdict
+from meshwright.commands.plan.figures import StepTime, bubble
+from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
+from meshwright.commands.plan.report import _parameters, mfu, slowest, tokens_per_step
+from meshwright.commands.plan.simulate import as_gpu, plan_job
+from meshwright.commands.plan.torch_names import FakeTensorMode
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.metrics.planned import job_identity
 from meshwright.models import loss
 from meshwright.system.errors import ConfigError
 from meshwright.train import main
+from meshwright.train.preflight import Plan
+
+DEBUG = "--job.config_file=train_configs/debug_model.toml"
 
 
-def _one_forward_one_backward(ranks: int, microbatches: int) -> dict[int, list[Action]]:
-    orders = {}
-    for rank in range(ranks):
-        ahead = min(microbatches, ranks - rank)
-        order = [Action("F", rank, i) for i in range(ahead)]
-        for i in range(microbatches):
-            order.append(Action("B", rank, i))
-            if ahead + i < microbatches:
-                order.append(Action("F", rank, ahead + i))
-        orders[rank] = order
-    return orders
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 8)])
-def test_the_bubble_of_1f1b_is_the_known_one(ranks, microbatches) -> None:
-    """(p - 1) / (m + p - 1): Narayanan et al. 2021, arXiv:2104.04473, of the whole step."""
-    found = bubble(_one_forward_one_backward(ranks, microbatches), 1.0, 2.0)
-    assert found == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+@pytest.mark.parametrize(
+    ("schedule", "backward", "part"),
+    [
+        ("1F1B", 2 / 3, 3 / (8 + 3)),
+        ("1F1B", 3 / 4, 3 / (8 + 3)),
+        ("Interleaved1F1B", 2 / 3, 3 / (2 * 8 + 3)),
+        ("ZBVZeroBubble", 2 / 3, 1 / (2 * 8 + 1)),  # a third of it: forward, or half of backward
+        ("ZBVZeroBubble", 3 / 4, 3 * 3 / 8 / (2 * 8 + 3 * 3 / 8)),
+    ],
+)
+def test_a_pipeline_waits_as_its_schedule_does(schedule, backward, part) -> None:
+    """Of 4 ranks and 8 microbatches, as a replay of torch's schedules had it."""
+    words = [
+        *(DEBUG, "--model.args.n_layers=8", "--compile.enable=false"),
+        *("--parallelism.pipeline_parallel_degree=4", "--training.global_batch_size=64"),
+        "--training.local_batch_size=8",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+    ]
+    plan = plan_job(load_config(words), 4, is_gpu=True)
+    assert plan.num_microbatches == 8
+    assert bubble(plan, backward) == pytest.approx(part)
 
 
 def test_no_pipeline_has_no_bubble() -> None:
-    assert bubble({}, 1.0, 2.0) == 0
-
-
-def test_weights_of_a_split_backward_fill_the_bubble() -> None:
-    whole = {0: [Action("F", 0, 0), Action("B", 0, 0)], 1: [Action("F", 1, 0), Action("B", 1, 0)]}
-    split = {
-        rank: [Action("F", rank, 0), Action("I", rank, 0), Action("W", rank, 0)] for rank in (0, 1)
-    }
-    assert bubble(split, 1.0, 2.0) < bubble(whole, 1.0, 2.0)
+    assert bubble(plan_job(load_config([DEBUG]), 4, is_gpu=True), 2 / 3) == 0
 
 
 def test_devices_are_found_by_name_or_by_gib() -> None:
@@ -89,30 +77,13 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
     monkeypatch.setattr(command, "find_device", refuse)
     options = {"rank": 0, "all_stages": False, "html": None, "tries_remedies": False, "workers": 1}
     with pytest.raises(ConfigError):
-        command.plan(JobConfig(), 4, "cpu", None, as_json=False, **options)
+        command.plan(JobConfig(), 4, "cpu", as_json=False, **options)
     with pytest.raises(ConfigError):
-        command.search(JobConfig(), 4, "cpu", None, 1, as_json=False)
+        command.search(JobConfig(), 4, "cpu", 1, as_json=False)
     assert seen == 2 * [("cpu", 4)]
 
 
-def test_memory_is_at_most_the_limit_of_every_control_group_above(tmp_path) -> None:
-    whole = machine_bytes(tmp_path)
-    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    group = tmp_path / "proc/self/cgroup"
-    group.write_text("0::/batch/job_5\n")
-    job = tmp_path / "sys/fs/cgroup/batch/job_5"
-    job.mkdir(parents=True)
-    (job / "memory.max").write_text("max\n")
-    (job.parent / "memory.max").write_text("1073741824\n")
-    assert machine_bytes(tmp_path) == GIB
-    group.write_text("5:cpu,memory:/old\n")  # version 1, seen from inside of a container
-    (tmp_path / "sys/fs/cgroup/memory").mkdir()
-    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("2147483648\n")
-    assert machine_bytes(tmp_path) == 2 * GIB
-
-
-def test_on_cpus_malloc_and_asynchronous_saves_count() -> None:
+def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
     """Llama of 140 M on two ranks, as it was measured: 1.58 GiB of tensors."""
     device, peak = find_device("cpu", 2), int(1.58 * GIB)
     parts = {
@@ -140,27 +111,43 @@ def test_a_plan_counts_the_copy_of_an_asynchronous_save() -> None:
 
     assert staged("--checkpoint.enable=true") == ["copy of an asynchronous save"]
     assert staged("--checkpoint.enable=false") == []
+    offloaded = "--training.enable_cpu_offload=true"  # weights that are not on the device
+    assert "copy of an asynchronous save" not in staged("--checkpoint.enable=true", offloaded)
 
 
-def test_a_remedy_has_the_verdict_of_its_worst_rank_and_its_own_groups(monkeypatch) -> None:
+def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkeypatch) -> None:
     """A pipeline of two ranks: the last needs more, and has a communicator more than the job."""
-    peaks = {0: 5.0 * GIB, 1: 9.0 * GIB}
 
-    def simulated(tasks: list[tuple], *_: object) -> Iterator[tuple[int, Figures]]:
-        for index, (config, _, rank, _) in enumerate(tasks):
-            is_piped = config.parallelism.pipeline_parallel_degree > 1
-            size, groups = (peaks[rank], 2) if is_piped else (20.0 * GIB, 1)
-            yield index, Figures({"": size}, 1.0, 0.0, rank, groups)
+    def predicted(plan: Plan, rank: int, *_: object) -> Figures:
+        is_piped = plan.dims.pp > 1
+        size, groups = ((5.0, 9.0)[rank] * GIB, 2) if is_piped else (20.0 * GIB, 1)
+        return Figures({"": size}, 1.0, 2.0 - rank, groups)
 
-    monkeypatch.setattr(remedies, "in_processes", simulated)
-    config = load_config(["--job.config_file=train_configs/debug_model.toml"])
+    def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
+        for index, task in enumerate(tasks):
+            yield index, function(*task)
+
+    monkeypatch.setattr(predicting, "predict", predicted)
+    monkeypatch.setattr(command, "in_processes", at_once)
+    config = load_config([DEBUG])
     job = plan_job(config, 2, is_gpu=True)
-    shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB), rank=0)
+    shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
     high = sum(x.high for x in overheads(Device("", 1.0), 9 * GIB, 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
-        (found,) = remedies.find(job, 2, shown, Device("", 9 + room + 1e-6), 1)
+        (found,) = command.find(job, 2, shown, Device("", 9 + room + 1e-6), 1)
         assert "pipeline_parallel_degree = 2" in found.change
         assert (found.peak_bytes, found.verdict) == (9 * GIB, word)
+
+
+def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch) -> None:
+    def predicted(_: Plan, rank: int, *__: object) -> Figures:
+        return Figures({"": (1.0 + rank) * GIB}, 1.0, 2.0 - rank)
+
+    monkeypatch.setattr(predicting, "predict", predicted)
+    config = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])
+    need = need_of(config, 2, find_device("h100"))
+    assert (need.peak_bytes, need.seconds, need.verdict) == (2 * GIB, 2.0, "fits")
+    assert need.needed_bytes > need.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -284,19 +271,16 @@ def test_a_plan_for_gpus_keeps_of_a_norm_its_input_and_a_number_per_row() -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_mfu_is_at_most_one_and_against_the_same_peak_for_all_rates(dtype) -> None:
-    words = [f"--training.mixed_precision_param={dtype}"]
-    config = load_config(["--job.config_file=train_configs/debug_model.toml", *words])
+def test_mfu_is_against_the_peak_of_the_dtype(dtype) -> None:
+    config = load_config([DEBUG, f"--training.mixed_precision_param={dtype}"])
     plan, device = plan_job(config, 2, is_gpu=True), find_device("h100")
-    bound, estimate = assumed(device)
-    assert _mfu(plan, device, bound, 1e-9) == 1
-    assert _mfu(plan, device, bound, 2.0) == _mfu(plan, device, estimate, 1.0) / 2 < 1
+    per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
+    flops = tokens_per_step(plan) / 2 * per_token
+    assert mfu(plan, device, 2.0) == pytest.approx(flops / 2.0 / device.peak(dtype))
 
 
 def test_times_are_those_of_the_slowest_rank() -> None:
-    def of(*seconds: float) -> SimpleNamespace:
-        steps = [SimpleNamespace(step=SimpleNamespace(seconds=s)) for s in seconds]
-        return SimpleNamespace(timings=steps)
-
-    assert slowest([of(1.0, 0.9), slow := of(2.0, 0.5), of()]) == slow.timings
-    assert slowest([of()]) == []
+    ranks = [SimpleNamespace(time=StepTime(seconds, 0.0, 0.0, 0.0)) for seconds in (1.0, 2.0)]
+    unknown = SimpleNamespace(time=None)
+    assert slowest([*ranks, unknown]) is ranks[1].time
+    assert slowest([unknown]) is None

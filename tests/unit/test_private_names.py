@@ -30,11 +30,10 @@ KNOWN = {
     "parallelisms/tensor_parallel.py": (
         "_inductor _micro_pipeline_tp torch._inductor.config torch.distributed._symmetric_memory"
     ),
-    "commands/plan/as_gpu.py": (
+    "commands/plan/simulate.py": (
         "_fused_rms_norm _fused_rms_norm_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
     ),
-    "commands/plan/calibration.py": "_sleep",
     "commands/plan/ledger.py": "_local_tensor",
     "commands/plan/torch_names.py": (
         "_AutoDispatchBelowAutograd _C _PipelineSchedule _autograd _cdata _current_autograd_node "

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwright.system.errors import check
+from meshwright.system.machine import machine_bytes
 
 GIB = 2**30
-
-
-OTHER_FORMS = {"nvl", "pcie"}
-"""Words of drivers' names, as "NVIDIA H100 PCIe": slower than those of the table."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +34,6 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Return its FLOP/s in bfloat16 or float32."""
         return self.fp32_flops_per_s if dtype == "float32" else self.flops_per_s
-
-    def may_be(self, driver_name: str) -> bool:
-        """Return whether its driver may call it so, as "NVIDIA H100 80GB HBM3": true of a device
-        that is known by its memory alone."""
-        words = {*re.split(r"\W+", driver_name.lower())}
-        is_known = self.flops_per_s > 0
-        return not is_known or (self.name.split()[0].lower() in words and not words & OTHER_FORMS)
 
 
 DEVICES = {
@@ -100,35 +85,72 @@ def find_device(word: str, ranks: int = 1) -> Device:
     return Device(f"GPU of {gib:g} GiB", gib)
 
 
-def machine_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that processes of this machine may use together: of a container or a
-    batch job, the limit of its control group.
-
-    Args:
-        root: where /proc and /sys are.
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _limit_files(root):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int(file.read_text()))
-    return min(limits)
+MATMUL, ATTENTION = 0.6, 0.45
+"""Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
 
 
-def _limit_files(root: Path) -> Iterator[Path]:
-    """Yield the files that may hold a limit: of this process's control group, and of all above it
-    (man 7 cgroups: version 2, then 1)."""
-    groups = root / "sys/fs/cgroup"
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            top, name = groups, "memory.max"
-            if "memory" in controllers.split(","):
-                top, name = groups / "memory", "memory.limit_in_bytes"
-            group = top / path.lstrip("/")
-            while group != top:
-                yield group / name
-                group = group.parent
-            yield top / name
+LINK, NETWORK = 0.75, 0.75
+"""Parts of the bytes/s of links in a node, and of network cards, that NCCL reaches."""
+
+
+STREAM = 0.8
+"""Part of the memory's bytes/s that operators without FLOPs reach."""
+
+
+FUSED = 0.5
+"""See `Rates.fused`."""
+
+
+LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
+"""Least times of an operator and of a collective."""
+
+
+SOURCE = "estimated by published runs on H100s"
+"""Of all rates."""
+
+
+ERROR = 0.15
+"""Of an estimated step time on H100s: the published steps of docs/planning.md are within it."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device works in a training step."""
+
+    peak: dict[str, float]
+    """FLOP/s of matmuls by dtype."""
+    attention: float
+    """FLOP/s of attention, as a part of `peak`."""
+    stream: float
+    """Bytes/s of memory."""
+    link: float
+    """Bytes/s to others of the node."""
+    network: float
+    """Bytes/s to other nodes."""
+    fused: float
+    """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
+    neighbours."""
+
+
+def estimated(device: Device, *, is_compiled: bool = True) -> Rates | None:
+    """Return the parts of a device's data sheet that published runs reach on H100s; None: nothing
+    is published of the device."""
+    if not device.flops_per_s:
+        return None
+    return Rates(
+        {dtype: MATMUL * device.peak(dtype) for dtype in ("bfloat16", "float32")},
+        ATTENTION / MATMUL,
+        STREAM * device.bytes_per_s,
+        LINK * device.link_bytes_per_s,
+        NETWORK * device.network_bytes_per_s,
+        FUSED if is_compiled else 1.0,
+    )
+
+
+def error_of_time(device: Device) -> float | None:
+    """Return the error of an estimated step time, as a part of it; None: no run on this device was
+    compared."""
+    return ERROR if device.name.startswith("H100") else None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.commands.plan.devices import COLLECTIVE_S, LAUNCH_S, Rates
 from meshwright.commands.plan.ledger import AT_START, PURPOSES, Record
-from meshwright.commands.plan.rates import Rates
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.torch_names import Action
-from meshwright.commands.plan.trace import Collective, Operator, is_in_node
+from meshwright.commands.plan.trace import Collective, Operator, is_in_node, ranks_in_node
+from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.train.preflight import Plan
 
 ROUNDING = 512
 """Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
@@ -148,7 +149,7 @@ def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[in
     left_out = num_microbatches - simulation.simulated
     repeats = middle(simulation.simulated)
     for entry in simulation.entries:
-        yield (1 + left_out if entry.microbatch == repeats else 1), entry
+        yield (1 + left_out if entry.at.microbatch == repeats else 1), entry
 
 
 def middle(simulated: int) -> int:
@@ -196,15 +197,42 @@ def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:
     for times, entry in repeated(simulation, num_microbatches):
         if isinstance(entry, Operator) and entry.flops:
             kind = "attention" if "attention" in entry.name else "matrices"
-            found[f"{kind}, {entry.phase}"] += times * entry.flops
+            found[f"{kind}, {entry.at.phase}"] += times * entry.flops
     return dict(sorted(found.items()))
 
 
-def entry_seconds(entry: Operator | Collective, rates: Rates, per_node: int) -> float:
-    """Return the time of an operator or a collective."""
-    if isinstance(entry, Operator):
-        return rates.operator_seconds(entry)
-    return rates.collective_seconds(entry, per_node)
+ATTENTION_IS_CAUSAL = 0.5
+"""Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
+
+
+def entry_seconds(entry: TraceEntry, rates: Rates, per_node: int) -> float:
+    """Return the time of an operator or a collective.
+
+    An operator takes the larger of the times for its FLOPs and for its bytes; a collective that of
+    a ring over its slowest link.
+    """
+    if isinstance(entry, Collective):
+        width = ring_width(entry.ranks, rates, per_node, is_message=entry.kind == "send")
+        return COLLECTIVE_S + entry.sent_bytes / width
+    flops, num_bytes = float(entry.flops), float(entry.num_bytes)
+    if "attention" in entry.name:
+        flops *= ATTENTION_IS_CAUSAL / rates.attention
+    elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
+        num_bytes *= rates.fused
+    peak = rates.peak.get(entry.dtype) or next(iter(rates.peak.values()))
+    return max(flops / peak, num_bytes / rates.stream, LAUNCH_S)
+
+
+def ring_width(ranks: range, rates: Rates, per_node: int, *, is_message: bool = False) -> float:
+    """Return the bytes/s at which a rank of a group sends.
+
+    NCCL's rings leave a node through the network cards of all ranks that the group has there, and
+    each rank sends on all rings. A message leaves through the card of its sender.
+    """
+    if is_in_node(ranks, per_node):
+        return rates.link
+    cards = 1 if is_message else ranks_in_node(ranks, per_node)
+    return min(rates.link, cards * rates.network)
 
 
 @dataclass(frozen=True)
@@ -219,15 +247,12 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(
-    simulation: Simulation, num_microbatches: int, rates: Rates, per_node: int
-) -> StepTime:
+def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -> StepTime:
     """Replay the step's entries in two streams, computation and FSDP2's communication.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
-    there, and the end of backward waits for the last. Every other collective is waited for; on CPUs
-    all are.
+    there, and the end of backward waits for the last. Every other collective is waited for.
     """
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # ends of the gathers under way
@@ -242,76 +267,40 @@ def step_time(
             compute += seconds
             if entry.is_copy_out:
                 copied_out = now
-            if entry.phase == "update":
+            if entry.at.phase == "update":
                 now = max(now, comm)
+        elif entry.is_fsdp and entry.kind == "all_gather":
+            comm = max(comm, copied_out) + seconds
+            gathers.append(comm)
+        elif entry.is_fsdp:
+            comm = max(comm, now) + seconds
         else:
-            is_beside = entry.is_fsdp and rates.overlaps
-            if is_beside and entry.kind == "all_gather":
-                comm = max(comm, copied_out) + seconds
-                gathers.append(comm)
-            elif is_beside:
-                comm = max(comm, now) + seconds
-            else:
-                now += seconds
-        key = ("F" if entry.phase == "forward" else "B", entry.microbatch)
+            now += seconds
+        key = ("F" if entry.at.phase == "forward" else "B", entry.at.microbatch)
         spent[key] = spent.get(key, 0.0) + now - before
         if entry is last:
             now = max(now, comm)
-    left_out = num_microbatches - simulation.simulated
+    left_out = plan.num_microbatches - simulation.simulated
     repeats = middle(simulation.simulated)
-    each = spent.get(("F", repeats), 0.0) + spent.get(("B", repeats), 0.0)
+    forward, backward = (spent.get((kind, repeats), 0.0) for kind in "FB")
+    each = forward + backward
     seconds, compute = now + left_out * each, compute * (now + left_out * each) / now
-    part = bubble(
-        simulation.actions, spent.get(("F", repeats), 1.0), spent.get(("B", repeats), 2.0)
-    )
+    part = bubble(plan, backward / each)
     return StepTime(seconds / (1 - part), compute, seconds - compute, part)
 
 
-def bubble(actions: dict[int, list[Action]], forward: float, backward: float) -> float:
-    """Return the part of a step in which a rank of the pipeline waits, by the schedule's actions.
+def bubble(plan: Plan, backward: float) -> float:
+    """Return the part of a step in which a rank of the pipeline waits, with stages of equal time.
+
+    (p - 1) / (v m + p - 1) with v stages per rank and m microbatches: Narayanan et al. 2021,
+    arXiv:2104.04473. If backward is split, its second half fills the wait but for the longer one of
+    a forward and a half (torch's schedules, replayed).
 
     Args:
-        forward, backward: time of each for one microbatch of one rank; stages are taken for equal.
+        backward: part of a microbatch's time.
     """
-    if not actions:
-        return 0.0
-    stages = 1 + max(action.stage for order in actions.values() for action in order)
-    per_rank = stages / len(actions)
-    cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    ends: dict[Action, float] = {}
-    places, clocks = dict.fromkeys(actions, 0), dict.fromkeys(actions, 0.0)
-    while any(places[rank] < len(order) for rank, order in actions.items()):
-        moved = False
-        for rank, order in actions.items():
-            while places[rank] < len(order):
-                action = order[places[rank]]
-                ready = _ready(action, stages, ends)
-                if ready is None:
-                    break
-                clocks[rank] = max(clocks[rank], ready) + cost[action.kind] / per_rank
-                ends[action] = clocks[rank]
-                places[rank] += 1
-                moved = True
-        assert moved, "a schedule that waits in a circle"
-    whole = max(clocks.values())
-    busy = sum(cost[action.kind] / per_rank for action in next(iter(actions.values())))
-    return 1 - busy / whole
-
-
-def _ready(action: Action, stages: int, ends: dict[Action, float]) -> float | None:
-    """When the inputs of `action` are there; None: not yet."""
-    kind, stage, microbatch = action
-    needed: list[tuple[Action, ...]] = []  # one of each tuple
-    if kind == "F" and stage > 0:
-        needed.append((Action("F", stage - 1, microbatch),))
-    if kind in ("B", "I"):
-        needed.append((Action("F", stage, microbatch),))
-        if stage < stages - 1:
-            after = stage + 1
-            needed.append((Action("B", after, microbatch), Action("I", after, microbatch)))
-    if kind == "W":
-        needed.append((Action("I", stage, microbatch),))
-    found = [[ends[option] for option in options if option in ends] for options in needed]
-    if not all(found):
-        return None
-    return max((min(times) for times in found), default=0.0)
+    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    wait = ranks - 1.0
+    if SCHEDULES[schedule].splits_backward:
+        wait *= max(1 - backward, backward / 2)
+    return wait / (len(plan.stage_modules) // ranks * plan.num_microbatches + wait)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.torch_names import FakeTensor, FakeTensorMode
-from meshwright.commands.plan.trace import Scope
+from meshwright.commands.plan.trace import Moment, Scope
 
 PURPOSES = (
     "parameters",
@@ -49,14 +49,6 @@ class Item:
 
 HOST = "host"
 """Purpose of tensors that are not on the device."""
-
-
-class Moment(NamedTuple):
-    """Where in a step something happens."""
-
-    phase: str
-    module: str
-    microbatch: int
 
 
 AT_START = Moment("at start", "", 0)
@@ -92,6 +84,9 @@ class Ledger(torch_names.TorchDispatchMode):
         has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
             TensorIterator); GPUs convert it element by element.
     """
+
+    supports_higher_order_operators = True
+    """Flex attention is one: without it torch refuses to run it within this mode."""
 
     def __init__(
         self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
@@ -194,9 +189,10 @@ class Ledger(torch_names.TorchDispatchMode):
             return func(*args, **kwargs)
         scope = self._scope
         scope.look(inspect.currentframe())
-        if (scope.phase, scope.microbatch) != (self._place.phase, self._place.microbatch):
+        now = scope.moment
+        if (now.phase, now.microbatch) != (self._place.phase, self._place.microbatch):
             self.settle()
-        self._place = Moment(scope.phase, scope.module, scope.microbatch)
+        self._place = now
         name = getattr(func, "__name__", str(func))
         if namespace == "fsdp" and name.startswith("chunk_cat"):  # into what is reduced
             self.note(args[0], "gradients")

@@ -1,4 +1,4 @@
-"""A plan as text, and as JSON."""
+"""A plan as text, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from html import escape
 from typing import Any
 
 from meshwright.commands.plan import figures as analysis
-from meshwright.commands.plan.devices import GIB, Device, Overhead, verdict
+from meshwright.commands.plan.devices import (
+    GIB,
+    SOURCE,
+    Device,
+    Overhead,
+    Rates,
+    error_of_time,
+    verdict,
+)
 from meshwright.commands.plan.figures import Peak, StepTime, Traffic, step_time
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.predict import beside_tensors, figures_of
-from meshwright.commands.plan.rates import ERROR, Assumed, Rates
-from meshwright.commands.plan.simulate import Simulation
+from meshwright.commands.plan.predict import beside_tensors, figures_of, neediest, stages_of
+from meshwright.commands.plan.simulate import plan_job, simulate
+from meshwright.config.job_config import JobConfig
 from meshwright.metrics.planned import job_identity
 from meshwright.metrics.report.charts import Chart, Curve, draw
 from meshwright.metrics.report.document import document
 from meshwright.train.preflight import Plan
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Step time at one set of rates."""
-
-    source: str
-    step: StepTime
-    mfu: float
 
 
 @dataclass(frozen=True)
@@ -41,35 +40,37 @@ class RankPlan:
     verdict: str
     traffic: list[Traffic]
     flops: dict[str, int]
-    timings: list[Timing]
-    """By measured rates; or estimated, and bounded; or none, if nothing is published."""
+    time: StepTime | None
+    """None: nothing is published of the device."""
     simulated: int
     """Microbatches that were simulated."""
     curve: list[dict[str, int]]
 
+    @property
+    def needed_bytes(self) -> float:
+        """Peak of its tensors, with the most that is modelled besides."""
+        return self.peak.num_bytes + sum(part.high for part in self.overheads)
 
-def summarize(
-    plan: Plan, simulation: Simulation, device: Device, rates: list[Rates], stages: list[int]
+
+def plan_rank(
+    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None
 ) -> RankPlan:
-    """Return the figures of a simulated rank."""
+    """Return the figures of one rank, simulated in this process."""
+    plan = plan_job(config, world_size, is_gpu=device.is_gpu)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
     record, count = simulation.record, plan.num_microbatches
     peak = analysis.find_peak(record)
-    traffic = analysis.traffic(simulation, count, device.per_node)
-    modelled = beside_tensors(figures_of(simulation, count, device, None), plan, device)
-    timings = []
-    for rate in rates:
-        step = step_time(simulation, count, rate, device.per_node)
-        timings.append(Timing(rate.source, step, _mfu(plan, device, rate, step.seconds)))
+    modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
     return RankPlan(
-        simulation.rank,
-        stages,
+        rank,
+        stages_of(plan, rank) if plan.dims.pp > 1 else [],
         peak,
         analysis.most_by_purpose(record),
         modelled,
         verdict(device, peak.num_bytes, modelled),
-        traffic,
+        analysis.traffic(simulation, count, device.per_node),
         analysis.flops(simulation, count),
-        timings,
+        None if rates is None else step_time(simulation, plan, rates, device.per_node),
         simulation.simulated,
         analysis.curve(record),
     )
@@ -80,23 +81,21 @@ def tokens_per_step(plan: Plan) -> int:
     return plan.config.training.global_batch_size * plan.config.training.seq_len
 
 
-def _mfu(plan: Plan, device: Device, rates: Rates, seconds: float) -> float:
-    """Model FLOPs utilization; at most 1: the bound skips masked pairs of attention, which MFU
-    counts."""
-    dtype = plan.config.training.mixed_precision_param
-    is_by_sheet = isinstance(rates, Assumed) or (device.flops_per_s and dtype == "bfloat16")
-    peak = device.peak(dtype) if is_by_sheet else rates.peak[dtype]
+def mfu(plan: Plan, device: Device, seconds: float) -> float:
+    """Return the model FLOPs utilization of a step."""
+    peak = device.peak(plan.config.training.mixed_precision_param)
     per_token = plan.model_args.table.flops_per_token(plan.config.training.seq_len)
-    return min(1.0, tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak)
+    return tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak
 
 
 def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 
     `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
-    device. `bound` has their limits by the data sheet, and is null if the rates are measured.
+    device. `step_seconds_error` is a part of `step_seconds`, and null if no run on the device was
+    compared.
     """
-    shown, timings = most_needed(ranks), slowest(ranks)
+    shown, time = neediest(ranks), slowest(ranks)
     at_peak = shown.peak.by_purpose
     return {
         "peak_bytes": shown.peak.num_bytes,
@@ -104,14 +103,12 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
         "optimizer_bytes": at_peak["optimizer"],
         "gradients_bytes": at_peak["gradients"],
         "activations_bytes": at_peak["activations"],
-        "step_seconds": timings[0].step.seconds if timings else None,
-        "mfu": timings[0].mfu if timings else None,
-        "bound": {"step_seconds": timings[1].step.seconds, "mfu": timings[1].mfu}
-        if len(timings) > 1
-        else None,
+        "step_seconds": time and time.seconds,
+        "step_seconds_error": time and error_of_time(device),
+        "step_seconds_source": SOURCE if time else "",
+        "mfu": time and mfu(plan, device, time.seconds),
         "fits": shown.verdict == "fits",
         "verdict": shown.verdict,
-        "step_seconds_source": timings[0].source if timings else "",
         "job": job_identity(plan.config),
         "rank": shown.rank,
         "world_size": plan.dims.num_ranks,
@@ -130,7 +127,7 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
 
 def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown, count = most_needed(ranks), plan.num_microbatches
+    shown, count = neediest(ranks), plan.num_microbatches
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
     lines = [
         f"{shown.verdict}{of}: {_parameters(plan.model_args.table.num_params)} parameters on "
@@ -142,21 +139,13 @@ def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
         lines += ["", *_rank_lines(rank, device)]
     if len(ranks) == 1 and plan.dims.pp > 1:
         lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
-    per_rank = tokens_per_step(plan) / plan.dims.num_ranks
-    lines += ["", *_timing_lines(slowest(ranks), per_rank, device)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_time_lines(plan, slowest(ranks), device)])
 
 
-def most_needed(ranks: list[RankPlan]) -> RankPlan:
-    """Return the plan of the rank that needs most memory, modelled memory included: its verdict is
-    the job's."""
-    return max(ranks, key=lambda rank: rank.peak.num_bytes + sum(x.high for x in rank.overheads))
-
-
-def slowest(ranks: list[RankPlan]) -> list[Timing]:
-    """Return the times of the rank with the longest step; empty without rates."""
-    timed = [rank.timings for rank in ranks if rank.timings]
-    return max(timed, key=lambda timings: timings[0].step.seconds, default=[])
+def slowest(ranks: list[RankPlan]) -> StepTime | None:
+    """Return the time of the rank with the longest step; None without rates."""
+    times = [rank.time for rank in ranks if rank.time is not None]
+    return max(times, key=lambda time: time.seconds, default=None)
 
 
 def _parameters(count: int) -> str:
@@ -203,28 +192,18 @@ def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
     return lines
 
 
-def _timing_lines(timings: list[Timing], tokens: float, device: Device) -> list[str]:
-    """Return the step time in words.
-
-    Args:
-        tokens: per step and rank.
-    """
-    if not timings:
-        return ["step time: not known; --calibrate measures a device of this machine"]
-    shown, step = timings[0], timings[0].step
-    is_like_published = device.name.startswith("H100")
-    is_estimate = len(timings) > 1
-    error = f" (+-{100 * ERROR:.0f} %)" * (is_estimate and is_like_published)
-    unlike = "; no run on this device was compared" * (is_estimate and not is_like_published)
-    lines = [
-        f"step: {step.seconds:.4g} s{error}, {tokens / step.seconds:,.0f} tokens/s per rank, "
-        f"{100 * shown.mfu:.1f} % MFU: {shown.source}{unlike}",
-        f"  exposed communication {step.exposed_s:.3g} s, "
-        f"pipeline bubble {100 * step.bubble:.1f} %",
+def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
+    if time is None:
+        return [f"step time: not known, as no rates are published of a {device.name}"]
+    tokens, part = tokens_per_step(plan) / plan.dims.num_ranks, error_of_time(device)
+    error = f" (+-{100 * part:.0f} %)" if part else ""
+    unlike = "" if part else "; no run on this device was compared"
+    return [
+        f"step: {time.seconds:.4g} s{error}, {tokens / time.seconds:,.0f} tokens/s per rank, "
+        f"{100 * mfu(plan, device, time.seconds):.1f} % MFU: {SOURCE}{unlike}",
+        f"  exposed communication {time.exposed_s:.3g} s, "
+        f"pipeline bubble {100 * time.bubble:.1f} %",
     ]
-    for bound in timings[1:]:
-        lines.append(f"  no step is shorter than {bound.step.seconds:.4g} s: {bound.source}")
-    return lines
 
 
 def _gib(num_bytes: float) -> str:
@@ -237,8 +216,8 @@ def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     curves = "".join(_curve(rank, device) for rank in ranks)
     return document(
         title,
-        f'<h1>{escape(title)}</h1>{_mesh(plan, ranks)}<h2>Memory</h2><div class="charts">{curves}'
-        f'</div><div class="card"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
+        f'<h1>{escape(title)}</h1><h2>Memory</h2><div class="charts">{curves}</div>'
+        f'<div class="card"><pre>{escape(to_text(plan, ranks, device))}</pre></div>',
     )
 
 
@@ -253,26 +232,3 @@ def _curve(rank: RankPlan, device: Device) -> str:
     return draw(
         Chart(title, unit, curves, is_stacked=True, limit=device.memory_gib, x_name="moment")
     )
-
-
-def _mesh(plan: Plan, ranks: list[RankPlan]) -> str:
-    """Return the axes of the mesh, and the stages with their modules."""
-    tiles = [
-        f'<div class="tile"><span>{axis}</span><b>{size}</b></div>'
-        for axis, size in asdict(plan.dims).items()
-    ]
-    shown = {stage for rank in ranks for stage in rank.stages}
-    rows = [
-        f"<li>{'<b>' if i in shown else ''}stage {i}{'</b>' if i in shown else ''}: "
-        f"{escape(_first_to_last(names))}</li>"
-        for i, names in enumerate(plan.stage_modules)
-    ]
-    stages = f'<ol start="0">{"".join(rows)}</ol>' if len(rows) > 1 else ""
-    return f'<div class="tiles">{"".join(tiles)}</div>{stages}'
-
-
-def _first_to_last(names: list[str]) -> str:
-    layers = [name for name in names if name.startswith("layers.")]
-    others = [name for name in names if not name.startswith("layers.")]
-    span = f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else layers[0]
-    return ", ".join([span, *others])

@@ -1,368 +1,389 @@
-"""The best mesh and modes of a job: legal ones enumerated, sized, timed, and ranked."""
+"""The best mesh and modes of a job: legal ones enumerated, estimated, and the best simulated."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from itertools import product
+from typing import Any
 
+import tomli_w
 from tqdm import tqdm
 
-from meshwright.commands.plan.candidates import Choice, Mesh, difference, legal
-from meshwright.commands.plan.devices import GIB, Device, overheads, verdict
-from meshwright.commands.plan.floors import Floor, Shape, floor_of, shape_of, traces
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, overheads, verdict
+from meshwright.commands.plan.figures import bubble, entry_seconds, peaks_by_place, ring_width
+from meshwright.commands.plan.ledger import AT_START
 from meshwright.commands.plan.predict import (
-    Figures,
-    beside_tensors,
-    error_of_line,
-    measure,
-    predict_config,
-    processes,
-    telling_ranks,
+    Need,
+    in_processes,
+    modules_of,
+    need_of,
+    num_parameters,
+    period,
 )
-from meshwright.commands.plan.rates import Rates
-from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.job_config import JobConfig, changed
-from meshwright.system.errors import check, config_error
+from meshwright.commands.plan.simulate import plan_job, simulate
+from meshwright.commands.plan.trace import FORWARD, UPDATE
+from meshwright.config.job_config import JobConfig, Update, changed, is_compiled
+from meshwright.parallelisms.rules.compile_choice import resolve_compile
+from meshwright.parallelisms.rules.memory import BYTES
+from meshwright.parallelisms.rules.stages import SCHEDULES
+from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import Plan
+
+MODES = ("none", "selective", "full")
+"""Of recomputation, the fastest first; each keeps less than the one before it."""
+
+
+LONG = 16384
+"""Tokens of a sequence from which context parallelism is tried."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mesh, with the modes of its pipeline, its microbatches and its memory."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    schedule: str
+    """Empty without a pipeline."""
+    local_batch_size: int
+    recomputation: str
+    keeps_gathered: bool
+    """Gathered parameters stay from forward to backward."""
+
+    def update(self, global_batch_size: int) -> Update:
+        """Return the keys to change."""
+        # "default" keeps gathered parameters in a pipeline, and frees them without one
+        policy = "never" if self.keeps_gathered else "always"
+        is_default = self.keeps_gathered == (self.pipeline > 1)
+        parallelism: dict[str, Any] = {
+            "tensor_parallel_degree": self.tensor,
+            "context_parallel_degree": self.context,
+            "pipeline_parallel_degree": self.pipeline,
+            "data_parallel_replicate_degree": 1,
+            "data_parallel_shard_degree": -1,
+            "pipeline_parallel_stages_per_rank": -1,
+            "module_fqns_per_model_part": [],
+            "fsdp_reshard_after_forward": "default" if is_default else policy,
+        }
+        if self.schedule:
+            parallelism["pipeline_parallel_schedule"] = self.schedule
+        sizes = {"local_batch_size": self.local_batch_size, "global_batch_size": global_batch_size}
+        return {
+            "parallelism": parallelism,
+            "activation_checkpoint": {"mode": self.recomputation},
+            "training": sizes,
+        }
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
+        names = [f"{axis} {size}" for axis, size in axes.items() if size > 1] or ["FSDP alone"]
+        if self.schedule:
+            names.append(self.schedule)
+        kept = ", gathered parameters kept" * self.keeps_gathered
+        return (
+            f"{', '.join(names)}; microbatch {self.local_batch_size}; "
+            f"recomputation {self.recomputation}{kept}"
+        )
+
+
+def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choice, Plan]]:
+    """Yield every choice that preflight's checks let pass, with its plan.
+
+    The global batch stays the config's, so more tokens per second are a shorter step.
+    """
+    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
+    batch = plan.config.training.global_batch_size
+    whole = changed(config, {"training": {"global_batch_size": batch}})
+    config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
+    for choice in _choices(config, ranks, device):
+        with suppress(ConfigError):
+            candidate = changed(config, choice.update(batch))
+            yield choice, plan_job(candidate, ranks, is_gpu=device.is_gpu)
+
+
+def _choices(config: JobConfig, ranks: int, device: Device) -> Iterator[Choice]:
+    """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks.
+
+    Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
+    groups is in no rate.
+    """
+    powers = [1 << i for i in range(ranks.bit_length())]
+    tensor = [n for n in powers if n <= min(device.per_node, ranks, 8)]
+    context = [n for n in powers if n <= 8] if config.training.seq_len >= LONG else [1]
+    pipeline = [n for n in powers if n <= 16]
+    local = sorted({1, 2, 4, config.training.local_batch_size})
+    for tp, cp, pp, size in product(tensor, context, pipeline, local):
+        if ranks % (tp * cp * pp) == 0:
+            schedules = _schedules(config) if pp > 1 else [""]
+            for schedule, mode, keeps in product(schedules, MODES, (True, False)):
+                yield Choice(tp, cp, pp, schedule, size, mode, keeps)
+
+
+def _schedules(config: JobConfig) -> list[str]:
+    """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
+    compilation out, which schedules that split backward do not allow."""
+    names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+    is_split_refused = is_compiled(config.compile)
+    return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
+
+
+def difference(old: JobConfig, update: Update) -> str:
+    """Return the keys of `update` in which it differs from `old`, as TOML."""
+    sections = {
+        name: {
+            key: value for key, value in keys.items() if getattr(getattr(old, name), key) != value
+        }
+        for name, keys in update.items()
+    }
+    return tomli_w.dumps({name: keys for name, keys in sections.items() if keys})
+
+
+@dataclass(frozen=True)
+class Work:
+    """Time and memory of one sequence on one rank of a model, and of its optimizer.
+
+    FSDP's traffic is left out: it depends on the ranks, and not on the sequences.
+    """
+
+    layer_s: float
+    """Forward, backward and recomputation of a layer."""
+    rest_s: float
+    """Of the embedding, the last norm, the output projection and the loss."""
+    update_s: float
+    """Of the optimizer, per parameter of the rank."""
+    layer_bytes: float
+    """Activations that a layer's forward leaves behind for backward."""
+    rest_bytes: float
+    """The most that there is besides before the optimizer's step, taken as if it did not grow with
+    the sequences: a low estimate costs a simulation, a high one might lose the best."""
+
+
+Shape = tuple[int, int, str]
+"""Degrees of tensor and context parallelism, mode of recomputation: the operators of a layer depend
+on nothing else that a search chooses, and grow with its sequences."""
+
+
+def shape_of(choice: Choice) -> Shape:
+    """Return the key of the `Work` that is `choice`'s."""
+    return choice.tensor, choice.context, choice.recomputation
+
+
+def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) -> Work:
+    """Simulate one sequence in a model of few layers, with as few ranks as have TP, CP and FSDP."""
+    tensor, context, mode = shape
+    ranks = 2 * tensor * context
+    alone = Choice(tensor, context, 1, "", 1, mode, False)
+    config = changed(config, alone.update(2))
+    args = config.model.args | {"n_layers": 2 * period(config)}
+    try:
+        plan = plan_job(changed(config, {"model": {"args": args}}), ranks, is_gpu=device.is_gpu)
+    except ConfigError:  # the config names layers that a shallow model lacks
+        plan = plan_job(config, ranks, is_gpu=device.is_gpu)
+    simulation, layers = simulate(plan, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
+    seconds = dict.fromkeys(("layers", "rest", UPDATE), 0.0)
+    for entry in simulation.entries:
+        part = "layers" if entry.at.module.startswith("layers.") else "rest"
+        if entry.at.phase == UPDATE or not entry.is_fsdp:
+            part = UPDATE if entry.at.phase == UPDATE else part
+            seconds[part] += entry_seconds(entry, rates, device.per_node)
+    record = simulation.record
+    born = {event.item: event.delta for event in reversed(record.events)}  # the first of each
+    kept = sum(
+        born[number]
+        for number, item in enumerate(record.items)
+        if item.purpose == "activations"
+        and item.born.phase == FORWARD
+        and item.born.module.startswith("layers.")
+        and number in born
+    )
+    places = peaks_by_place(record).items()
+    peak = max(size for place, size in places if not place.startswith((UPDATE, AT_START.phase)))
+    state = plan.least_bytes.get("weights", 0.0) + plan.least_bytes.get("optimizer", 0.0)
+    return Work(
+        seconds["layers"] / layers,
+        seconds["rest"],
+        seconds[UPDATE] * ranks / num_parameters(plan, 0),
+        kept / layers,
+        max(0.0, peak - state - kept),
+    )
+
+
+def estimate(plan: Plan, work: Work, device: Device, rates: Rates) -> tuple[float, float]:
+    """Return a candidate's seconds per step, and the bytes of its first rank's tensors."""
+    dims, count, size = plan.dims, plan.num_microbatches, plan.config.training.local_batch_size
+    ends = [modules_of(plan, rank) for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1))]
+    depths = [sum("layers." in name for name in names) for names in ends]
+    copies, sent = _fsdp_seconds(plan, device, rates)
+    busy = copies + max(
+        count * size * (depth * work.layer_s + ("output" in names) * work.rest_s)
+        for depth, names in zip(depths, ends, strict=True)
+    )
+    parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
+    backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
+    seconds = max(busy, sent) / (1 - bubble(plan, backward)) + work.update_s * parameters
+    return seconds, _num_bytes(plan, work, depths[0])
+
+
+def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> tuple[float, float]:
+    """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
+    first rank."""
+    training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
+    count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
+    if shards == 1:
+        return 0.0, 0.0
+    policy = parallelism.fsdp_reshard_after_forward
+    if dims.pp > 1:  # gathered weights stay until the end of the step
+        gathers = 2 * count if policy == "always" else 1
+    else:
+        gathers = count if policy == "never" else 2 * count
+    reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
+    width = gathers * BYTES[training.mixed_precision_param]
+    width += reductions * BYTES[training.mixed_precision_reduce]
+    moved = num_parameters(plan, 0) / dims.tp * width
+    link = ring_width(range(0, shards * dims.tp, dims.tp), rates, device.per_node)
+    return 2 * moved / rates.stream, moved * (shards - 1) / shards / link
+
+
+def _in_flight(plan: Plan) -> float:
+    """Return the most microbatches whose activations the first rank keeps at once, in parts that
+    are stages."""
+    ranks, schedule = plan.dims.pp, plan.config.parallelism.pipeline_parallel_schedule
+    count, per_rank = plan.num_microbatches, len(plan.stage_modules) // plan.dims.pp
+    if schedule != "Interleaved1F1B":
+        return min(ranks, count)
+    ahead = (per_rank - 1) * ranks + 2 * (ranks - 1) + 1  # then one for each backward
+    return min(ahead, count * per_rank) / per_rank
+
+
+def _num_bytes(plan: Plan, work: Work, depth: int) -> float:
+    """Return the peak of the first rank's tensors, with `depth` layers."""
+    least, size = plan.least_bytes, plan.config.training.local_batch_size
+    in_flight = _in_flight(plan)
+    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
+    kept = size * in_flight * depth * work.layer_bytes + work.rest_bytes
+    whole = least.get("gathered weights", 0.0)
+    if plan.num_microbatches > in_flight:
+        whole += least.get("whole gradients", 0.0)
+    return max(sum(least.values()), state + whole + kept)
+
+
+SIMULATED = 8
+"""Candidates that fit, of a search."""
+
+
+MOST_OVER = 1.1
+"""How many times the simulated peak an estimate may be: docs/planning.md."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice, sized and timed."""
+    """A choice, simulated."""
 
-    choice: Choice
-    plan: Plan
-    figures: Figures
-
-    def rank(self) -> tuple[float, float, str]:
-        """Return the key that the best is sorted by: of equally fast ones it needs least memory."""
-        return self.figures.seconds, self.figures.peak_bytes, self.choice.words
-
-
-class Board:
-    """Decides which candidate is simulated next, and which need not be.
-
-    Next is the one with the lowest estimate: its floor, times the least ratio of time to floor of
-    simulated candidates with the same degree of tensor parallelism. Left out is every candidate
-    whose floor is above the best time; and on the mesh of one that was simulated, modes that keep
-    more if it does not fit, and modes that do more if it does.
-
-    Args:
-        plans: candidates.
-        floors: less than the bytes and seconds of each.
-
-    Attributes:
-        found: figures of the simulated candidates.
-        num_too_large: candidates whose floor of bytes does not fit.
-    """
-
-    def __init__(
-        self, plans: dict[Choice, Plan], floors: dict[Choice, Floor], device: Device
-    ) -> None:
-        self._plans, self._device = plans, device
-        self._floors = {choice: floor.seconds for choice, floor in floors.items()}
-        self._open = {
-            choice: None
-            for choice, plan in plans.items()
-            if may_fit(floors[choice].num_bytes, plan, device)
-        }
-        self.num_too_large = len(plans) - len(self._open)
-        self._busy: set[Mesh] = set()
-        self._best = float("inf")
-        self.found: dict[Choice, Figures] = {}
-        self._fits: dict[Choice, bool] = {}
-
-    def next(self) -> Choice | None:
-        """Return the open candidate with the lowest estimate, of a mesh that none runs of."""
-        idle = [
-            choice
-            for choice in self._open
-            if self._floors[choice] < self._best and choice.mesh not in self._busy
-        ]
-        if not idle:
-            return None
-        factors = self._factors()
-        usual = min(factors.values(), default=1.0)  # so that every degree is tried
-        choice = min(idle, key=lambda c: self._floors[c] * factors.get(c.mesh.tensor, usual))
-        del self._open[choice]
-        self._busy.add(choice.mesh)
-        return choice
-
-    def _factors(self) -> dict[int, float]:
-        """Return the least ratio of time to floor, by degree of tensor parallelism."""
-        found: dict[int, float] = {}
-        for choice, figures in self.found.items():
-            ratio = figures.seconds / self._floors[choice]
-            degree = choice.mesh.tensor
-            found[degree] = min(ratio, found.get(degree, ratio))
-        return found
-
-    def note(self, choice: Choice, figures: Figures) -> None:
-        """Learn from a simulation."""
-        self._busy.discard(choice.mesh)
-        self.found[choice] = figures
-        fits = self._fits[choice] = fits_in(figures, self._plans[choice], self._device)
-        if fits:
-            self._best = min(self._best, figures.seconds)
-        for other in list(self._open):
-            if other.mesh == choice.mesh:
-                if other.is_slower(choice) if fits else choice.is_slower(other):
-                    del self._open[other]
-            elif not fits and self._needs_more(other, choice):
-                del self._open[other]
-
-    def _needs_more(self, other: Choice, choice: Choice) -> bool:
-        """Return whether `other` is `choice` with larger microbatches; several add gradients up,
-        too."""
-        smaller = replace(other.mesh, local_batch_size=choice.mesh.local_batch_size)
-        is_larger = other.mesh.local_batch_size > choice.mesh.local_batch_size
-        modes = choice.speed == other.speed or choice.is_slower(other)
-        adds_up = self._plans[other].num_microbatches > 1
-        return smaller == choice.mesh and is_larger and modes and adds_up
-
-    @property
-    def num_open(self) -> int:
-        """Candidates of which neither a simulation nor a floor tells that another is better."""
-        return sum(self._floors[choice] < self._best for choice in self._open)
-
-    def ranked(self) -> list[Candidate]:
-        """Return the candidates that fit, the fastest first."""
-        fitting = [choice for choice, fits in self._fits.items() if fits]
-        found = [Candidate(one, self._plans[one], self.found[one]) for one in fitting]
-        return sorted(found, key=Candidate.rank)
-
-
-def fits_in(figures: Figures, plan: Plan, device: Device) -> bool:
-    """Return whether they do even with the most that is modelled beside tensors."""
-    modelled = beside_tensors(figures, plan, device)
-    return verdict(device, figures.peak_bytes, modelled) == "fits"
-
-
-def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
-    """Return whether a peak of so many bytes might fit."""
-    peak = int(num_bytes)
-    groups = sum(size > 1 for size in vars(plan.dims).values()) + 1  # data-parallel ones, too
-    return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
-
-
-MOST_SIMULATED = 32
-"""Candidates of a search; the rest are estimated to be slower than these."""
-
-
-CHECKED = 3
-"""How many of the best a third depth checks."""
-
-
-FARTHEST_OFF = 0.005
-
-
-BAR = "{n_fmt} of {total_fmt} candidates decided, {elapsed}"
+    step_seconds: float
+    peak_bytes: int
+    candidate: str
+    """In words. Fields are in the order that the best are sorted by."""
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Found:
     """A search's outcome."""
 
-    config: JobConfig
-    """With the winner's choice, as a person would write it."""
-    num_legal: int
-    num_too_large: int
-    """Whose parameters, gradients and optimizer do not fit, or not with the activations kept."""
-    num_simulated: int
-    num_open: int
-    """Not simulated, though they could be the best: others were estimated faster."""
+    candidates: int
+    """Legal ones."""
+    too_large: int
+    """By their estimates."""
+    simulated: int
     ranked: list[Candidate]
-    """Simulated candidates that fit; best first."""
-    corrected: int
-    """How many of the best a third depth found wrong; they were simulated whole."""
-    winner_bytes: int
-    """Peak of the first, with all of its layers simulated."""
+    """Simulated ones that fit; best first."""
     seconds: float
-    tokens: int
-    """Per step."""
+    source: str
+    """Of the rates."""
+    toml: str
+    """Keys in which the best differs from the config."""
 
 
 def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: int) -> Found:
-    """Enumerate, prune, predict and rank; simulate the winner whole.
+    """Estimate every legal candidate, simulate the fastest until `SIMULATED` fit, and rank these.
 
     Raises:
         ConfigError: if no candidate fits.
     """
     start = time.perf_counter()
     plans = dict(legal(config, ranks, device))
-    bar = tqdm(total=len(plans), bar_format=BAR, disable=None, file=sys.stderr)
-    with processes(workers) as pool, bar:
-        fitting = {
-            choice: plan
-            for choice, plan in plans.items()
-            if may_fit(sum(plan.least_bytes.values()), plan, device)
-        }
-        board = Board(fitting, find_floors(config, fitting, device, rates, pool), device)
-        running: dict[Future[Figures], tuple[Choice, Figures | None]] = {}
-        while True:
-            while (
-                len(running) < workers
-                and len(board.found) + len(running) < MOST_SIMULATED
-                and (choice := board.next()) is not None
-            ):
-                task = (plans[choice].config, ranks, 0, device, rates)
-                running[pool.submit(predict_config, *task)] = choice, None
-            if not running:
-                break
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                (choice, first), figures = running.pop(done), done.result()
-                plan = plans[choice]
-                if first is not None:
-                    figures = _most([first, figures])
-                elif plan.dims.pp > 1 and fits_in(figures, plan, device):  # the last stage, too
-                    task = (plan.config, ranks, telling_ranks(plan)[-1], device, rates)
-                    running[pool.submit(predict_config, *task)] = choice, figures
-                    continue
-                board.note(choice, figures)
-                bar.update(len(plans) - board.num_open - bar.n)
-        ranked = board.ranked()
-        num_simulated, num_open = len(board.found), board.num_open
-        check(bool(ranked), "--device", device.name, f"none of {len(plans)} candidates fits")
-        best, corrected = _checked(ranked[:CHECKED], ranks, device, rates, pool)
-        ranked = sorted(best + ranked[CHECKED:], key=Candidate.rank)
-        winner_bytes, ranked = _first_that_fits(ranked, ranks, device, rates, pool)
-    batch = ranked[0].plan.config.training.global_batch_size
+    estimates = estimate_all(config, plans, device, rates, workers)
+    fitting = [c for c, plan in plans.items() if may_fit(estimates[c][1], plan, device)]
+    queue = sorted(fitting, key=lambda choice: (estimates[choice][0], str(choice)))
+    found: dict[Candidate, Choice] = {}
+    num_simulated = 0
+    with tqdm(total=SIMULATED, desc="simulated", disable=None, file=sys.stderr) as bar:
+        while queue and len(found) < SIMULATED:
+            missing = SIMULATED - len(found)
+            now, queue = queue[:missing], queue[missing:]
+            num_simulated += len(now)
+            tasks = [(plans[choice].config, ranks, device, rates) for choice in now]
+            for index, need in in_processes(tasks, need_of, workers):
+                assert isinstance(need, Need), need
+                if need.verdict == "fits":
+                    training = plans[now[index]].config.training
+                    speed = training.global_batch_size * training.seq_len / need.seconds
+                    words = str(now[index])
+                    one = Candidate(need.seconds, need.peak_bytes, words, speed)
+                    found[one] = now[index]
+                    bar.update()
+    check(bool(found), "--device", device.name, f"none of {len(plans)} candidates fits")
+    ranked = sorted(found, key=astuple)
+    best = found[ranked[0]]
     return Found(
-        changed(config, ranked[0].choice.update(batch)),
         len(plans),
-        len(plans) - len(fitting) + board.num_too_large,
+        len(plans) - len(fitting),
         num_simulated,
-        num_open,
         ranked,
-        corrected,
-        winner_bytes,
         time.perf_counter() - start,
-        batch * config.training.seq_len,
+        SOURCE,
+        difference(config, best.update(plans[best].config.training.global_batch_size)),
     )
 
 
-def find_floors(
-    config: JobConfig, plans: dict[Choice, Plan], device: Device, rates: Rates, pool: Executor
-) -> dict[Choice, Floor]:
-    """Trace every shape once, and return the floors of all candidates."""
-    by_mesh: dict[tuple[int, ...], list[Shape]] = {}
-    for shape in dict.fromkeys(shape_of(choice) for choice in plans):
-        by_mesh.setdefault(shape[:3], []).append(shape)
-    calls = [pool.submit(traces, config, shapes, device, rates) for shapes in by_mesh.values()]
-    parts = {shape: found for call in calls for shape, found in call.result().items()}
-    return {
-        choice: floor_of(plan, parts.get(shape_of(choice)), device, rates)
-        for choice, plan in plans.items()
-    }
+def estimate_all(
+    config: JobConfig, plans: dict[Choice, Plan], device: Device, rates: Rates, workers: int
+) -> dict[Choice, tuple[float, float]]:
+    """Measure the work of every shape once, and estimate all candidates."""
+    shapes = [*dict.fromkeys(shape_of(choice) for choice in plans)]
+    tasks = [(config, shape, device, rates) for shape in shapes]
+    works = dict(in_processes(tasks, measure_work, workers))
+    found = {}
+    for choice, plan in plans.items():
+        work = works[shapes.index(shape_of(choice))]
+        assert isinstance(work, Work), work
+        found[choice] = estimate(plan, work, device, rates)
+    return found
 
 
-def _most(found: list[Figures]) -> Figures:
-    """Return the figures of the rank with the highest peak, with the time of the slowest rank."""
-    most = max(found, key=lambda figures: figures.rounded_bytes)
-    return replace(most, seconds=max(figures.seconds for figures in found))
+def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
+    """Return whether tensors that are estimated to take so many bytes might fit."""
+    peak = round(num_bytes / MOST_OVER)
+    groups = sum(size > 1 for size in vars(plan.dims).values())
+    return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
 
 
-def _measure(config: JobConfig, ranks: int, rank: int, device: Device, rates: Rates) -> Figures:
-    """Simulate all layers."""
-    return measure(plan_job(config, ranks, is_gpu=device.is_gpu), ranks, rank, device, rates)
-
-
-def _whole(
-    plan: Plan, ranks: int, device: Device, rates: Rates, pool: Executor
-) -> list[Future[Figures]]:
-    return [
-        pool.submit(_measure, plan.config, ranks, rank, device, rates)
-        for rank in telling_ranks(plan)
-    ]
-
-
-def _checked(
-    best: list[Candidate], ranks: int, device: Device, rates: Rates, pool: Executor
-) -> tuple[list[Candidate], int]:
-    """Compare a third depth with the line through two; where it is off, simulate all layers.
-
-    Returns:
-        Those that still fit, and how many were simulated whole.
-    """
-    errors = [
-        pool.submit(error_of_line, one.plan.config, ranks, one.figures, device, rates)
-        for one in best
-    ]
-    whole = {
-        index: _whole(one.plan, ranks, device, rates, pool)
-        for index, one in enumerate(best)
-        if errors[index].result() > FARTHEST_OFF
-    }
-    found = list(best)
-    for index, futures in whole.items():
-        figures = _most([future.result() for future in futures])
-        found[index] = replace(best[index], figures=figures)
-    return [one for one in found if fits_in(one.figures, one.plan, device)], len(whole)
-
-
-def _first_that_fits(
-    ranked: list[Candidate], ranks: int, device: Device, rates: Rates, pool: Executor
-) -> tuple[int, list[Candidate]]:
-    """Simulate the best with all layers; return its peak, and the list from it on."""
-    for index, one in enumerate(ranked):
-        figures = one.figures
-        if figures.line is not None:
-            futures = _whole(one.plan, ranks, device, rates, pool)
-            figures = _most([future.result() for future in futures])
-        if fits_in(figures, one.plan, device):
-            return figures.peak_bytes, ranked[index:]
-    raise config_error("--device", device.name, "no candidate fits with all of its layers")
-
-
-def to_text(config: JobConfig, found: Found, source: str) -> str:
-    """Return the ranked candidates, and the TOML that the winner differs by."""
-    others = found.num_legal - found.num_too_large - found.num_simulated - found.num_open
+def to_text(found: Found) -> str:
+    """Return the ranked candidates, and the TOML that the best differs by."""
     lines = [
-        f"{found.num_legal} candidates: {found.num_too_large} too large, {others} slower than the "
-        f"best or too large beside one that was simulated, {found.num_simulated} simulated, "
-        f"{found.num_open} open; {found.seconds:.0f} s",
-        f"ranked by tokens per second at {source}",
+        f"{found.candidates} candidates, {found.too_large} too large; of {found.simulated} that "
+        f"are estimated to be the fastest and were simulated, {len(found.ranked)} fit; "
+        f"{found.seconds:.0f} s",
+        f"ranked by tokens per second, {found.source}",
         f"  {'tokens/s':>12} {'GiB':>8}",
     ]
-    for one in found.ranked[:12]:
-        speed = found.tokens / one.figures.seconds
-        size = one.figures.peak_bytes / GIB
-        lines.append(f"  {speed:>12,.0f} {size:>8.2f}  {one.choice.words}")
-    off = found.winner_bytes / found.ranked[0].figures.peak_bytes - 1
-    toml = difference(config, found.config).rstrip()
-    lines += [
-        f"the first with all of its layers: {found.winner_bytes / GIB:.2f} GiB ({off:+.2%}); "
-        f"a third depth found {found.corrected} of the first {CHECKED} off by more than 0.5 %",
-        "",
-        toml or "# the config is the best already",
-    ]
-    return "\n".join(lines)
-
-
-def to_json(config: JobConfig, found: Found, source: str) -> str:
-    """Return the same for programs."""
-    rows = [
-        {
-            "candidate": one.choice.words,
-            "peak_bytes": one.figures.peak_bytes,
-            "step_seconds": one.figures.seconds,
-            "tokens_per_second": found.tokens / one.figures.seconds,
-        }
-        for one in found.ranked
-    ]
-    values = {
-        "candidates": found.num_legal,
-        "too_large": found.num_too_large,
-        "simulated": found.num_simulated,
-        "open": found.num_open,
-        "corrected": found.corrected,
-        "seconds": found.seconds,
-        "source": source,
-        "ranked": rows,
-        "winner_bytes": found.winner_bytes,
-        "toml": difference(config, found.config),
-    }
-    return json.dumps(values, indent=1)
+    for one in found.ranked:
+        size = one.peak_bytes / GIB
+        lines.append(f"  {one.tokens_per_second:>12,.0f} {size:>8.2f}  {one.candidate}")
+    return "\n".join([*lines, "", found.toml.rstrip() or "# the config is the best already"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -105,45 +104,6 @@ def shadows_marked(mark: Callable[[bool], None]) -> Iterator[None]:
     name = "_propagate_tensor_meta_non_cached"
     with mock.patch.object(ShardingPropagator, name, propagate):
         yield
-
-
-class Action(NamedTuple):
-    """One action of a rank of a pipeline."""
-
-    kind: str
-    """F: forward; B: backward; I, W: backward of inputs, of weights, apart."""
-    stage: int
-    microbatch: int
-
-
-def pipeline_actions(schedule: Any, num_microbatches: int) -> dict[int, list[Action]]:
-    """Return the actions of every rank of a schedule like `schedule`.
-
-    Returns:
-        Empty if torch does not tell (2.11, of schedules with one stage a rank; or if
-        `pipeline_order` is gone): the plan then has no figure for the bubble.
-    """
-    stages = getattr(schedule, "_stages", None) or getattr(schedule, "_stage", None)
-    try:
-        order = type(schedule)(stages, num_microbatches, scale_grads=False).pipeline_order
-    except (AttributeError, TypeError):
-        return {}
-    found: dict[int, list[Action]] = {}
-    for rank, actions in (order or {}).items():
-        flat: list[Any] = []
-        for action in actions:
-            flat += getattr(action, "sub_actions", None) or [action]
-        # Every schedule takes the microbatches of a stage in order. torch's own numbers are wrong
-        # for the last stage of 1F1B, whose forwards it counts from 1 (2.13).
-        counts = Counter[tuple[str, int]]()
-        found[rank] = []
-        for action in flat:
-            kind = "" if action is None else action.computation_type.value
-            if kind in ("F", "B", "I", "W"):
-                stage = action.stage_index
-                found[rank].append(Action(kind, stage, counts[kind, stage]))
-                counts[kind, stage] += 1
-    return found
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).pa
 """Folders of the packages, since a folder above them may have any name."""
 
 
+class Moment(NamedTuple):
+    """Where in a step something happens."""
+
+    phase: str
+    module: str
+    microbatch: int
+
+
 _Seen = Callable[[Any, Any, Any, Any], None]
 
 
@@ -61,6 +69,11 @@ class Scope:
         self._forwards: dict[int, int] = {}  # of each stage
         self._numbers: list[int] = []  # of autograd's nodes, rising
         self._places: list[tuple[str, int]] = []  # module and microbatch from each number on
+
+    @property
+    def moment(self) -> Moment:
+        """Where the operator that runs is called from."""
+        return Moment(self.phase, self.module, self.microbatch)
 
     def name_modules(self, stages: Iterable[nn.Module]) -> None:
         """Learn the names of the modules of this rank's stages."""
@@ -179,9 +192,7 @@ class Operator:
     """One operator of this rank."""
 
     name: str
-    phase: str
-    module: str
-    microbatch: int
+    at: Moment
     flops: int
     """Of matrix products and attention; a multiply-add is two."""
     num_bytes: int
@@ -208,9 +219,7 @@ class Collective:
     """Of the larger of input and output, on one rank."""
     sent_bytes: float
     """That this rank sends, in a ring."""
-    phase: str
-    module: str
-    microbatch: int
+    at: Moment
     is_fsdp: bool
     """It is FSDP2's, and overlaps with computation."""
 
@@ -257,9 +266,7 @@ class Trace:
         self.entries.append(
             Operator(
                 name,
-                scope.phase,
-                scope.module,
-                scope.microbatch,
+                scope.moment,
                 _flops(func, args, kwargs, output),
                 sum(x.numel() * x.element_size() for x in tensors),
                 str(first.dtype if first is not None else "").removeprefix("torch."),
@@ -281,20 +288,9 @@ class Trace:
         axis, ranks = group
         if len(ranks) == 1:
             return
-        scope = self.scope
-        sent = num_bytes * SENT[kind](len(ranks))
+        sent, scope = num_bytes * SENT[kind](len(ranks)), self.scope
         self.entries.append(
-            Collective(
-                kind,
-                axis,
-                ranks,
-                int(num_bytes),
-                sent,
-                scope.phase,
-                scope.module,
-                scope.microbatch,
-                scope.is_fsdp,
-            )
+            Collective(kind, axis, ranks, int(num_bytes), sent, scope.moment, scope.is_fsdp)
         )
 
     def _group(self, args: Any) -> tuple[str, range]:

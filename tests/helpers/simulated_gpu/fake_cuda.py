@@ -24,7 +24,7 @@ from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
 import meshwright
-from meshwright.commands.plan.as_gpu import rms_norm
+from meshwright.commands.plan.simulate import rms_norm
 from meshwright.models import document_mask
 
 aten = torch.ops.aten
