@@ -22,7 +22,7 @@ HEADS += [ROOT / "multinode_trainer.slurm", ROOT / "run_llama_train.sh"]
 OURS = r"meshwright(?= )|\./run_\w+\.sh|python(?= )|sbatch(?= )|scripts/\w+"
 OTHERS = {
     *("aws", "cat", "cd", "cp", "eval", "flock", "git", "grep", "gsutil", "head", "hf", "mkdir"),
-    *("mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
+    *("make", "mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
     *("tensorboard", "touch"),
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -20,6 +20,7 @@ from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_p
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
 from meshwright.train.optim import gradients, optimizers
 from meshwright.train.stop import StopCoordinator
+from scripts import draw_house
 
 PACKAGE = Path(meshwright.__file__).parent
 FILES = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
@@ -195,3 +196,11 @@ def test_a_compiled_graph_is_of_the_code_that_it_is_made_of() -> None:
     for module in (*parts, activation_checkpoint, tensor_parallel, parallelize):
         inside = Path(file_of(module)).relative_to(parallelize.OURS)
         assert inside.parts[0] in parallelize.FOLDERS
+
+
+def test_the_drawing_is_up_to_date() -> None:
+    """Otherwise: python -m scripts.draw_house > docs/images/house.svg"""
+    drawing = PACKAGE.parent / "docs/images/house.svg"
+    assert drawing.read_text("utf-8") == draw_house.draw() + "\n"
+    for files in draw_house.WAYS.values():
+        assert FILES.keys() >= {*files}

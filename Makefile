@@ -1,0 +1,20 @@
+# make check | test [ARGS=tests/unit] | proof [ARGS=CONFIG] | docs
+SHELL := bash
+RUN := source scripts/environment.sh && prepare_environment test && export PYTHONPATH=$$PWD &&
+
+.PHONY: check test proof docs
+
+check: # lint, format, types
+	$(RUN) $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy
+
+test:
+	./run_tests.sh $(ARGS)
+
+proof:
+	$(RUN) $$python -m meshwright.commands.main prove $(or $(ARGS),debug_model)
+
+docs: # the files made from the code; then the site, if mkdocs is installed
+	$(RUN) $$python -m scripts.config_reference > docs/config_reference.md
+	$(RUN) $$python -m meshwright.commands.main schema > train_configs/schema.json
+	$(RUN) $$python -m scripts.draw_house > docs/images/house.svg
+	$(RUN) if $$python -c 'import mkdocs' 2>/dev/null; then $$python -m mkdocs build --strict; fi
