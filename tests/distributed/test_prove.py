@@ -279,7 +279,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     cases = [case_on(tp=2), case_on(dp_shard=2)]
     monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases)
-    monkeypatch.setattr("meshwright.commands.prove.command.prove", prove_with_a_break)
+    monkeypatch.setattr("meshwright.commands.prove.prove.prove", prove_with_a_break)
     with pytest.raises(SystemExit) as exit_code:
         main()
     assert exit_code.value.code == 1
@@ -294,7 +294,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     assert "no such luck" in page
 
     monkeypatch.setattr("meshwright.commands.prove.command.default_cases", lambda *_: cases[1:])
-    monkeypatch.setattr("meshwright.commands.prove.command.prove", lambda *_: iter(rows[1:]))
+    monkeypatch.setattr("meshwright.commands.prove.prove.prove", lambda *_: iter(rows[1:]))
     main()
     assert "1 of 1 cases equal one process" in capsys.readouterr().out
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
