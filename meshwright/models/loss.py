@@ -6,7 +6,7 @@ arXiv:2410.10989, section 3.2 (fused linear cross entropy); theirs adds the weig
 its own type, and has chunks as large as the hidden states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -225,7 +225,7 @@ def log_sums(logits: Tensor) -> Tensor:  # (tokens, rows) -> (tokens,) fp32
 
 def exponentiate_(logits: Tensor, log_sum: Tensor) -> None:  # (tokens, rows), (tokens,)
     """Replace `logits` by probabilities."""
-    logits.copy_(logits.float().sub_(log_sum.unsqueeze(1)).exp_())
+    logits.copy_((logits.float() - log_sum.unsqueeze(1)).exp())
 
 
 def add_(total: Tensor, part: Tensor) -> None:
@@ -234,12 +234,27 @@ def add_(total: Tensor, part: Tensor) -> None:
 
 
 def _log_sums_in_blocks(logits: Tensor) -> Tensor:
-    return torch.cat([log_sums(block) for block in _blocks(logits)])
+    log_sum = torch.empty(len(logits), device=logits.device)
+    for block, into, scratch in _with_scratch(logits, log_sum):
+        largest = scratch.copy_(block).amax(-1)
+        scratch.sub_(largest.unsqueeze(1)).exp_()
+        torch.sum(scratch, -1, out=into)
+        into.log_().add_(largest)
+    return log_sum
 
 
 def _exponentiate_in_blocks(logits: Tensor, log_sum: Tensor) -> None:
-    for block, sums in zip(_blocks(logits), log_sum.split(_small_block_size(logits)), strict=True):
-        exponentiate_(block, sums)
+    for block, sums, scratch in _with_scratch(logits, log_sum):
+        block.copy_(scratch.copy_(block).sub_(sums.unsqueeze(1)).exp_())
+
+
+def _with_scratch(logits: Tensor, per_token: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Blocks of `logits`, of `per_token`, and fp32 memory for each block, the same for all: to get
+    memory anew takes longer on a CPU than to compute in it."""
+    size = _small_block_size(logits)
+    scratch = torch.empty(min(size, len(logits)), logits.shape[1], device=logits.device)
+    for block, part in zip(logits.split(size), per_token.split(size), strict=True):
+        yield block, part, scratch[: len(block)]
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -10,8 +10,8 @@ def start() -> None:
     launch = Launch.of_environment()
     log_to_console(is_launched=launch.pid > 0, terminal=launch.terminal)
     with Requests("exit", launch.folder) as requests:
-        # not above: processes that tokenise read this file too, and need no torch
         with busy("loading torch"), uncollected():
+            # not above: processes that tokenise read this file too, and need no torch
             from meshwright.train.main import main
         main(launch, requests)
 

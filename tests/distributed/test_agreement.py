@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import commit
 from meshwright.checkpoint import on_ranks as shared_folder
-from meshwright.checkpoint.conversion import initial_on_ranks
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
@@ -136,17 +134,6 @@ def test_ranks_that_agree_gather_their_facts_no_further_than_a_digest(monkeypatc
     agreement.check_same({"config": "x" * 4000})
     assert len(sent) == 1
     assert len(pickle.dumps(sent[0])) < 100
-
-
-def test_what_keeps_one_rank_from_a_folder_all_ranks_learn(monkeypatch, tmp_path) -> None:
-    def gather(gathered: list, mine: str, group: object) -> None:
-        gathered[:] = ["", "it was deleted"]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    with ExitStack() as held:
-        problem = initial_on_ranks._hold_on_ranks(tmp_path, held, None)
-    assert problem == "rank 1: it was deleted"
 
 
 def test_ranks_in_words() -> None:

@@ -54,5 +54,5 @@ def test_the_wait_for_data_of_a_finished_job_is_added_up(tmp_path: Path) -> None
 
 def test_every_benchmark_has_a_case() -> None:
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    of_plans = {"planning", "plan_search", "step_time"}
+    of_plans = {"planning"}
     assert there - of_plans == {*CASES}

@@ -14,26 +14,24 @@ import pytest
 import meshwright
 from meshwright.commands.plan import trace
 from meshwright.launch import hang
+from meshwright.launch.heartbeat import Beat
 from meshwright.models import attention, decoder, layers, loss, table
 from meshwright.models.families import llama
 from meshwright.parallelisms import activation_checkpoint, parallelize, tensor_parallel
 from meshwright.parallelisms.cpu_kernels import attention as cpu_attention
-from meshwright.train.optim import gradients, optimizers
-from meshwright.train.stop import StopCoordinator
+from meshwright.train.optim import gradients, groups, optimizers
+from meshwright.train.stop import Vote
 from scripts import draw_house
 
 PACKAGE = Path(meshwright.__file__).parent
 FILES = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
 FOLDERS = sorted({file.parent for file in FILES.values()})
 
-MOST_FILES = 187
+MOST_FILES = 177
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79
 
-LONG_FILES = {"train/job.py": 407}
-LARGE_FOLDERS = {"commands/plan": 16}
-LONG_FUNCTIONS = {"parallelisms/rules/degrees.py:check_device": 80}
 LATE_WITHOUT_A_REASON = {
     "checkpoint/manager.py": 3,
     "datasets/tokenizers/kinds.py": 3,
@@ -59,12 +57,11 @@ def code_of(name: str) -> list[ast.stmt]:
 
 def test_sizes() -> None:
     files = {name: len(file.read_text("utf-8").splitlines()) for name, file in FILES.items()}
-    assert {name: n for name, n in files.items() if n > MOST_LINES} == LONG_FILES
+    assert not {name: n for name, n in files.items() if n > MOST_LINES}
 
     inside = [file.parent for file in FILES.values() if file.stem != "__init__"]
     folders = {f.relative_to(PACKAGE).as_posix(): inside.count(f) for f in FOLDERS}
-    large = {name: n for name, n in folders.items() if n > MOST_FILES_OF_FOLDER}
-    assert large == LARGE_FOLDERS
+    assert not {name: n for name, n in folders.items() if n > MOST_FILES_OF_FOLDER}
 
     functions = {
         f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
@@ -72,8 +69,7 @@ def test_sizes() -> None:
         for node in ast.walk(parsed(name))
         if isinstance(node, ast.FunctionDef)
     }
-    long = {name: n for name, n in functions.items() if n > MOST_LINES_OF_FUNCTION}
-    assert long == LONG_FUNCTIONS
+    assert not {name: n for name, n in functions.items() if n > MOST_LINES_OF_FUNCTION}
 
     assert sum(bool(code_of(name)) for name in FILES) <= MOST_FILES
 
@@ -175,9 +171,10 @@ def file_of(thing: object) -> str:
 
 def test_a_rank_in_a_vote_waits_for_others() -> None:
     """Or every rank that votes would look like the one that the others wait for."""
-    where = file_of(StopCoordinator)
+    where = file_of(Vote)
     stacks = f'Thread 0x1 (most recent call first):\n  File "{where}", line 1 in f'
-    rank = hang.Evidence(0, "host", 1, 1, "", 0.0, 0.0, "", "S", "", "", stacks, "")
+    beat = Beat(0, 1, 1, 1, "", 0.0, 0.0, "", "", {})
+    rank = hang.Evidence(**vars(beat), host="", age_s=0.0, state="S", stacks=stacks, collectives="")
     assert rank.waits
     assert not replace(rank, stacks=stacks.replace(where, file_of(hang))).waits
 
@@ -185,9 +182,10 @@ def test_a_rank_in_a_vote_waits_for_others() -> None:
 def test_the_plan_knows_the_loss_and_the_optimizers() -> None:
     """Or logits would count as temporary, and an update as anything else, in every plan."""
     assert trace._kind_of(file_of(loss.SummedLoss), "f")[0] == trace.LOSS
-    for module in (optimizers, gradients):
+    for module in (optimizers, groups):
         assert trace._kind_of(file_of(module), "f")[0] == trace.UPDATE
-    assert trace._kind_of(file_of(decoder), "f")[0] not in (trace.LOSS, trace.UPDATE)
+    for module in (decoder, gradients):  # the norm of gradients comes before the update
+        assert trace._kind_of(file_of(module), "f")[0] not in (trace.LOSS, trace.UPDATE)
 
 
 def test_a_compiled_graph_is_of_the_code_that_it_is_made_of() -> None:

@@ -23,6 +23,7 @@ from meshwright.config.loader import load_config
 from meshwright.metrics.planned import job_identity
 from meshwright.models import loss
 from meshwright.system.errors import ConfigError
+from meshwright.system.processes import Launch, Requests
 from meshwright.train import main
 from meshwright.train.preflight import Plan
 
@@ -188,7 +189,6 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
 
     said, codes = [], []
     monkeypatch.setattr(main, "run", run_out)
-    monkeypatch.setattr(main, "log_to_console", lambda **_: None)
     monkeypatch.setattr(
         main.logger, "exception", lambda text: said.extend(sys.exception().__notes__)
     )
@@ -222,7 +222,7 @@ def test_out_of_memory_says_what_is_planned_and_what_would_fit(
     if has_plan:
         (tmp_path / "a b").mkdir()
         (tmp_path / "a b" / "plan.json").write_text(json.dumps(plan))
-    main.main()
+    main.main(Launch(), Requests())
     assert codes == [1]
     command = f"--job.dump_folder '{tmp_path}/a b' --world-size 2 --device cpu"
     assert command in said[0]

@@ -160,7 +160,8 @@ def _kind_of(file: str, name: str) -> tuple[str, str]:
         return BACKWARD, ""
     if file.startswith(f"{TORCH}/distributed/pipelining/") and "recv" in name:
         return "receive", "communication buffers"
-    if file.startswith((f"{TORCH}/optim/", f"{OURS}/train/optim/")):
+    ours = (f"{OURS}/train/optim/optimizers.py", f"{OURS}/train/optim/groups.py")
+    if file.startswith((f"{TORCH}/optim/", *ours)):
         return UPDATE, ""
     if file == f"{OURS}/models/loss.py":
         return LOSS, ""

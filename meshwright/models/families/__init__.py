@@ -12,8 +12,8 @@ FAMILIES: tuple[str, ...] = (
     "meshwright.models.families.qwen3",
     "meshwright.models.families.olmo2",
 )
-"""Modules, free of torch, each with a `FAMILY` of the module's name. `specs.MODELS` loads them. The
-first stays the first: see `FIRST`."""
+"""Modules, free of torch, each with a `FAMILY` of the module's name. The first
+stays the first: see `FIRST`."""
 
 
 FIRST = FAMILIES[0].rpartition(".")[2]
