@@ -14,6 +14,7 @@ a part that fails is an entry, and the next one runs.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -309,7 +310,8 @@ def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, object], int]
 def show(result: Mapping[str, Any]) -> None:
     """Print the tables: rates beside the data sheet's, and jobs."""
     name = result["machine"]["device"]
-    sheet = next((d for d in DEVICES.values() if d.flops_per_s and d.may_be(name)), None)
+    words = re.split(r"\W+", name.lower())  # "NVIDIA H100 80GB HBM3"
+    sheet = next((d for key, d in DEVICES.items() if d.flops_per_s and key in words), None)
     print(f"\n{name}, torch {result['machine']['torch']}")
     if sheet:
         rates = f"{sheet.flops_per_s / 1e12:g} TFLOP/s, memory {sheet.bytes_per_s / 1e9:g} GB/s"

@@ -143,7 +143,7 @@ def restore(
     `group`.
 
     Args:
-        excluded: parts to leave out, as `exclude.left_out` names them.
+        excluded: parts to leave out, as `manifest.left_out` names them.
 
     Returns:
         The part of `state` that was filled.

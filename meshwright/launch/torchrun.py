@@ -252,6 +252,8 @@ TAIL_LINES = 20
 TAIL_BYTES = 2**20
 
 
+RANKS = "meshwright.train"
+"""The module that a rank runs."""
 STDERR = "*/attempt_*/{}/stderr.log"
 """Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
 
@@ -293,7 +295,10 @@ def _logs(args: argparse.Namespace) -> Path:
         OSError: if it cannot be made.
         ConfigError: if the job's own config cannot be read any more.
     """
-    config = load_config(args.training_script_args)
+    words = args.training_script_args
+    if RANKS in words:  # `python -m meshwright.train`, as `meshwright train` starts ranks
+        words = words[words.index(RANKS) + 1 :]
+    config = load_config(words)
     folder = Path(config.job.dump_folder) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -38,7 +38,7 @@ def check_positive(args: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the long rotary wavelengths; see `layers/rope.py` for the formula."""
+    """Stretching of the long rotary wavelengths; see `attention.rope_cache` for the formula."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # when read from a TOML
 

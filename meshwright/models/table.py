@@ -138,7 +138,7 @@ class RopeSpec:
     head_dim: int
     theta: float
     scaling: tuple[float, float, float, int] | None
-    """(factor, low, high, original) of `layers/rope.py`."""
+    """(factor, low, high, original) of `attention.rope_cache`."""
 
 
 @dataclass(frozen=True)

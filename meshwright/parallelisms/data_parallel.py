@@ -78,7 +78,7 @@ def apply_fsdp(
     """Shard `model` in place: each block, the embedding, and the output with the norm before it.
 
     Gradients come out *summed* over ranks, not averaged: the loss is divided once, by the global
-    number of labels (see `step.py`).
+    number of labels (see `train/trainer.py`).
 
     Args:
         model: best on the meta device. With `training.enable_cpu_offload` its shards are to be

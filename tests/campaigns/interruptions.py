@@ -133,9 +133,7 @@ class Start:
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"meshwright.train" in words[:5] and any(
-                word.endswith(b"=" + os.fsencode(self.folder)) for word in words
-            ):
+            if b"meshwright.train" in words[:5] and os.fsencode(self.folder) in words:
                 found.append(int(path.parent.name))
         return found
 

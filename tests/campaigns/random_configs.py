@@ -60,7 +60,7 @@ def draw(seed: int, number: int, most_ranks: int) -> Drawn:
             config = load_config(words)
             case, small = _case(config, mesh, microbatches, f"config {number}")
             plan = preflight(case.config, case.world_size)
-            check_device(plan.config, "cpu", fp32_modules=plan.fp32_modules)
+            check_device(plan.config, "cpu")
         except ConfigError:
             continue
         return Drawn(number, words, small, case)

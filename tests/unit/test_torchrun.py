@@ -176,7 +176,7 @@ def test_a_stop_before_the_first_step_is_in_the_history(tmp_path, capsys) -> Non
     watch = Watch(tmp_path, lambda rank: None, lambda: tmp_path, print)
     history.note(tmp_path, 0, "start", {})
     (tmp_path / "stop").write_text("SIGTERM")
-    words = ["--job.dump_folder", str(tmp_path)]
+    words = ["-u", "-P", "-m", "meshwright.train", "--job.dump_folder", str(tmp_path)]
     given = Namespace(training_script_args=words, log_dir=str(tmp_path), local_ranks_filter="0")
     ended = {0: failure(tmp_path, 0, 75, "", 1.0)}
     assert _report(ChildFailedError("job", ended), tmp_path / "stop", given, watch) == 75
