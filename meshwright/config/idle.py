@@ -60,7 +60,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
-        "parallelism.fsdp_reduce_gradients "
+        "parallelism.fsdp_cpu_backend parallelism.fsdp_reduce_gradients "
         "training.mixed_precision_reduce",
         lambda c: not has_fsdp(c),
         "one rank with float32 weights and gradients uses no FSDP",

@@ -54,6 +54,10 @@ class Parallelism(Section, on_resume="none"):
     """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
     and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
 
+    fsdp_cpu_backend: Literal["auto", "gloo"] = "auto"
+    """How CPU ranks exchange FSDP2's tensors. auto: through memory that they share, if they are on
+    one machine; otherwise by gloo. Sums over three ranks or more may differ in the last bit."""
+
     fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
     """When gradients are reduce-scattered. last_microbatch: once per step, the fastest; until then
     each rank holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps

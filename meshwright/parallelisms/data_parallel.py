@@ -13,6 +13,7 @@ from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder, TiedProjection
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.shards import is_fsdp
+from meshwright.parallelisms.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -127,7 +128,9 @@ def apply_fsdp(
         _prefetch(root, layers, parallelism.fsdp_prefetch_layers)
     if mesh.size() > 1:  # over one rank, the default mean is the sum, and does not divide
         sum_gradients(model)
-    return _describe(mesh, training)
+    ahead = parallelism.fsdp_prefetch_layers * max(map(len, layers))
+    is_shared = parallelism.fsdp_cpu_backend == "auto" and share_memory(model, mesh, ahead)
+    return _describe(mesh, training) + "; through shared memory" * is_shared
 
 
 class _Shard(Protocol):

@@ -125,6 +125,7 @@ def _words(chance: random.Random, mesh: dict[str, int]) -> list[str]:
         words += maybe(0.2, "--parallelism.pipeline_parallel_stages_per_rank=2")
     else:
         words += maybe(0.3, "--parallelism.fsdp_prefetch_layers=2")
+        words += maybe(0.3, "--parallelism.fsdp_cpu_backend=gloo")
         words += maybe(0.3, "--parallelism.fsdp_reduce_gradients=every_microbatch")
     return words + _model_words(chance, maybe)
 

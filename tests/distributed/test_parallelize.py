@@ -11,7 +11,7 @@ from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
 from tests.helpers.tiny import meshes_of
 
-FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32"
+FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32; through shared memory"
 FULL = "activation checkpointing: full"
 
 

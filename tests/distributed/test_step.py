@@ -708,7 +708,7 @@ class CountCollectives(TorchDispatchMode):
 
 def _collectives(dims: ParallelDims, step_options: StepOptions, options: dict) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_model(dims, **options)
+    model, meshes = parallel_model(dims, fsdp_cpu_backend="gloo", **options)
     tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
     with CountCollectives() as counter:
         train_step(
@@ -811,6 +811,7 @@ def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int
         args,
         prefetch_layers=ahead,
         reshard_after_forward="always",
+        fsdp_cpu_backend="gloo",
     )
     forward: list[int] = []
     backward: list[int] = []

@@ -34,6 +34,7 @@ BASE = {
     "model.args.n_layers": 4,
     "model.args.dim": 128,
     "model.args.vocab_size": 1024,
+    "parallelism.fsdp_cpu_backend": "gloo",  # shared memory is not of torch's allocator
 }
 STEPS = "steps 1 and 2"
 

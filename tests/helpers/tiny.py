@@ -33,6 +33,7 @@ SECTIONS: dict[str, type[Section]] = {  # of the options that tests give
     "loss_chunk_tokens": Training,
     "reshard_after_forward": Parallelism,
     "prefetch_layers": Parallelism,
+    "fsdp_cpu_backend": Parallelism,
     "enable_async_tensor_parallel": Parallelism,
     "ac_mode": ActivationCheckpoint,
     "selective_ac_option": ActivationCheckpoint,

@@ -121,7 +121,7 @@ OUTCOMES = {
         bad_steps="budget spike_window",
         parallelism="enable_async_tensor_parallel "
         "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
-        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_reduce_gradients",
+        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_cpu_backend fsdp_reduce_gradients",
         activation_checkpoint="selective_ac_option saved_ops memory_budget",
         compile="backend cpu_attention",
         float8="recipe_name filter_fqns emulate",
@@ -193,7 +193,7 @@ AWAKE: dict[str, dict[str, Any]] = {
     },
     **{
         f"parallelism.{key}": TWO_IN_FP32
-        for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers")
+        for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers", "fsdp_cpu_backend")
     },
     "parallelism.fsdp_reduce_gradients": {
         "training__global_batch_size": 16,
@@ -269,6 +269,7 @@ ASLEEP: dict[str, dict[str, Any]] = {
     "training.attention_kernel": {"training__mask_documents": True},
     "parallelism.fsdp_reshard_after_forward": {},
     "parallelism.fsdp_prefetch_layers": {},
+    "parallelism.fsdp_cpu_backend": {},
     "lr_scheduler.decay_type": {"training__steps": 100},
     "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
     "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},

@@ -90,11 +90,13 @@ def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
     parts = {
         name: (overheads(device, peak, peak, 1, **options))
         for name, options in {
+            "shared": {"shared": 256 << 20},
             "gloo": {"sends_by_gloo": True},
             "async": {"staged": GIB},
         }.items()
     }
     high = {name: peak / GIB + sum(x.high for x in found) / GIB for name, found in parts.items()}
+    assert 3.43 < high["shared"] < 1.2 * 3.43
     assert 4.50 < high["gloo"] < 1.2 * 4.50
     assert parts["async"][-1].low == parts["async"][-1].high == GIB
 

@@ -168,8 +168,13 @@ FRAGMENTED = 0.05
 
 MALLOC_KEEPS, MALLOC_KEEPS_BY_GLOO = 0.4, 1.5
 """Most that malloc keeps of freed tensors, as a part of the peak, with the launcher's thresholds:
-at a vocabulary of 131,072 it was 0.33 without communication, and 1.44 where gloo's own buffers
-come and go between the tensors."""
+at a vocabulary of 131,072 it was 0.33 with shared memory, and 1.44 where gloo's own buffers come
+and go between the tensors."""
+
+
+SLOTS_USED = 3
+"""Slots of shared memory that the largest tensor of FSDP2 may have been in: gathered for forward,
+gathered ahead for backward, and reduced."""
 
 
 def overheads(
@@ -178,6 +183,7 @@ def overheads(
     rounded: int,
     num_groups: int,
     *,
+    shared: int = 0,
     staged: int = 0,
     sends_by_gloo: bool = False,
 ) -> list[Overhead]:
@@ -186,8 +192,9 @@ def overheads(
     Args:
         peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
+        shared: bytes of the largest tensor that FSDP2 communicates through the memory of a CPU.
         staged: bytes of the copy in host memory that an asynchronous save is written from.
-        sends_by_gloo: on CPUs FSDP2's tensors go from rank to rank.
+        sends_by_gloo: on CPUs FSDP2's tensors go through gloo, and not through shared memory.
     """
     if not device.is_gpu:
         kept = MALLOC_KEEPS_BY_GLOO if sends_by_gloo else MALLOC_KEEPS
@@ -195,6 +202,8 @@ def overheads(
             Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
             Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
         ]
+        if shared:  # pages that were written once stay, whether or not their slot is in use
+            found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * shared)))
         if staged:
             found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
         return found

@@ -80,6 +80,7 @@ def figures_of(
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
     checkpoint = plan.config.checkpoint
+    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
     return overheads(
@@ -87,8 +88,9 @@ def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhea
         figures.peak_bytes,
         figures.rounded_bytes,
         figures.num_groups,
+        shared=0 if is_gloo else figures.fsdp_bytes,
         staged=round(saved) if is_staged else 0,
-        sends_by_gloo=figures.fsdp_bytes > 0,
+        sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
     )
 
 

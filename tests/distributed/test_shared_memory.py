@@ -1,0 +1,120 @@
+"""FSDP2 through shared memory, beside FSDP2 through gloo."""
+
+import mmap
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.parallelisms.rules.degrees import ParallelDims
+from meshwright.parallelisms.shared_memory import Slots, open_slots
+from meshwright.train.bad_steps import BadStepDetector
+from meshwright.train.trainer import StepOptions
+from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, take_steps
+from tests.helpers.tiny import TINY, parallel_model, whole
+
+RANKS = 2
+DIMS = ParallelDims(dp_replicate=1, dp_shard=RANKS)
+MICROBATCHES = 2
+
+
+def _train(**options: object) -> tuple[int, list[torch.Tensor]]:
+    """Count FSDP2's collectives by gloo in some steps; return figures and weights after them."""
+    size = GLOBAL_BATCH // (RANKS * MICROBATCHES)
+    model, meshes = parallel_model(
+        DIMS, microbatches=(MICROBATCHES, size), param_dtype=torch.bfloat16, **options
+    )
+    detector = BadStepDetector(torch.device("cpu"))
+    step_options = StepOptions(0.5, reduce_every_microbatch=True)
+    with CountCollectives() as counter:
+        results = [*take_steps(model, meshes, size, adamw(model), step_options, detector)]
+    calls = counter.counts["_allgather_base_"] + counter.counts["_reduce_scatter_base_"]
+    figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
+    return calls, [*figures, *(whole(parameter) for parameter in model.parameters())]
+
+
+def _compare() -> dict[str, object]:
+    calls, tensors = _train()
+    calls_of_gloo, tensors_of_gloo = _train(fsdp_cpu_backend="gloo")
+    _, tensors_ahead = _train(prefetch_layers=3, reshard_after_forward="always")
+    modules = TINY.table.linear_layers()  # each a group of its own
+    groups_ahead, _ = _train(prefetch_layers=3, fp32_modules=modules.keys())
+    forbidden = patch.object(mmap, "mmap", side_effect=OSError)
+    with forbidden if dist.get_rank() == 1 else nullcontext():
+        calls_without_memory, _ = _train()
+    return {
+        "shared": calls,
+        "gloo": calls_of_gloo > 0,
+        "one rank has no memory": calls_without_memory == calls_of_gloo,
+        "equal": all(map(torch.equal, tensors, tensors_of_gloo)),
+        "equal, gathered ahead": all(map(torch.equal, tensors_ahead, tensors_of_gloo)),
+        "many groups, gathered ahead": groups_ahead,
+    }
+
+
+def test_two_ranks_share_memory_and_give_the_bits_of_gloo(on_ranks) -> None:
+    want = {
+        "shared": 0,
+        "gloo": True,
+        "one rank has no memory": True,
+        "equal": True,
+        "equal, gathered ahead": True,
+        "many groups, gathered ahead": 0,
+    }
+    assert on_ranks(RANKS, _compare) == [want] * RANKS
+
+
+def _slots_taken() -> list[int]:
+    """Return the slot of each tensor; rank 1 keeps the first longer than rank 0."""
+    memory = np.zeros((4, mmap.PAGESIZE), np.uint8)
+    slots = Slots(memory, dist.group.WORLD)
+
+    def take() -> tuple[torch.Tensor, int]:
+        tensor = slots.take(64)
+        slots.meet(tensor)
+        return tensor, (tensor.data_ptr() - memory.ctypes.data) // mmap.PAGESIZE
+
+    kept, first = take()
+    if dist.get_rank() == 0:
+        del kept
+    view, second = take()
+    view = view.view(8, 8)[2:]  # its memory is still in use
+    kept = None
+    third, fourth, fifth = take()[1], take()[1], take()[1]
+    del view
+    return [first, second, third, fourth, fifth, take()[1], take()[1]]
+
+
+def test_a_slot_is_taken_again_once_no_rank_uses_it(on_ranks) -> None:
+    assert on_ranks(RANKS, _slots_taken) == [[0, 1, 2, 0, 2, 0, 1]] * RANKS
+
+
+def _written_by_all() -> list[int]:
+    """Return a byte of each rank, in the second slot; ranks differ in the size that they want."""
+    slots = open_slots(dist.group.WORLD, 3, mmap.PAGESIZE * (RANKS - dist.get_rank()))
+    assert slots is not None
+    kept, tensor = slots.take(1), slots.take(RANKS)
+    tensor[dist.get_rank()] = 7 + dist.get_rank()
+    slots.meet(tensor)
+    size = RANKS * mmap.PAGESIZE
+    with pytest.raises(RuntimeError, match=f"{size + 1} bytes do not fit in 3 slots of {size}"):
+        slots.take(size + len(kept))
+    return tensor.tolist()
+
+
+def test_the_first_rank_decides_where_slots_are(on_ranks) -> None:
+    assert on_ranks(RANKS, _written_by_all) == [[7, 8]] * RANKS
+
+
+def _different_sizes() -> str:
+    slots = Slots(np.zeros((4, mmap.PAGESIZE), np.uint8), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"\[64, 128\] bytes") as raised:
+        slots.meet(slots.take(64 * (1 + dist.get_rank())))
+    return str(raised.value)
+
+
+def test_ranks_in_different_collectives_raise(on_ranks) -> None:
+    assert len({*on_ranks(RANKS, _different_sizes)}) == 1
