@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.commands.main import run
+from meshwright.config import loader
 from meshwright.config.loader import load_config
 from meshwright.system.errors import ConfigError
 from tests.helpers.cli import check_job
@@ -82,10 +84,13 @@ def errors_as_nobody(path: str, folder: Path) -> dict[str, str]:
     """As root the suite may enter every folder, so a forked child becomes nobody."""
     (mine := folder / "mine").mkdir()
     os.chown(mine, NOBODY, NOBODY)
+    for name in ("train_configs", "assets"):  # nobody may not enter the checkout either
+        shutil.copytree(loader.FOLDER.parent / name, mine / name)
     errors_with(path, folder)  # imports root's modules, which nobody cannot
     answer = mine / "errors.json"
     if (child := os.fork()) == 0:
         with suppress(BaseException):  # pytest is the parent's
+            loader.FOLDER = mine / "train_configs"
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
