@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -128,20 +129,17 @@ def changes_of(node: ast.AST) -> Iterator[tuple[str, ast.expr, str]]:
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         if not text(node.value).startswith(QUIET):
             yield "dropped call", node.value, "None"
-    elif isinstance(node, ast.If) and not node.orelse and len(node.body) == 1:
-        if isinstance(node.body[0], (ast.Raise, ast.Return, ast.Continue)):
-            yield "removed guard", node.test, "False"
+    elif isinstance(node, ast.If) and not node.orelse and is_exit(node.body):
+        yield "removed guard", node.test, "False"
     if isinstance(node, ast.Call) and len(node.args) >= 2:
-        first, second, *rest = map(text, node.args)
-        if not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
-            rest += [
-                f"{k.arg}={text(k.value)}" if k.arg else f"**{text(k.value)}" for k in node.keywords
-            ]
-            yield (
-                "swapped arguments",
-                node,
-                f"{text(node.func)}({', '.join([second, first, *rest])})",
-            )
+        first, second, *rest = node.args
+        if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+            swapped = ast.Call(node.func, [second, first, *rest], node.keywords)
+            yield "swapped arguments", node, text(swapped)
+
+
+def is_exit(body: list[ast.stmt]) -> bool:
+    return len(body) == 1 and isinstance(body[0], (ast.Raise, ast.Return, ast.Continue))
 
 
 def is_text(node: ast.BinOp) -> bool:
@@ -250,10 +248,8 @@ def waited(process: int, limit_s: float) -> int | None:
         found, status = os.waitpid(process, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if found else None
         time.sleep(0.05)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process, 9)
-    except ProcessLookupError:
-        pass
     if code is None:
         os.waitpid(process, 0)
     return code
