@@ -12,9 +12,9 @@ from torch._functorch import config as partitioner
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_state import Job
-from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
+from tests.distributed.test_step import steps_on_mesh
 from tests.helpers.compiler import needs_compiler
+from tests.helpers.job import DEEP, SCHEDULES, Job
 from tests.helpers.tiny import TINY, parallel_model
 
 FSDP = ParallelDims(dp_replicate=1, dp_shard=2)

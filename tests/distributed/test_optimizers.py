@@ -4,39 +4,26 @@ import dataclasses
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.training import Optimizer
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import (
-    OptimizerInBackward,
-    build_optimizer,
-    set_learning_rate,
-    update,
-)
-from meshwright.train.trainer import StepOptions, train_step
+from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from tests.helpers.job import Job, plain_steps
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.rounding import assert_updated_alike
-from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
-BATCH, LRS, DECAY = 4, (1.0, 0.5), 0.05
+LRS, DECAY = (1.0, 0.5), 0.05
 CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as `rounding.adamw`
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
-def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
-    labels = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
-    labels[1, 3:] = IGNORE
-    return tokens, labels
+def optimizer_of(model: LocalModel) -> torch.optim.Optimizer:
+    return build_optimizer(model.named_parameters(), CONFIG)
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -47,52 +34,34 @@ def reference() -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(
         [group for group, _ in groups], betas=betas, eps=CONFIG.eps, fused=True
     )
-    for step, lr in enumerate(LRS):
-        tokens, labels = global_batch(step)
-        F.cross_entropy(
-            model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
-        ).backward()
+    for step, lr in enumerate(LRS, 1):
         for group, (_, scale) in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = lr * scale
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_steps(model, optimizer, [step], max_norm=float("inf"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _groups_on(dims: ParallelDims, is_early: bool) -> None:
-    local = BATCH // dims.dp // dims.pp
-    model, meshes = parallel_model(dims, microbatches=(dims.pp, local))
-    optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    job = Job(dims, 0, dims.pp, is_early, optimizer_of=optimizer_of)
     if dims.pp > 1:  # the embedding's group is on the first stage alone
-        assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
-    early = OptimizerInBackward(optimizer) if is_early else None
-    detector = BadStepDetector(torch.device("cpu"))
-    for step, lr in enumerate(LRS):
-        tokens, labels = (
-            part.split(local)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(step)
-        )
-        set_learning_rate(optimizer, lr)
-        train_step(
-            model,
-            [*map(Batch, tokens, labels)],
-            optimizer,
-            early,
-            step=step + 1,
-            options=StepOptions(),
-            meshes=meshes,
-            detector=detector,
-        )
+        assert len(job.optimizer.param_groups) == 3 - job.meshes.pp.get_local_rank()
+    for step, lr in enumerate(LRS, 1):
+        set_learning_rate(job.optimizer, lr)
+        job.take_step(step)
     want, initial = reference(), dict(plain_model().named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_updated_alike(whole(parameter), want[name], initial[name], name, num_steps=len(LRS))
+    for name, weight in job.weights().items():
+        assert_updated_alike(weight, want[name], initial[name], name, num_steps=len(LRS))
     # what is saved is the same without groups, and either loads into the other
-    grouped = TrainingTensors(model, optimizer, 0).state_dict()
-    other, _ = parallel_model(dims, seed=1, microbatches=(dims.pp, local))
-    plain = build_optimizer(other.named_parameters(), Optimizer())
-    tensors = TrainingTensors(other, plain, 0)
-    assert tensors.state_dict().keys() == grouped.keys()
-    tensors.load_state_dict(grouped)
-    after = tensors.state_dict()
+    grouped = job.tensors.state_dict()
+    other = Job(
+        dims,
+        1,
+        dims.pp,
+        optimizer_of=lambda model: build_optimizer(model.named_parameters(), Optimizer()),
+    )
+    assert other.tensors.state_dict().keys() == grouped.keys()
+    other.tensors.load_state_dict(grouped)
+    after = other.tensors.state_dict()
     for key, tensor in grouped.items():
         assert torch.equal(whole(after[key]), whole(tensor)), key
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_state import Job
-from tests.distributed.test_step import DEEP, SCHEDULES
+from tests.helpers.job import DEEP, SCHEDULES, Job
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import whole

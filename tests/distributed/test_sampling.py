@@ -8,7 +8,6 @@ import torch
 
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.train.validation import NextToken
-from tests.distributed.test_step import SCHEDULES
 from tests.distributed.test_validation import (
     ALONE,
     CP,
@@ -21,6 +20,7 @@ from tests.distributed.test_validation import (
     job_of,
     texts_of,
 )
+from tests.helpers.job import SCHEDULES
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TIED, plain_model
 

@@ -5,89 +5,11 @@ from collections.abc import Collection
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint.state import TrainingTensors
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import OptimizerInBackward
-from meshwright.train.trainer import StepOptions, StepResult, train_step
-from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
-from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
-
-
-class Job:
-    """A model, its meshes and its optimizer."""
-
-    def __init__(
-        self,
-        dims: ParallelDims,
-        seed: int = 0,
-        num_microbatches: int = 1,
-        is_early: bool = False,
-        **options: object,
-    ) -> None:
-        self.model: LocalModel
-        self.meshes: Meshes
-        self._size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-        microbatches = num_microbatches, self._size
-        self.model, self.meshes = parallel_model(
-            dims, seed=seed, microbatches=microbatches, **options
-        )
-        self.optimizer = adamw(self.model)
-        self.early = OptimizerInBackward(self.optimizer) if is_early else None
-        self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
-
-    def part(self, batch: Batch) -> list[Batch]:
-        """This rank's microbatches of a global batch."""
-        dp = self.meshes.dp
-        parts = (
-            part.split(self._size)[dp.get_local_rank() :: dp.size()]
-            for part in (batch.tokens, batch.labels, batch.documents)
-            if part is not None
-        )
-        return [*map(Batch, *parts)]
-
-    def batches(self, step: int) -> list[Batch]:
-        return self.part(Batch(*global_batch(step)))
-
-    def take_step(self, step: int) -> StepResult:
-        return train_step(
-            self.model,
-            self.batches(step),
-            self.optimizer,
-            self.early,
-            step=step,
-            options=StepOptions(),
-            meshes=self.meshes,
-            detector=BadStepDetector(torch.device("cpu")),
-        )
-
-    def forward(self, step: int) -> torch.Tensor:
-        """Logits of a microbatch."""
-        tokens = self.batches(step)[0].tokens
-        return self.model.stages[0](tokens, positions=torch.arange(tokens.shape[1]))
-
-    def save(self, folder: str) -> None:
-        dcp.save(self.tensors.state_dict(), checkpoint_id=folder)
-
-    def load(self, folder: str) -> None:
-        state = self.tensors.state_dict()
-        dcp.load(state, checkpoint_id=folder)
-        self.tensors.load_state_dict(state)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p).clone() for name, p in self.model.named_parameters()}
-
-
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, frozen
+from tests.helpers.tiny import TINY, plain_model
 
 
 def keys(trained: Collection[str]) -> set[str]:

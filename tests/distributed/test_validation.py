@@ -23,9 +23,9 @@ from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight
 from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
-from tests.distributed.test_state import Job, assert_equal
-from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
+from tests.distributed.test_step import CountCollectives
 from tests.helpers.fsdp import parameter_groups
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
