@@ -1,13 +1,10 @@
-"""Every key of the config acts, is refused, or is reported as idle: none is accepted in silence."""
+"""A key that has no effect beside the others of a config is told, and no other is."""
 
-import re
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-import meshwright
 from meshwright.config.fields import value_of
 from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
@@ -21,7 +18,6 @@ from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
-PACKAGE = Path(meshwright.__file__).parent
 DEFAULTS = JobConfig()
 KEYS = [
     f"{section}.{key}"
@@ -80,102 +76,10 @@ def config_with(**values: Any) -> JobConfig:
     return JobConfig.model_validate(tables)
 
 
-def outcome(key: str, folder: Path) -> str:
-    """What one process says to a value that is not the default."""
-    dump = {} if key == "job.dump_folder" else {"job__dump_folder": str(folder / "out")}
-    config = config_with(**dump | {key.replace(".", "__"): other_value(key)})
-    try:
-        idle = preflight(config, 1).idle_options
-    except ConfigError:
-        return "refused"
-    assert value_of(config, key) != value_of(DEFAULTS, key)
-    return "idle" if any(text.startswith(f"{key} = ") for text in idle) else "acts"
-
-
-def keys_of(**sections: str) -> set[str]:
-    return {f"{name}.{key}" for name, keys in sections.items() for key in keys.split()}
-
-
 SOURCE = (
     "dataset dataset_path dataset_subset dataset_revision dataset_split dataset_column "
     "dataset_format"
 )
-OUTCOMES = {
-    "refused": keys_of(
-        job="max_run_seconds",
-        model="name tokenizer_path",
-        training="dataset dataset_path dataset_subset dataset_revision dataset_split "
-        "global_batch_size",
-        optimizer="early_step_in_backward",
-        parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
-        "pipeline_parallel_degree",
-        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf keep_best",
-        float8="enable",
-        metrics="enable_wandb",
-        experimental="custom_import",
-    ),
-    "idle": keys_of(
-        model="chat_template_path",
-        training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
-        validation=f"freq num_samples datasets {SOURCE} dataset_mode sample_prompts sample_tokens",
-        bad_steps="budget spike_window",
-        parallelism="enable_async_tensor_parallel "
-        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
-        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_cpu_backend fsdp_reduce_gradients",
-        activation_checkpoint="selective_ac_option saved_ops memory_budget",
-        compile="backend cpu_attention",
-        float8="recipe_name filter_fqns emulate",
-        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
-        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-        metrics="wandb_project wandb_entity wandb_name",
-        profiling="profile_freq",
-    ),
-    "acts": keys_of(
-        job="config_file dump_folder description device_memory_gib",
-        model="flavor args frozen",
-        training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
-        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
-        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed attention_kernel "
-        "deterministic",
-        validation="enable",
-        optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
-        bad_steps="policy spike_std",
-        lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-        parallelism="data_parallel_shard_degree",
-        activation_checkpoint="mode",
-        compile="enable",
-        checkpoint="enable",
-        metrics="log_freq peak_tflops grad_norm_by_group enable_tensorboard save_tb_folder",
-        profiling="enable_profiling enable_memory_snapshot save_traces_folder profiler_warmup "
-        "profiler_active save_memory_snapshot_folder",
-        comm="init_timeout_seconds train_timeout_seconds",
-    ),
-}
-"""What one process, with all else by default, says to another value of each key. A new key belongs
-under `acts` only if it does."""
-
-
-def test_every_key_acts_or_is_answered(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb, no torchao
-    monkeypatch.setenv("CXX", "none")  # so nothing is compiled by default
-    got: dict[str, set[str]] = {name: set() for name in OUTCOMES}
-    for key in KEYS:
-        got[outcome(key, tmp_path)].add(key)
-    assert got == OUTCOMES
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_is_read_by_what_it_is_for(key: str) -> None:
-    """Outside of the config's own rules, which would answer for a key that nothing else reads."""
-    name = key.split(".")[1]
-    text = "".join(file.read_text() for file in PACKAGE.rglob("*.py") if not _is_rule(file))
-    assert re.search(rf"\.{name}\b|\"{name}\"", text) or key == "job.config_file"
-
-
-def _is_rule(file: Path) -> bool:
-    return "config" in file.relative_to(PACKAGE).parts or file.name == "idle.py"
-
-
 JSON = {"training__dataset": "json", "training__dataset_path": "x"}
 TWO_IN_FP32 = {
     "parallelism__tensor_parallel_degree": 2,

@@ -1,12 +1,10 @@
 """What a TOML and a command line come to, and what is said of those that come to nothing."""
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config, parse_config, read, to_toml, with_lines
 from meshwright.models.args import divisors_of
@@ -14,8 +12,6 @@ from meshwright.models.families import MODELS
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
-from tests.helpers.checkpoints import BARE
-from tests.helpers.cli import command
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs" / "debug_model.toml"
@@ -51,21 +47,6 @@ def test_command_line_over_toml_over_default(toml) -> None:
     assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 1e-3)
     assert config.compile.enable
     assert config.training.local_batch_size == JobConfig().training.local_batch_size
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        (["--compile.enable"], True),
-        (["--compile.enable", "false"], False),
-        (["--compile.enable=false"], False),
-        (["--compile.enable", "True"], True),
-        (["--compile.enable", "--training.steps", "3"], True),
-    ],
-)
-def test_ways_to_write_a_boolean(words, value) -> None:
-    config = load_config(words)
-    assert config.compile.enable is value
 
 
 def test_values_that_look_like_others() -> None:
@@ -415,23 +396,6 @@ def test_a_kernel_of_attention_on_gpus_needs_one() -> None:
         check_device(config, "cpu")
 
 
-def test_what_was_frozen_has_no_optimizer_state_to_resume_with(tmp_path) -> None:
-    words = ["--job.config_file", str(DEBUG), "--job.dump_folder", str(tmp_path)]
-    plan = preflight(load_config([*words, "--model.frozen", '["norm.*"]']), 1)
-    commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
-    manifest = {
-        "model_args": dataclasses.asdict(plan.model_args),
-        "data_identity": plan.data_identity,
-        "frozen": sorted(plan.frozen),
-    }
-    commit.publish(
-        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
-    )
-    assert "no optimizer state for what was frozen: norm.weight" in error_of(words)
-    more = load_config([*words, "--model.frozen", '["norm.*", "output.*"]'])
-    assert preflight(more, 1).resume_step == 5
-
-
 def test_a_missing_toml_is_named() -> None:
     assert "no/such.toml: no such file" in error_of(["--job.config_file", "no/such.toml"])
 
@@ -452,15 +416,6 @@ def test_every_flavor_has_a_preset() -> None:
     models = [load_config(["--job.config_file", str(preset)]).model for preset in presets]
     flavors = {(name, flavor) for name, family in MODELS.items() for flavor in family.flavors}
     assert {(model.name, model.flavor) for model in models} == flavors
-
-
-def test_help_documents_every_key(capsys) -> None:
-    command("config")(["--help"])
-    text = capsys.readouterr().out
-    for section, field in JobConfig.model_fields.items():
-        for key, declared in field.annotation.model_fields.items():
-            assert declared.description, f"{section}.{key} has no docstring"
-            assert f"--{section}.{key} " in text
 
 
 def test_documents_and_two_backwards_are_refused_on_a_gpu() -> None:
@@ -567,25 +522,6 @@ def test_a_list_that_is_replaced_leaves_no_lines_behind(toml) -> None:
     given = "--training.datasets=[{dataset='json', weight=1.0}]"
     assert error_of([*toml(HEAD + PART), given]).startswith("--training.datasets: ")
     assert "a.toml:1: " in error_of(toml("[[training]]\nsteps = 1\n"))
-
-
-def test_a_source_that_is_gone_is_noticed_at_a_resume(toml, tmp_path) -> None:
-    second = PART + 'name = "b"\nweight = 2\n'
-    folder = f"--job.dump_folder={tmp_path}/out"
-    words = [*toml(HEAD + PART + "weight = 1\n" + second), folder, "--checkpoint.enable"]
-    config = load_config(words)
-    plan = preflight(config, 1)
-    manifest = {
-        "model_args": dataclasses.asdict(plan.model_args),
-        "data_identity": plan.data_identity,
-    }
-    commit.unfinished_folder(plan.checkpoint_folder, 5).mkdir(parents=True)
-    commit.publish(
-        commit.unfinished_folder(plan.checkpoint_folder, 5), BARE | {"step": 5} | manifest, {}
-    )
-    preflight(config, 1)
-    error = error_of([*toml(HEAD + PART + "weight = 1\n"), folder, "--checkpoint.enable"])
-    assert "training.datasets.1 = absent: checkpoint" in error
 
 
 def test_divisors_of_a_slip_of_the_finger_are_found_at_once() -> None:

@@ -46,12 +46,6 @@ def test_mutations_of_valid_configs_get_the_right_help(tmp_path) -> None:
     assert {rule[0] for rule in RULES} <= JobConfig.model_fields.keys()
 
 
-def test_a_benchmark_that_is_told_nothing_finds_nothing_right(tmp_path) -> None:
-    (mutation,) = mutations(1, seed=1)
-    verdict = judge(mutation, f"{tmp_path.name}:1: wrong\n  fix: did you mean banana?", tmp_path)
-    assert (verdict.is_right, verdict.is_misleading, verdict.has_line) == (False, True, False)
-
-
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
