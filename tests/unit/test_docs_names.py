@@ -5,9 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config.job_config import JobConfig
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+QUOTES = [
+    quote
+    for row in re.findall(r"^\| (`.*?) \|", TROUBLES, re.MULTILINE)
+    for quote in re.findall(r"`([^`]+)`", row)
+]
 GLOSSARY = (ROOT / "docs/glossary.md").read_text("utf-8")
 
 
@@ -32,3 +40,20 @@ def test_the_glossarys_names_exist() -> None:
         path = PACKAGE / module.replace(".", "/")
         file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
         assert re.search(rf"^(class )?{name}\b", file.read_text("utf-8"), re.M), f"{module}.{name}"
+
+
+def test_the_console_says_the_messages_of_troubleshooting() -> None:
+    """Dots, and N for a number, stand for a part that varies."""
+    code = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", code)  # strings over several lines
+    assert len(QUOTES) > 15
+    for quote in QUOTES:
+        for part in re.split(r"\.\.\.|\bN\b", quote):
+            assert part.strip() in joined, quote
+
+
+def test_the_keys_of_troubleshooting_exist() -> None:
+    keys = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", TROUBLES)) - {"metrics.jsonl"}
+    assert len(keys) >= 5
+    for section, name in (key.split(".") for key in keys):
+        assert name in JobConfig.model_fields[section].annotation.model_fields, name

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, and the phases that they tell of meanwhile."""
+"""How long ranks wait for each other."""
 
 from unittest.mock import MagicMock
 
@@ -6,7 +6,6 @@ import pytest
 
 from meshwright.config.job_config import JobConfig
 from meshwright.train import job as train
-from meshwright.train.set_up import Job
 
 
 @pytest.mark.parametrize(
@@ -29,15 +28,3 @@ def test_validation_that_compiles_may_take_as_long_as_the_first_step(
     monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
     assert "loss/validation" in train._validate(job, MagicMock(), 7)
     assert given == limits
-
-
-def test_a_phase_tells_the_launcher_and_stops_the_clock_where_rates_leave_it_out() -> None:
-    job = MagicMock()
-    with Job.phase(job, "data", 3):
-        pass
-    job.heart.beat.assert_called_once_with("data", 3)
-    job.reporter.paused.assert_not_called()
-    with Job.phase(job, "save"):
-        job.reporter.paused.assert_called_once_with("checkpoint")
-        job.reporter.paused.return_value.__enter__.assert_called_once()
-    job.reporter.paused.return_value.__exit__.assert_called_once()
