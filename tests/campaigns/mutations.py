@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 LEFT_OUT = ("datasets", "__init__.py")  # the first parts of paths
 PER_KIND = 20
 KINDS = ("operator", "comparison", "constant", "dropped call", "swapped arguments", "removed guard")
-SECONDS_PER_MUTATION = 60.0
+SECONDS_PER_MUTATION = 30.0
 """Tests that reach a mutation are run up to this sum of their usual durations."""
 
 OTHER = {
@@ -202,6 +202,7 @@ class Reach:
         with open(path, "r+b") as file:
             self.reached, self.output = mmap.mmap(file.fileno(), 0), output
         self.tests: dict[str, dict] = {}
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -209,12 +210,13 @@ class Reach:
         result = yield
         numbers = [i for i, byte in enumerate(self.reached[:]) if byte]
         self.reached[:] = bytes(len(self.reached))
-        self.tests[item.nodeid] = {"s": time.monotonic() - begin, "reached": numbers}
+        if item.nodeid not in self.failed:  # such a test would catch everything
+            self.tests[item.nodeid] = {"s": time.monotonic() - begin, "reached": numbers}
         return result
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            print("FAILED BEFORE ANY MUTATION", report.nodeid, flush=True)
+            self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self):
         self.output.write_text(json.dumps(self.tests))
@@ -307,8 +309,11 @@ def judge(tree: Path, mutation: Mutation, tests: list[str], log: Path) -> str | 
         file.write_bytes(original)
     if code is None:
         return "(the tests' time limit)"
-    lines = log.read_text(errors="replace").splitlines()
-    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    said = log.read_text(errors="replace")
+    assert code != pytest.ExitCode.USAGE_ERROR or "while loading conftest" in said, said
+    failed = [
+        line.split()[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))
+    ]
     return None if code == 0 else [*failed, f"(exit code {code})"][0]
 
 

@@ -321,9 +321,10 @@ def test_only_heads_that_the_kernel_knows_go_to_it(monkeypatch) -> None:
     attend(q, k, v, torch.ones(1, 1, 140, 140, dtype=torch.bool).tril(), scale=0.2)
     attend(q[..., :24], k[..., :24], v[..., :24], scale=0.2)
     attend(q, k, v[..., :16], scale=0.2)
-    attend(q, k[:, :, :4], v[:, :, :4], scale=0.2)
-    attend(q.float(), k, v, scale=0.2)
     assert len(taken) == 2
+    short = k[:, :, :4]
+    for other in ((q, short, short), (q[:, :3], k, k), (q, k, k[:, :1]), (q.float(), k, k)):
+        assert not cpu_attention.takes(*other)
 
 
 @pytest.mark.parametrize("reason", ["", "of a test"])
