@@ -4,6 +4,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+import tomli
 
 from meshwright.config.fields import value_of
 from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options
@@ -24,7 +25,7 @@ KEYS = [
     for section, field in JobConfig.model_fields.items()
     for key in field.annotation.model_fields
 ]
-JSON_SOURCE = {"dataset": "json", "dataset_path": __file__, "weight": 1.0}
+JSON_SOURCE = f'[{{dataset="json",dataset_path="{__file__}",weight=1.0}}]'
 VALUES: dict[str, Any] = {
     "lr_scheduler.total_steps": 20_000,
     "model.flavor": "llama3_8b",
@@ -77,125 +78,95 @@ def config_with(**values: Any) -> JobConfig:
 
 
 SOURCE = (
-    "dataset dataset_path dataset_subset dataset_revision dataset_split dataset_column "
-    "dataset_format"
+    "dataset_path dataset_subset dataset_revision dataset_split dataset_column dataset_format "
+    "dataset_mode"
 )
-JSON = {"training__dataset": "json", "training__dataset_path": "x"}
-TWO_IN_FP32 = {
-    "parallelism__tensor_parallel_degree": 2,
-    "training__mixed_precision_param": "float32",
-}
-STREAMED = {"training__dataset_mode": "streamed"}
-AWAKE: dict[str, dict[str, Any]] = {
-    "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
-    **{
-        f"parallelism.{key}": {"parallelism__pipeline_parallel_degree": 2}
-        for key in (
-            *("pipeline_parallel_schedule", "pipeline_parallel_stages_per_rank"),
-            "module_fqns_per_model_part",
-        )
-    },
-    **{
-        f"parallelism.{key}": TWO_IN_FP32
-        for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers", "fsdp_cpu_backend")
-    },
-    "parallelism.fsdp_reduce_gradients": {
-        "training__global_batch_size": 16,
-        "training__enable_cpu_offload": True,
-    },
-    "training.mixed_precision_reduce": TWO_IN_FP32,
-    "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
-    "training.attention_kernel": {},
-    "training.dataset_column": JSON,
-    "training.dataset_format": JSON,
-    "training.dataset_path": JSON,
-    "model.chat_template_path": JSON,
-    "training.dataset_subset": {"training__dataset": "c4"},
-    "training.dataset_revision": {"training__dataset": "c4"},
-    "training.dataset_split": {},
-    "training.dataset_mode": {},
-    "training.shuffle_window": STREAMED,
-    "training.max_bad_records": STREAMED,
-    "training.stream_shards": STREAMED,
-    "training.token_cache_folder": {},
-    **{
-        f"validation.{key}": {"validation__enable": True, "validation__dataset": "json"}
-        for key in ("freq", "num_samples", "datasets", *SOURCE.split()[1:], "dataset_mode")
-    },
-    "validation.dataset": {"validation__enable": True},
-    "validation.sample_prompts": {"validation__enable": True},
-    "validation.sample_tokens": {
-        "validation__enable": True,
-        "validation__sample_prompts": ["def "],
-    },
-    "lr_scheduler.decay_type": {"lr_scheduler__warmup_steps": 2},
-    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.1},
-    "optimizer.decay_norm_and_bias": {},
-    "bad_steps.budget": {"bad_steps__policy": "skip"},
-    "bad_steps.spike_window": {"bad_steps__spike_std": 6.0},
-    "activation_checkpoint.selective_ac_option": {"activation_checkpoint__mode": "selective"},
-    "activation_checkpoint.saved_ops": {"activation_checkpoint__mode": "selective"},
-    "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
-    "compile.backend": {"compile__enable": True},
-    "compile.cpu_attention": {"compile__enable": True},
-    **{
-        f"float8.{key}": {"float8__enable": True}
-        for key in ("recipe_name", "filter_fqns", "emulate")
-    },
-    **{
-        f"checkpoint.{key}": {"checkpoint__enable": True}
-        for key in (
-            *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            *("keep_best", "on_save_failure", "load_only", "enable_first_step_checkpoint"),
-            *("last_save_model_only", "last_save_in_hf"),
-        )
-    },
-    "checkpoint.export_dtype": {
-        "checkpoint__enable": True,
-        "checkpoint__last_save_model_only": True,
-    },
-    "metrics.save_tb_folder": {},
-    **{
-        f"metrics.{key}": {"metrics__enable_wandb": True}
-        for key in ("wandb_project", "wandb_entity", "wandb_name")
-    },
-    "profiling.profile_freq": {"profiling__enable_profiling": True},
-}
+JSON = 'training.dataset="json" training.dataset_path="x"'
+TWO_IN_FP32 = 'parallelism.tensor_parallel_degree=2 training.mixed_precision_param="float32"'
+STREAMED = 'training.dataset_mode="streamed"'
+
+
+def by_key(table: dict[str, str]) -> dict[str, str]:
+    """From "section: key key" to "section.key"."""
+    rows = ((*keys.split(": "), beside) for keys, beside in table.items())
+    return {f"{section}.{key}": beside for section, keys, beside in rows for key in keys.split()}
+
+
+AWAKE = by_key(
+    {
+        "parallelism: enable_async_tensor_parallel": "parallelism.tensor_parallel_degree=2",
+        "parallelism: pipeline_parallel_schedule pipeline_parallel_stages_per_rank "
+        "module_fqns_per_model_part": "parallelism.pipeline_parallel_degree=2",
+        "parallelism: fsdp_reshard_after_forward fsdp_prefetch_layers "
+        "fsdp_cpu_backend": TWO_IN_FP32,
+        "parallelism: fsdp_reduce_gradients": "training.global_batch_size=16 "
+        "training.enable_cpu_offload=true",
+        "training: mixed_precision_reduce": TWO_IN_FP32,
+        "training: fp32_modules": 'training.mixed_precision_param="bfloat16"',
+        "training: dataset_column dataset_format dataset_path": JSON,
+        "model: chat_template_path": JSON,
+        "training: dataset_subset dataset_revision": 'training.dataset="c4"',
+        "training: attention_kernel dataset_split dataset_mode token_cache_folder": "",
+        "training: shuffle_window max_bad_records stream_shards": STREAMED,
+        f"validation: freq num_samples datasets {SOURCE}": "validation.enable=true "
+        'validation.dataset="json"',
+        "validation: dataset sample_prompts": "validation.enable=true",
+        "validation: sample_tokens": 'validation.enable=true validation.sample_prompts=["def"]',
+        "lr_scheduler: decay_type": "lr_scheduler.warmup_steps=2",
+        "lr_scheduler: min_lr_factor": "lr_scheduler.decay_ratio=0.1",
+        "optimizer: decay_norm_and_bias": "",
+        "bad_steps: budget": 'bad_steps.policy="skip"',
+        "bad_steps: spike_window": "bad_steps.spike_std=6.0",
+        "activation_checkpoint: selective_ac_option saved_ops": "activation_checkpoint.mode="
+        '"selective"',
+        "activation_checkpoint: memory_budget": 'activation_checkpoint.mode="memory_budget"',
+        "compile: backend cpu_attention": "compile.enable=true",
+        "float8: recipe_name filter_fqns emulate": "float8.enable=true",
+        "checkpoint: folder interval keep_latest_k keep_every_n_steps async_mode keep_best "
+        "on_save_failure load_only enable_first_step_checkpoint last_save_model_only "
+        "last_save_in_hf": "checkpoint.enable=true",
+        "checkpoint: export_dtype": "checkpoint.enable=true checkpoint.last_save_model_only=true",
+        "metrics: save_tb_folder": "",
+        "metrics: wandb_project wandb_entity wandb_name": "metrics.enable_wandb=true",
+        "profiling: profile_freq": "profiling.enable_profiling=true",
+    }
+)
 """Beside which values each key that can be idle has an effect."""
-ASLEEP: dict[str, dict[str, Any]] = {
-    **{
-        f"training.{key}": {"training__datasets": [JSON_SOURCE]}
-        for key in (*SOURCE.split()[1:], "dataset_mode")
-    },
-    "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
-    "training.fp32_modules": {"training__mixed_precision_param": "float32"},
-    "training.token_cache_folder": STREAMED,
-    "training.attention_kernel": {"training__mask_documents": True},
-    "parallelism.fsdp_reshard_after_forward": {},
-    "parallelism.fsdp_prefetch_layers": {},
-    "parallelism.fsdp_cpu_backend": {},
-    "lr_scheduler.decay_type": {"training__steps": 100},
-    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
-    "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
-    "compile.backend": {"compile__enable": False},
-    "compile.cpu_attention": {"compile__enable": True, "training__mask_documents": True},
-    "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
-    "validation.sample_tokens": {"validation__enable": True},
-}
+ASLEEP = by_key(
+    {
+        f"training: {SOURCE}": f"training.datasets={JSON_SOURCE}",
+        "training: mixed_precision_reduce": 'training.mixed_precision_param="float32"',
+        "training: fp32_modules": 'training.mixed_precision_param="float32"',
+        "training: token_cache_folder": STREAMED,
+        "training: attention_kernel": "training.mask_documents=true",
+        "lr_scheduler: decay_type": "training.steps=100",
+        "lr_scheduler: min_lr_factor": "lr_scheduler.decay_ratio=0.0",
+        "optimizer: decay_norm_and_bias": "optimizer.weight_decay=0.0",
+        "compile: backend": "compile.enable=false",
+        "compile: cpu_attention": "compile.enable=true training.mask_documents=true",
+        "metrics: save_tb_folder": "metrics.enable_tensorboard=false",
+        "validation: sample_tokens": "validation.enable=true",
+    }
+)
 """Beside which it has none; of the others, beside the defaults."""
 ON_ONE_RANK = {"parallelism__data_parallel_shard_degree": 1, "training__global_batch_size": 8}
 
 
-def is_said_to_be_idle(key: str, beside: dict[str, Any]) -> bool:
+def settings(text: str) -> dict[str, Any]:
+    words = (word.split("=", 1) for word in text.split())
+    return {k.replace(".", "__"): tomli.loads(f"v = {v}")["v"] for k, v in words}
+
+
+def is_said_to_be_idle(key: str, beside: str) -> bool:
     value = {key.replace(".", "__"): other_value(key)}
-    config = config_with(**ON_ONE_RANK | beside | value)
+    config = config_with(**ON_ONE_RANK | settings(beside) | value)
     said = [*idle_options(config), *idle_source_options(config)]
     return any(text.startswith(f"{key} = ") for text in said)
 
 
 @pytest.mark.parametrize("key", AWAKE)
 def test_an_option_is_idle_only_where_it_has_no_effect(key: str) -> None:
-    assert is_said_to_be_idle(key, ASLEEP.get(key, {}))
+    assert is_said_to_be_idle(key, ASLEEP.get(key, ""))
     assert not is_said_to_be_idle(key, AWAKE[key])
 
 
