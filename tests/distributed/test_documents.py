@@ -17,13 +17,11 @@ from tests.helpers.tiny import TINY
 ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
 CASES = {
-    "1": (ALONE, {}),
     "2d": (dataclasses.replace(FSDP, tp=2), {}),
     "cp4": (dataclasses.replace(ALONE, cp=4), {}),
     "cp-tp": (dataclasses.replace(ALONE, cp=2, tp=2), {}),
     "pp-zbv": (dataclasses.replace(ALONE, pp=2), SCHEDULES["ZBVZeroBubble"]),
     "pp-cp": (dataclasses.replace(ALONE, pp=2, cp=2), SCHEDULES["1F1B"]),
-    "pp-interleaved": (dataclasses.replace(ALONE, pp=2), SCHEDULES["Interleaved1F1B"]),
     "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
     "cp-full": (dataclasses.replace(ALONE, cp=2), {"ac_mode": "full"}),
 }

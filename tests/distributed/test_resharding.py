@@ -21,10 +21,8 @@ def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
 
 
 MESHES = {
-    "1": (mesh(), {}),
     "fsdp2": (mesh(dp_shard=2), {}),
     "tp2": (mesh(tp=2), {}),
-    "pp2": (mesh(pp=2), SCHEDULES["1F1B"]),
     "fsdp4": (mesh(dp_shard=4), {}),
     "hsdp": (mesh(dp_replicate=2, dp_shard=2), {}),
     "2d": (mesh(dp_shard=2, tp=2), {}),
@@ -39,10 +37,8 @@ PAIRS = {  # every mesh is reached, and every axis is left
         ("2d", "pp-interleaved"),
         ("pp-interleaved", "hsdp"),
         ("hsdp", "pp-zbv"),
-        ("2d", "cp-tp"),
-        ("fsdp4", "1"),
+        ("fsdp4", "cp-tp"),
         ("pp-interleaved", "fsdp2"),
-        ("2d", "pp2"),
         ("hsdp", "tp2"),
     )
 }
