@@ -1,5 +1,6 @@
-"""Files and names that the docs speak of are there."""
+"""Files, names, benchmarks and messages that the docs speak of are there."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -57,3 +58,22 @@ def test_the_keys_of_troubleshooting_exist() -> None:
     assert len(keys) >= 5
     for section, name in (key.split(".") for key in keys):
         assert name in JobConfig.model_fields[section].annotation.model_fields, name
+
+
+NAMING = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
+NAMING.remove(ROOT / "CHANGELOG.md")  # which tells of scripts that are gone
+
+
+def test_every_benchmark_finds_what_it_imports(monkeypatch) -> None:
+    """One that crashes later shows only when it is run: some take minutes."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as a script that imports another has it
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_every_benchmark_that_a_page_names_is_there() -> None:
+    """But for those named with the last commit that has them."""
+    text = "\n".join(page.read_text("utf-8") for page in NAMING)
+    names = {*re.findall(r"(?<![\w:])benchmarks[/.](\w+)\b(?:\.py)?", text)}
+    there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert names <= there
