@@ -32,20 +32,15 @@ from meshwright.system.log import logger
 
 STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
 
-
 PARTIAL_FOLDER = re.compile(rf"({STEP_FOLDER.pattern})\.([0-9a-f]{{16}})\.(unfinished|deleted)")
 """A checkpoint that is being written or deleted. The nonce in its name says that a job of ours made
 it: a folder of a user's that ends the same way is left alone."""
 
-
 UNFINISHED = ".unfinished"
-
 
 DELETED = ".deleted"
 
-
 NO_NONCE = "0" * 16
-
 
 CHUNK_BYTES = 4 * 2**20
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
 
-
 T = TypeVar("T")
 
 

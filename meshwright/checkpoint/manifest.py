@@ -22,14 +22,11 @@ from meshwright.system.files import ABSENT, read_patiently
 
 MANIFEST = "checkpoint.json"
 
-
 VERSION = 1
 """Of the format."""
 
-
 DEEPEST = 32
 """Tables in tables. A manifest of ours has six."""
-
 
 INDENT = 2
 """Spaces per table."""
@@ -100,7 +97,6 @@ class Manifest(TypedDict):
 
 
 _ADAPTER = TypeAdapter(Manifest)
-
 
 NO_JOB: dict[str, Any] = {
     **{key: {} for key in ("data", "data_identity", "data_content", "data_revisions")},

@@ -14,9 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
-
 
 HYPERPARAMETERS = "param_groups."
 """torch's name for them in an optimizer's flat state."""

@@ -9,12 +9,9 @@ from meshwright.system.errors import ConfigError, check
 
 OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
 
-
 NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
 
-
 CONFIG_FILE = "job.config_file"
-
 
 EVERY_KEY = (
     "--section.key VALUE sets any key of the config; a true/false key may stand alone. "

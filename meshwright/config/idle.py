@@ -56,7 +56,6 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 """A key, the values of it beside which others of its section have no effect, and these others."""
 
-
 IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "

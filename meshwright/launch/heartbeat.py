@@ -26,37 +26,27 @@ from meshwright.system.errors import EXIT_CODES
 HEARTBEATS = "heartbeats"
 """Folder in the launcher's, on each machine. The first rank there makes it."""
 
-
 STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
-
 
 EXAMINE = "examine"
 """File in the folder: asks every rank for its last collectives."""
 
-
 LAYOUT = struct.Struct("<qqdd64s48s200s")
 """Beats so far, step, time of the beat, limit in s, phase, key of the limit, error."""
 
-
 PHASE_BYTES = 64
-
 
 FACTS_AT = 512
 
-
 SIZE = 2048
 
-
 LOOK_EVERY_S = 0.5
-
 
 HOLD_S = 20
 """Seconds a rank whose collective timed out waits for the launcher to name the cause."""
 
-
 TIMED_OUT = re.compile(r"tim(ed|es|ing) ?-?out|timeout", re.IGNORECASE)
-
 
 UNTIL_TIMEOUT = 0.8
 """An error that comes after less than this part of the limit is no timeout, whatever it says."""

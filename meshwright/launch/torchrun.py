@@ -248,15 +248,12 @@ def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
 
 TAIL_LINES = 20
 
-
 TAIL_BYTES = 2**20
-
 
 RANKS = "meshwright.train"
 """The module that a rank runs."""
 STDERR = "*/attempt_*/{}/stderr.log"
 """Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
-
 
 FAULT = "Fatal Python error"
 """How Python begins to say where it was when C++ ended it."""

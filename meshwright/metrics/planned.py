@@ -13,9 +13,7 @@ from meshwright.system.log import logger
 PLAN = "plan.json"
 """In the dump folder: the output of `meshwright plan --json`."""
 
-
 GIB = 2**30
-
 
 T = TypeVar("T")
 

@@ -19,16 +19,12 @@ from meshwright.system.log import logger
 MOST_EVENTS = 100_000
 """Allocations that a snapshot remembers; older ones are forgotten. Each takes about 1 KiB."""
 
-
 LARGEST = 15
 """Rows of a summary."""
 
-
 OURS = Path(meshwright.__file__).parent
 
-
 LIBRARIES = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
-
 
 LIBRARIES += [Path(torch.__file__).parent]
 

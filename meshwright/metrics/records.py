@@ -50,9 +50,7 @@ def validation_loss(figures: Mapping[str, Any]) -> float | None:
 
 FILE = "history.jsonl"
 
-
 Event = Literal["start", "end"]
-
 
 OF_A_RUN = ("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "config.toml")
 """Files in the dump folder that a job which starts over begins again."""

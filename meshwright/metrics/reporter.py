@@ -16,7 +16,6 @@ from meshwright.system.log import logger
 
 Phase = Literal["forward_backward", "communication", "optimizer"]
 
-
 LONGEST_QUEUE = 64
 """Marks on a GPU that may wait. Beyond it, finished marks are read."""
 

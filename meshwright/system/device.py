@@ -93,7 +93,6 @@ RIGHT_CUDNN = 91501
 """From this version on (as an integer) cuDNN's attention is right for any length of sequence, and
 torch takes it first on its own; before, for multiples of 128 alone (pytorch issue 169849)."""
 
-
 SDPA_BACKENDS = {
     "cudnn": "CUDNN_ATTENTION",
     "flash": "FLASH_ATTENTION",

@@ -17,27 +17,20 @@ from meshwright.system.errors import ConfigError
 
 logger = logging.getLogger("meshwright")
 
-
 FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-
 
 WIDTH = 100
 """Columns of a line on the console, at most."""
 
-
 COLUMNS = "MESHWRIGHT_COLUMNS"
 """Environment variable with another number of them."""
-
 
 INDENT = " " * 9
 """As wide as the time that begins each line."""
 
-
 EXCERPT = " " * 4
 
-
 SPEAK_EVERY_S = 10.0
-
 
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 

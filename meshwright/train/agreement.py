@@ -20,9 +20,7 @@ from meshwright.train.preflight import Plan
 
 CONFIG = "config"
 
-
 COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
-
 
 OWN_PATHS = {
     "config_file",

@@ -99,7 +99,6 @@ def _log_failure(error: Exception) -> None:
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 """Modules of the errors that compilation raises; private, for a hint alone."""
 
-
 FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 

@@ -33,14 +33,12 @@ from meshwright.system.modules import import_user_module
 
 IMPORT_KEY = "experimental.custom_import"
 
-
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "MODELS": ("Family", lambda value: isinstance(value, Family)),
     "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
     "SINKS": ("Callable", callable),
 }
 """Tables that a module may have, by name; and the kind of their values."""
-
 
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""

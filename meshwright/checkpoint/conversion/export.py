@@ -30,11 +30,9 @@ from meshwright.system.files import Place, make_folder, sync_file, sync_folder
 
 NUM_TOKENS = 256
 
-
 TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
-
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 

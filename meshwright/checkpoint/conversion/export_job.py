@@ -21,7 +21,6 @@ from meshwright.system.files import Place
 
 JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
-
 FILES = (
     *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", GENERATION_CONFIG),
