@@ -20,7 +20,7 @@ from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
 from meshwright.checkpoint.retention import Retention, set_aside_later
 from meshwright.checkpoint.staging import Staging
-from meshwright.config.job_config import Checkpoint, saves
+from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from meshwright.system.files import make_folder
 from meshwright.system.log import logger
@@ -65,7 +65,7 @@ class CheckpointManager:
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
         )
         self._staging = None
-        if saves(config) and config.async_mode != "disabled":
+        if config.saves and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
@@ -94,7 +94,7 @@ class CheckpointManager:
         Raises:
             ConfigError: on every rank, if another job writes to it.
         """
-        if saves(self._config):
+        if self._config.saves:
             self.tell(self._claim_folder)
 
     def _claim_folder(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import inf
 
 from meshwright.config.fields import value_of
-from meshwright.config.job_config import JobConfig, num_decay_steps, schedule_steps
+from meshwright.config.job_config import JobConfig
 from meshwright.system.errors import ConfigError, Mistakes, config_error
 
 WITHOUT_PIPELINE = "leave it out, or set parallelism.pipeline_parallel_degree = 1"
@@ -34,8 +34,8 @@ def _error(config: JobConfig, key: str, rule: str, fix: str) -> ConfigError:
 
 
 def _schedule(c: JobConfig) -> Iterator[ConfigError]:
-    key, schedule, steps = "lr_scheduler.decay_ratio", c.lr_scheduler, schedule_steps(c)
-    is_too_long = schedule.warmup_steps + num_decay_steps(c) > steps
+    key, schedule, steps = "lr_scheduler.decay_ratio", c.lr_scheduler, c.schedule_steps
+    is_too_long = schedule.warmup_steps + c.num_decay_steps > steps
     if schedule.decay_ratio is not None and is_too_long:
         total = f"lr_scheduler.total_steps = {steps}" if schedule.total_steps else f"{steps}"
         rule = f"do not fit in {total} after {schedule.warmup_steps} of warm-up"

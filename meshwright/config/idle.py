@@ -11,9 +11,6 @@ from meshwright.config.changes import shown
 from meshwright.config.fields import value_of
 from meshwright.config.job_config import (
     JobConfig,
-    has_fsdp,
-    num_decay_steps,
-    num_microbatches,
     suits_cpu_attention,
 )
 from meshwright.config.training import Source
@@ -61,7 +58,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
         "parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch_layers "
         "parallelism.fsdp_cpu_backend parallelism.fsdp_reduce_gradients "
         "training.mixed_precision_reduce",
-        lambda c: not has_fsdp(c),
+        lambda c: not c.has_fsdp,
         "one rank with float32 weights and gradients uses no FSDP",
     ),
     (
@@ -71,7 +68,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     ),
     (
         "parallelism.fsdp_reduce_gradients",
-        lambda c: num_microbatches(c) == 1,
+        lambda c: c.num_microbatches == 1,
         "a step has one microbatch",
     ),
     (
@@ -91,7 +88,7 @@ IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     ),
     (
         "lr_scheduler.decay_type lr_scheduler.min_lr_factor",
-        lambda c: num_decay_steps(c) == 0,
+        lambda c: c.num_decay_steps == 0,
         "no step is left for a decay",
     ),
 )

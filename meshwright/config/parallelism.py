@@ -130,6 +130,12 @@ class Compile(Section, on_resume="none"):
     masks, and every rank has a C++ compiler and AMX or AVX512-BF16 (for float32: AVX2); otherwise
     torch's. torch: torch's."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are compiled; of a config that preflight has resolved."""
+        assert isinstance(self.enable, bool), "compile.enable is not resolved"  # "auto" is truthy
+        return self.enable
+
 
 class Float8(Section, on_resume="training"):
     """[float8] Matrix products of the blocks in 8 bits, forward and backward, by torchao (pip

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import saves
 from meshwright.config.loader import to_toml
 from meshwright.datasets.tokenizers.kinds import Tokenizer
 from meshwright.metrics import records as history
@@ -121,7 +120,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     commands = [f"meshwright report {folder}"]
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
-    if saves(config.checkpoint):
+    if config.checkpoint.saves:
         if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
             folder = shlex.quote(str(plan.checkpoint_folder))
         module = config.experimental.custom_import

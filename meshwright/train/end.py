@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.config.job_config import Checkpoint, JobConfig, saves
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.system.errors import (
     ConfigError,
     DataError,
@@ -77,7 +77,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def export_at_end(plan: Plan, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
-    if not (config.last_save_in_hf and saves(config)):
+    if not (config.last_save_in_hf and config.saves):
         return True
     try:
         requests.check()  # it may have come during the last save

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from meshwright.config.job_config import is_compiled
 from meshwright.config.loader import parse_config, read, with_lines
 from meshwright.metrics.planned import planned_ledger
 from meshwright.system import device as hardware
@@ -138,6 +137,6 @@ def _run(given: Namespace, launch: Launch, requests: Requests) -> bool:
         raise
     except Exception as error:
         is_of_compiler = type(error).__module__.startswith(COMPILERS)
-        if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
+        if is_of_compiler and plan.compile_line and plan.config.compile.is_on:
             error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
         raise

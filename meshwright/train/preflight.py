@@ -16,7 +16,7 @@ from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.contradictions import check_contradictions
 from meshwright.config.idle import idle_options
-from meshwright.config.job_config import JobConfig, changed, num_data_ranks, num_microbatches
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.named_sources import (
     check_budgets,
     check_mixture,
@@ -147,7 +147,7 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
-        return num_microbatches(self.config)
+        return self.config.num_microbatches
 
 
 def preflight(
@@ -330,8 +330,8 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     parallelism = config.parallelism
     pipeline_split.check_schedule(
         config,
-        num_microbatches=num_microbatches(config),
-        per_microbatch=num_data_ranks(config) * config.training.local_batch_size,
+        num_microbatches=config.num_microbatches,
+        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
     )
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
@@ -362,8 +362,8 @@ def _plan_memory(
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
     load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
-    config = memory.choose_reduction(config, load, num_microbatches(config))
-    needed = memory.least_memory(config, load, num_microbatches(config))
+    config = memory.choose_reduction(config, load, config.num_microbatches)
+    needed = memory.least_memory(config, load, config.num_microbatches)
     if config.job.device_memory_gib and checks_memory:
         memory.check_memory(config, needed, config.job.device_memory_gib)
     return config, needed

@@ -15,7 +15,7 @@ from meshwright.commands.plan.simulate import plan_job
 from meshwright.commands.prove.cases import default_cases
 from meshwright.commands.prove.shrink import shrink
 from meshwright.config.changes import Difference, changes, config_defaults, to_json
-from meshwright.config.job_config import JobConfig, changed, is_compiled
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config, to_toml
 from meshwright.config.parallelism import Compile
 from meshwright.parallelisms.rules import compile_choice
@@ -266,7 +266,7 @@ def test_work_has_three_digits_and_a_unit() -> None:
 
 def test_auto_is_never_taken_for_true() -> None:
     with pytest.raises(AssertionError, match="not resolved"):
-        is_compiled(Compile())
+        Compile().is_on  # noqa: B018
 
 
 def test_check_says_it_once(tmp_path, capsys) -> None:

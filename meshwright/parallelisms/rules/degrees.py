@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.config.job_config import JobConfig, changed, is_compiled
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
@@ -146,7 +146,7 @@ def check_device(
     # functionalize_rng_ops). On CUDA it saves no state.
     check(
         device_type != "cpu"
-        or not (recomputes_cut_attention(config) and is_compiled(config.compile))
+        or not (recomputes_cut_attention(config) and config.compile.is_on)
         or config.compile.backend == "eager",
         "activation_checkpoint.mode",
         config.activation_checkpoint.mode,
