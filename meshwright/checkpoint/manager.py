@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
@@ -127,9 +127,9 @@ class CheckpointManager:
             return None
         if dist.get_world_size() > 1:
             check_shared(self._folder, self._group)
-        find = partial(commit.choose, self._folder, self._config.load_step)
+        choose = partial(find.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
-            choice = select_on_ranks(find, self._group, held)
+            choice = select_on_ranks(choose, self._group, held)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import Choice, being_read
+from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.find import Choice, select
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
 from meshwright.system.log import logger
@@ -58,17 +59,13 @@ def select_on_ranks(
         ConfigError: on every rank, if `find` does.
         StorageError: on every rank, if one of them cannot read its part now.
     """
-    damaged: dict[Path, str] = {}
-    while True:
-        choice = on_first_rank(partial(find, damaged), group)
-        if choice is None:
-            return None
-        wrong = on_every_rank(partial(_verify, choice, held), group)
-        if not any(wrong):
-            break
-        held.close()
-        damaged[choice.path] = "; ".join(what for of_rank in wrong for what in of_rank)
-    if dist.get_rank() == 0:
+
+    def verify(choice: Choice) -> list[str]:
+        by_rank = on_every_rank(partial(_verify, choice, held), group)
+        return [what for of_rank in by_rank for what in of_rank]
+
+    choice = select(lambda damaged: on_first_rank(partial(find, damaged), group), verify, held)
+    if choice is not None and dist.get_rank() == 0:
         for path, what in choice.passed_over.items():
             logger.warning("passed over %s, which is damaged: %s", path, what)
     return choice

@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import (
     DELETED,
-    PARTIAL_FOLDER,
     RISK,
+    entries,
     inspect,
     saved_steps,
     step_folder,
@@ -192,9 +192,8 @@ def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: Fals
     Args:
         is_in_use: whether a save with this nonce is under way.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = PARTIAL_FOLDER.fullmatch(path.name)
-        if name is None or path.is_symlink() or is_in_use(name[3]):
+    for _, path, _, nonce in entries(folder):
+        if not nonce or path.is_symlink() or is_in_use(nonce):
             continue
         try:
             shutil.rmtree(path)

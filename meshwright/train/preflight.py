@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
@@ -195,7 +195,7 @@ def preflight(
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     resume_step = None
     if config.checkpoint.enable and looks_at_files:
-        resume_step = commit.choose_step(folder, config.checkpoint.load_step)
+        resume_step = find.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
         compile_line=compile_line,

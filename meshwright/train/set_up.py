@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import find
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
@@ -274,4 +274,4 @@ def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
 def _is_newest(plan: Plan) -> bool:
     """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
-    return plan.resume_step == commit.choose_step(plan.checkpoint_folder, load_step)
+    return plan.resume_step == find.choose_step(plan.checkpoint_folder, load_step)
