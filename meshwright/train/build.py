@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.conversion.initial_on_ranks import open_initial
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
@@ -88,11 +87,11 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
-    from meshwright.checkpoint.conversion.readers import open_weights
+    from meshwright.checkpoint.conversion.readers import open_initial, open_weights
 
     start = time.perf_counter()
     with open_initial(config) as initial:
-        reader = open_weights(initial, plan.spec, plan.model_args)
+        reader = open_weights(initial, plan.family, plan.model_args)
         reader.load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()

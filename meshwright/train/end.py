@@ -124,7 +124,7 @@ def _export_newest(plan: Plan) -> None:
         job = export_job(
             found,
             manifest,
-            plan.spec,
+            plan.family,
             plan.tokenizer,
             tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
             dtype=getattr(torch, config.checkpoint.export_dtype),

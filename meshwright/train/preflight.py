@@ -73,7 +73,7 @@ class Plan:
     """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
     batch_line: str
     """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
-    spec: Family
+    family: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
     dims: ParallelDims
@@ -172,8 +172,8 @@ def preflight(
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     given_batch = config.training.global_batch_size
     config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
-    spec, model_args = resolve_model(config)
-    config = changed(config, {"model": {"name": spec.name}})
+    family, model_args = resolve_model(config)
+    config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
@@ -200,7 +200,7 @@ def preflight(
         config=config,
         compile_line=compile_line,
         batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
-        spec=spec,
+        family=family,
         model_args=model_args,
         tokenizer=tokenizer,
         dims=ParallelDims(
@@ -285,9 +285,9 @@ def check_first_weights(plan: Plan) -> None:
     Raises:
         ConfigError: if it does not hold the weights of the model.
     """
-    config, spec = plan.config, plan.spec
+    config, family = plan.config, plan.family
     if config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, plan.model_args, spec)
+        check_initial(config.checkpoint, plan.model_args, family)
 
 
 def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:

@@ -115,19 +115,19 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     extend(config)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
-    spec = MODELS[name]
+    family = MODELS[name]
     if is_folder(flavor):
         place = Place("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
-            spec = find_family(place, list(MODELS.values()))
-        args = read_args(place, spec.hf, spec.args)
+            family = find_family(place, list(MODELS.values()))
+        args = read_args(place, family.hf, family.args)
     else:
-        sizes = spec.flavors
+        sizes = family.flavors
         check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:
-        return spec, _decode(type(args), json.dumps(merged))
+        return family, _decode(type(args), json.dumps(merged))
     except ValidationError as error:
         raise CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]

@@ -31,7 +31,7 @@ FILES = (
 def export_job(
     place: Place,
     manifest: Manifest,
-    spec: Family,
+    family: Family,
     tokenizer: Tokenizer,
     files: dict[str, Path | str],
     *,
@@ -50,8 +50,8 @@ def export_job(
     special = special_ids(tokenizer)
     return Job(
         weights=CheckpointWeights(place),
-        form=spec.hf,
-        args=saved_args(place, manifest, spec.args),
+        form=family.hf,
+        args=saved_args(place, manifest, family.args),
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
