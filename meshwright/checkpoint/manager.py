@@ -48,8 +48,8 @@ class HasTensors(HasState, Protocol):
 class CheckpointManager:
     """Saves every so many steps, keeps the newest, loads on any number of ranks.
 
-    Methods are collective, `is_writing`, `guard` and `release` apart: all ranks of the job must
-    call them. As a context it ends when the checkpoint that is being written has been.
+    Methods are collective, `guard` and `release` apart: all ranks of the job must call them. As a
+    context it ends when the checkpoint that is being written has been.
     """
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
@@ -92,22 +92,30 @@ class CheckpointManager:
         the leftovers of killed saves.
 
         Raises:
-            ConfigError: on every rank, if another job writes to it.
+            ConfigError: on every rank, if another job writes to it, or ranks do not share it.
         """
-        if self._config.saves:
-            self.tell(self._claim_folder)
+        if not self._config.saves or not self.tell(self._claim_folder):
+            return
+        if dist.get_world_size() > 1:
+            try:
+                check_shared(self._folder, self._nonce, self._group)
+            except ConfigError:
+                self.release()
+                raise
 
-    def _claim_folder(self) -> None:
+    def _claim_folder(self) -> bool:
         try:
             make_folder(self._folder)
             self._claim.take()
             self._retention.clean_up()
+            return True
         except OSError as error:  # saves will say so, if they fail too
             logger.warning(
                 "%s could not be claimed, so another job may write to it too: %s",
                 self._folder,
                 error,
             )
+            return False
 
     def release(self) -> None:
         """Let other jobs write to the folder."""
@@ -120,13 +128,10 @@ class CheckpointManager:
         there is none.
 
         Raises:
-            ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
-                not share the folder.
+            ConfigError: if the one that `load_step` names is damaged, or all are.
         """
         if not self._config.enable:
             return None
-        if dist.get_world_size() > 1:
-            check_shared(self._folder, self._group)
         choose = partial(find.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
             choice = select_on_ranks(choose, self._group, held)
@@ -225,11 +230,6 @@ class CheckpointManager:
         self._saves += 1
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is under way in the background."""
-        return self._staging is not None and not (self._in_flight is None or self._in_flight.done())
 
     def poll(self) -> None:
         """Raise the error of a finished background save, if any; does not wait."""

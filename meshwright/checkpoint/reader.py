@@ -23,12 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from meshwright.checkpoint import manifest as exclude
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.index import Record, is_tensor, read_index, read_tensor
-from meshwright.checkpoint.manifest import is_file_name
+from meshwright.checkpoint.manifest import OPTIMIZER, is_file_name
 from meshwright.checkpoint.on_ranks import on_every_rank
-from meshwright.checkpoint.state import OPTIMIZER
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.files import read_patiently
 
@@ -159,8 +157,8 @@ def restore(
         [reader] = opened
         saved = reader.read_metadata().state_dict_metadata
         wanted = state
-        if exclude.OPTIMIZER in excluded:
-            wanted = {k: v for k, v in wanted.items() if not k.startswith(OPTIMIZER)}
+        if OPTIMIZER in excluded:
+            wanted = {k: v for k, v in wanted.items() if not k.startswith(f"{OPTIMIZER}.")}
         # a rank that was not there when the checkpoint was written keeps the RNG it has
         wanted = {k: v for k, v in wanted.items() if k in saved or not k.startswith("rng.")}
         for name, tensor in wanted.items():

@@ -199,14 +199,6 @@ def nested(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text('{"data": ' * 100_000)
 
 
-def nest_deeply(checkpoint: Path) -> None:
-    """Not so deep that Python cannot read it."""
-    table: dict[str, object] = {}
-    for _ in range(100):
-        table = {"inner": table}
-    set_manifest(checkpoint, data=table)
-
-
 def rename(checkpoint: Path) -> None:
     set_manifest(checkpoint, step=20)
 
@@ -220,7 +212,6 @@ HARM = {
     lose_key: "checkpoint.json: data_identity: field required",
     wrong_kind: "checkpoint.json: step: input should be a valid integer",
     nested: "checkpoint.json: has tables in tables without end",
-    nest_deeply: "checkpoint.json: has tables in tables without end",
     rename: "it was saved as step-20, and has been renamed",
 }
 
