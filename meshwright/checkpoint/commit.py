@@ -190,7 +190,7 @@ def set_aside(path: Path) -> Path:
 
 
 RISK = "a checkpoint may be deleted while it is read"
-"""Where there is no flock."""
+"""The risk on a file system without flock."""
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class HasTensors(HasState, Protocol):
 
 
 class CheckpointManager:
-    """Saves every so many steps, keeps the newest, loads on any number of ranks.
+    """Saves checkpoints, keeps the newest, and loads them on any number of ranks.
 
     Methods are collective, `guard` and `release` apart: all ranks of the job must call them. As a
     context it ends when the checkpoint that is being written has been.

@@ -183,9 +183,9 @@ OPTIMIZER, DATALOADER = "optimizer", "dataloader"
 def left_out(config: Checkpoint, manifest: Manifest) -> frozenset[str]:
     """Return the parts that `exclude_from_loading` leaves out of the checkpoint with `manifest`.
 
-    It is left out once: a checkpoint saved by a job with the same exclusion has begun anew already,
-    and a job that is started again and again would otherwise begin anew each time. Where
-    `load_step` names the checkpoint, it is left out all the same.
+    It applies to the first resume only. A checkpoint that was saved with the same setting is loaded
+    in full, so that later restarts of the same job keep their progress. If `load_step` names the
+    checkpoint, it applies again.
     """
     wanted = frozenset(config.exclude_from_loading)
     if config.load_step != -1:

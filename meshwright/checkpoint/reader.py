@@ -34,7 +34,7 @@ from meshwright.system.files import read_patiently
 class SafeCheckpointReader(dcp.FileSystemReader):
     """Reads tensors and nothing else, by an index that it reads once, and as data.
 
-    torch's own unpickles the index anew for every load, and its planner unpickles any entry that
+    torch's own unpickles the index again for every load, and its planner unpickles any entry that
     the index calls an object, though a tensor is asked for. It also opens any path in the index.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Deletes old checkpoints, beside training, and only files that are ours. Free of torch."""
+"""Deletes old checkpoints while training continues, and only files that are ours. Free of torch."""
 
 import fcntl
 import json
@@ -66,7 +66,7 @@ class Retention:
         try:
             task()
         except (OSError, StorageError) as error:
-            logger.warning("%s could not be tidied: %s", self._folder, error)
+            logger.warning("%s could not be cleaned up: %s", self._folder, error)
 
     def _apply(self) -> None:
         best = mark_best(self._folder) if self._keep_best else None

@@ -30,7 +30,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.files import Place
 

@@ -20,7 +20,7 @@ EVERY_KEY = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with options in full and errors like any other of a user's mistakes."""
+    """argparse without abbreviations, whose errors are `ConfigError`s."""
 
     def __init__(self, prog: str, description: str = "") -> None:
         self.options: list[str] = []

@@ -1,6 +1,6 @@
-"""Contradictions: values of a config that cannot be had beside others, on any mesh that it names.
+"""Contradictions: keys of a config whose values exclude each other, on any mesh.
 
-An error. A new rule is an `if` with its error.
+Each is an error. To add a rule, add an `if` that yields its error.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The options that are idle in a config.
+"""The options that have no effect in a config.
 
-An idle option has nothing to act on here, and would have on another mesh or beside another value:
-the same TOML may run on any mesh, so it is a line in the log. A new rule is a row.
+An example is `pipeline_parallel_schedule` without a pipeline. It is reported, not refused, because
+the same TOML may run on another mesh. To add a rule, add a row.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ IDLE_BESIDE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("metrics.enable_tensorboard", _is_off, "save_tb_folder"),
     ("metrics.enable_wandb", _is_off, "wandb_project wandb_entity wandb_name"),
 )
-"""A key, the values of it beside which others of its section have no effect, and these others."""
+"""A key, which of its values disable other keys of its section, and those keys."""
 
 IDLE_WHERE: tuple[tuple[str, Callable[[JobConfig], bool], str], ...] = (
     (

@@ -51,7 +51,7 @@ FOLDER = next(
     for folder in (PACKAGE, PACKAGE.parent)
     if (folder / "train_configs").is_dir()
 )
-"""Of the presets: a wheel has it in the package, the repository beside it."""
+"""Folder of the presets: inside the package in a wheel, next to it in the repository."""
 
 
 def preset_names() -> list[str]:
@@ -298,7 +298,7 @@ def _read_text(path: Path) -> str:
 
 
 def _find_base(extends: str, path: Path, text: str) -> Path:
-    """Return the TOML that the one at `path` extends: beside it, or a preset."""
+    """Return the TOML that the one at `path` extends: a file next to it, or a preset."""
     try:
         return find_config(extends, path.parent)
     except ConfigError as error:

@@ -54,15 +54,15 @@ class OnResume(StrEnum):
     """The effect of a change of a key on a run that resumes."""
 
     NONE = "none"
-    """Rounding at most; or when something ends, is saved or is reported, and where to."""
+    """It changes rounding at most, or when and where something is saved or reported."""
     TRAINING = "training"
     """The run continues, but differently; training.steps sets the learning rate, too."""
     MODEL = "model"
-    """The weights may be of another model: the resolved dimensions count, which a checkpoint has
-    beside its config."""
+    """The weights may be of another model. A checkpoint holds the resolved dimensions, and they
+    decide."""
     DATA = "data"
-    """The data may be other data, of which identity and content count: a place in it means
-    something only in the same samples in the same order."""
+    """The data may be other data. The place in the data is valid only for the same samples in the
+    same order, so its identity and content decide."""
 
 
 T = TypeVar("T")

@@ -131,7 +131,7 @@ class Watch:
     def _warn(self, beats: Sequence[Beat], now: float) -> None:
         """Name the ranks that do not wait for others though the limit is over.
 
-        It is no proof of a hang: a save may take longer, and so may a step without a collective.
+        This does not prove a hang: a save may take longer, and so may a step without a collective.
         """
         late = [beat for beat in beats if now - beat.since - WARN_AFTER_S >= beat.limit_s > 0]
         new = {(beat.rank, beat.count) for beat in late} - self._warned

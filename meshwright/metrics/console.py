@@ -72,7 +72,7 @@ COLUMNS = (  # header, width, colour
 )
 
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
-"""Columns that a narrow console goes without, the first one first; metrics.jsonl has them."""
+"""Columns that a narrow console drops, in this order; metrics.jsonl has them."""
 
 
 def duration(seconds: float | None) -> str:

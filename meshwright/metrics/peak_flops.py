@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.system.device import device_name
+from meshwright.system.hardware import device_name
 
 # Word in the name that the driver reports (first match wins) -> dense bf16 FLOP/s, and the vendor's
 # document.

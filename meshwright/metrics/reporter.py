@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from meshwright.metrics.records import Record, Sink, Texts, TextSink, validation_loss
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.log import logger
 
 Phase = Literal["forward_backward", "communication", "optimizer"]

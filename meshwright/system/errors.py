@@ -18,7 +18,7 @@ EXIT_SAVE = 4
 EXIT_DATA = 5
 
 EXIT_HANG = 6
-"""A rank stopped making progress, and the others waited for it in vain."""
+"""A rank stopped making progress, and the others waited for it until the limit."""
 
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it resumes. EX_TEMPFAIL of
@@ -35,8 +35,8 @@ class ConfigError(ValueError):
     the fault.
 
     Args:
-        key: dotted key of the config that is at fault ("" if there is none), from which whoever
-            reports the error finds the file and the line.
+        key: dotted key of the config that is at fault ("" if there is none). It leads to the file
+            and the line.
         message: the fault, then optionally a line `  fix: ...`.
     """
 

@@ -205,7 +205,7 @@ def log_to_file(folder: Path, rank: int) -> None:
     """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # not foreseen by checks of permissions: a quota, /proc, ...
+    except OSError as error:  # checks of permissions did not see it: a quota, /proc, ...
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
     handler = RankFile(folder / f"rank_{rank}.log")

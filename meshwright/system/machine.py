@@ -17,7 +17,7 @@ CPU_RANKS = 2
 """On a machine without GPUs."""
 
 NVIDIA_SMI_S = 20.0
-"""Limit of `nvidia-smi -L`, which takes up to some seconds, and hangs with an ill driver."""
+"""Limit of `nvidia-smi -L`, which takes seconds, and hangs if the driver is broken."""
 
 REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIBLE_DEVICES="
 

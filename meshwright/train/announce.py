@@ -1,4 +1,4 @@
-"""A job's messages at its start and end, and its records beside the results."""
+"""A job's messages at its start and end, and the record of its config and history."""
 
 import math
 import platform
@@ -17,10 +17,10 @@ import meshwright
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
 from meshwright.datasets.tokenizers.kinds import Tokenizer
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, numbered
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
@@ -30,7 +30,7 @@ from meshwright.train.preflight import Plan
 
 
 def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
-    """Describe the job in the log, and keep its config beside the results."""
+    """Describe the job in the log, and write its config to the dump folder."""
     config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
         logger.info("%s", config.job.description)

@@ -16,9 +16,9 @@ from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
-from meshwright.metrics import peak_flops as hardware
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
+from meshwright.metrics.peak_flops import peak_of
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
@@ -107,7 +107,7 @@ def build_loader(
     cursor: Cursor,
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
-    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    training, shape = plan.config.training, batch_shape(plan, meshes)
     stream = SampleStream(
         sources,
         weights(training.datasets),
@@ -126,7 +126,8 @@ def build_loader(
     )
 
 
-def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+    """Return how the global batch is dealt out over ranks and microbatches."""
     return BatchShape(
         local_batch_size=plan.config.training.local_batch_size,
         num_microbatches=plan.num_microbatches,
@@ -167,7 +168,7 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
     if config.metrics.peak_tflops:
         tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
-    elif peak := hardware.peak_of(device, getattr(torch, config.training.mixed_precision_param)):
+    elif peak := peak_of(device, getattr(torch, config.training.mixed_precision_param)):
         tflops, source = peak.flops_per_s / 1e12, peak.source
     else:
         return None
@@ -176,7 +177,7 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
-    """Yield every sink that the config asks for beside the console."""
+    """Yield every sink that the config asks for in addition to the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)

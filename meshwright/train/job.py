@@ -21,7 +21,7 @@ from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.records import Sink
 from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeout
-from meshwright.system.device import ordered_attention
+from meshwright.system.hardware import ordered_attention
 from meshwright.system.log import busy, logger
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.announce import announce_end, note_end, note_failure

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshwright.config.loader import parse_config, read, with_lines
 from meshwright.metrics.planned import planned_ledger
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import (
     EXIT_CODES,
     EXIT_CONFIG,

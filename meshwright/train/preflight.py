@@ -29,12 +29,10 @@ from meshwright.datasets.named_sources import (
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
-from meshwright.parallelisms.rules import memory
-from meshwright.parallelisms.rules import stages as pipeline_split
+from meshwright.parallelisms.rules import memory, stages
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.degrees import (
     ParallelDims,
-    _holds_folders,
     check_divisible,
     resolve_auto_values,
 )
@@ -44,6 +42,7 @@ from meshwright.parallelisms.rules.precision import (
     find_fp32_modules,
 )
 from meshwright.system.errors import Mistakes, check
+from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
 from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
 from meshwright.train.resolve_model import extend, resolve_model
@@ -55,7 +54,7 @@ def check_writable(folder: str) -> None:
     while not os.path.exists(existing):
         existing = existing.parent
     check(
-        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and _holds_folders(existing),
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and holds_folders(existing),
         "job.dump_folder",
         folder,
         f"{existing} is not a folder that can be written to",
@@ -171,7 +170,7 @@ def preflight(
     """
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     given_batch = config.training.global_batch_size
-    config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
+    config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
     family, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
@@ -328,7 +327,7 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
 def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism = config.parallelism
-    pipeline_split.check_schedule(
+    stages.check_schedule(
         config,
         num_microbatches=config.num_microbatches,
         per_microbatch=config.num_data_ranks * config.training.local_batch_size,
@@ -340,7 +339,7 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    return pipeline_split.assign_modules(
+    return stages.assign_modules(
         parallelism,
         args.n_layers,
         layer=args.table.num_params_of("layers.0"),

@@ -20,7 +20,7 @@ from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
 from meshwright.datasets.sample_stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
 from meshwright.metrics.sinks import Spared
@@ -28,7 +28,7 @@ from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement
@@ -159,7 +159,7 @@ def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
     Args:
-        extra_sinks: beside those that the config asks for.
+        extra_sinks: in addition to the config's.
     """
     since = time.perf_counter()
     met, found = _resume_or_begin(met)

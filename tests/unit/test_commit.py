@@ -161,7 +161,7 @@ def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplo
         retention.apply()
         retention.wait()
     assert commit.saved_steps(tmp_path) == [5, 10, 15]
-    assert "could not be tidied" in caplog.text
+    assert "could not be cleaned up" in caplog.text
 
 
 def cut(checkpoint: Path) -> None:

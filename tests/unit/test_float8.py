@@ -22,7 +22,7 @@ from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.parallelize import _compile, apply_float8, parallelize
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.precision import find_float8_layers
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model

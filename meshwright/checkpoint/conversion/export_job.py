@@ -65,7 +65,7 @@ def export_job(
 def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
     """Return the files of a tokenizer, or their content, by the names that Hugging Face has.
 
-    A file of another name than those comes alone: the files beside it may be another's.
+    A file with any other name is taken alone: the files next to it may belong to another.
 
     Args:
         path: where it was found, or "bytes".

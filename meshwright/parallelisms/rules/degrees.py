@@ -1,9 +1,7 @@
 """Rules across sections, and the values that follow from the rest of the config."""
 
 import math
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
@@ -192,22 +190,6 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
         "leave none for the last",
         f"set model.args.vocab_size = {rows * degree}, or lower the degree",
     )
-
-
-def _holds_folders(folder: Path) -> bool:
-    """Return whether a folder can be made in `folder`, in which this user may write.
-
-    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
-    """
-    if os.statvfs(folder).f_blocks:
-        return True
-    tried = folder / f".meshwright-{os.getpid()}"
-    try:
-        tried.mkdir()
-        tried.rmdir()
-    except OSError:
-        return False
-    return True
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
