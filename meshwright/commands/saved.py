@@ -19,7 +19,7 @@ from meshwright.checkpoint.conversion.hf_folder import (
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,

@@ -18,7 +18,6 @@ from meshwright.datasets.sample import SampleRules
 from meshwright.datasets.sample_stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
-from meshwright.metrics.peak_flops import peak_of
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
@@ -33,6 +32,7 @@ from meshwright.parallelisms.local_model import (
 )
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
+from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
 from meshwright.train.preflight import Plan
 

@@ -14,8 +14,7 @@ from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
-from meshwright.config.contradictions import check_contradictions
-from meshwright.config.idle import idle_options
+from meshwright.config.combinations import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.named_sources import (
     check_budgets,

@@ -10,7 +10,7 @@ import torch._inductor
 from torch import Tensor
 
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.contradictions import check_contradictions
+from meshwright.config.combinations import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.checkpoint.commit import UNFINISHED
 from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.family import ForeignTensor, HuggingFaceForm

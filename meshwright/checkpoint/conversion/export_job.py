@@ -9,7 +9,7 @@ from meshwright.checkpoint.conversion.export import Job
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file, special_ids

@@ -25,7 +25,7 @@ from meshwright.checkpoint.conversion.initial_load import (
 from meshwright.checkpoint.conversion.meta_folder import check_meta_folder
 from meshwright.checkpoint.find import find_checkpoint
 from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family, HuggingFaceForm, MetaForm
