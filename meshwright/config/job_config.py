@@ -262,6 +262,11 @@ class JobConfig(Section):
         return self.training.global_batch_size // per_microbatch
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks; of a config without -1."""
+        return self.training.global_batch_size * self.training.seq_len
+
+    @property
     def has_fsdp(self) -> bool:
         """Whether FSDP2 has anything to shard, offload or add up; as `parallelize` decides."""
         p = self.parallelism

@@ -60,21 +60,16 @@ def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
         logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
     num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
-    accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
-    num_tokens = training.global_batch_size * training.seq_len
+    num_tokens, num_steps = config.tokens_per_step, training.steps - plan.resume_step
     logger.info(
         "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",
         training.global_batch_size,
         f"{num_tokens:,}",
         training.local_batch_size,
         numbered(plan.dims.dp, "rank"),
-        numbered(accumulation, "microbatch", "es"),
+        numbered(config.num_microbatches, "microbatch", "es"),
     )
-    logger.info(
-        "to train: %s tokens in %s steps",
-        f"{num_tokens * (training.steps - plan.resume_step):,}",
-        f"{training.steps - plan.resume_step:,}",
-    )
+    logger.info("to train: %s tokens in %s steps", f"{num_tokens * num_steps:,}", f"{num_steps:,}")
     parts = ", ".join(
         f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
     )
@@ -108,8 +103,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     Args:
         step: the last; the data may have ended before `training.steps`.
     """
-    training = plan.config.training
-    tokens = training.global_batch_size * training.seq_len * (step - plan.resume_step)
+    tokens = plan.config.tokens_per_step * (step - plan.resume_step)
     earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
     logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
     if reporter.best_validation is not None:

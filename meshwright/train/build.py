@@ -148,7 +148,7 @@ def build_reporter(
     config = plan.config
     training = config.training
     work = Work(
-        tokens_per_step=training.global_batch_size * training.seq_len,
+        tokens_per_step=config.tokens_per_step,
         flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import is_folder
+from meshwright.config.loader import is_path
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.models.args import DecoderArgs
@@ -116,7 +116,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
     family = MODELS[name]
-    if is_folder(flavor):
+    if is_path(flavor):
         place = Place("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
             family = find_family(place, list(MODELS.values()))

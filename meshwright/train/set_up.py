@@ -1,4 +1,14 @@
-"""The parts of one rank's job, made ready for its first step."""
+"""The parts of one rank's job, made ready for its first step.
+
+The order matters:
+
+1. `meet`: start the process group, open the data, compare the jobs of all ranks, claim the
+   checkpoints' folder.
+2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
+3. `set_up`: begin the log file and the history, now that the job will train.
+4. `_build`: seed, stop garbage collection, build the meshes; then the model and its optimizer.
+5. `_set_values`: load the checkpoint or the first weights; then the loader can begin at its place.
+"""
 
 import gc
 import os
