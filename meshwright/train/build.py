@@ -1,7 +1,7 @@
 """From a plan to the parts of a job."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -153,15 +153,13 @@ def build_reporter(
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),
     )
-    if dist.get_rank() > 0:
-        return Reporter(
-            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
-        )
-    console = Console(training.steps, plan.resume_step)
-    destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
-    return Reporter(
-        work, device, phases, destinations, tokens_seen, console.advance, best_validation
-    )
+    advance: Callable[[int], None] = lambda step: None
+    destinations = [*extra_sinks]
+    if dist.get_rank() == 0:
+        console = Console(training.steps, plan.resume_step)
+        advance = console.advance
+        destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
+    return Reporter(work, device, phases, destinations, tokens_seen, advance, best_validation)
 
 
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:

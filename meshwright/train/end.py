@@ -104,30 +104,26 @@ def export_last(plan: Plan) -> None:
     Raises:
         SaveError: if it cannot be written, or is not what was saved.
     """
-    try:
-        _export_newest(plan)
-    except ConfigError as error:
-        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
-
-
-def _export_newest(plan: Plan) -> None:
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import export
     from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
 
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
-    with open_checkpoint(place, logger.warning) as (found, manifest):
-        out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
-        if out.exists():
-            return
-        job = export_job(
-            found,
-            manifest,
-            plan.family,
-            plan.tokenizer,
-            tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
-            dtype=getattr(torch, config.checkpoint.export_dtype),
-            max_shard_bytes=MAX_SHARD_BYTES,
-        )
-        export(job, out, logger.info)
+    try:
+        with open_checkpoint(place, logger.warning) as (found, manifest):
+            out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
+            if out.exists():
+                return
+            job = export_job(
+                found,
+                manifest,
+                plan.family,
+                plan.tokenizer,
+                tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+                dtype=getattr(torch, config.checkpoint.export_dtype),
+                max_shard_bytes=MAX_SHARD_BYTES,
+            )
+            export(job, out, logger.info)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None

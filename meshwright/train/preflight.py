@@ -220,7 +220,7 @@ def preflight(
     if resume_step is not None:
         resume_diff(plan).check()
     elif looks_at_files:
-        check_first_weights(plan)
+        check_initial(config.checkpoint, model_args, family)
     return plan
 
 
@@ -275,17 +275,6 @@ def check_installed(key: str, is_on: bool, package: str) -> None:
         f"{package} is not installed",
         f"pip install 'meshwright[{EXTRAS[package]}]'",
     )
-
-
-def check_first_weights(plan: Plan) -> None:
-    """Check `checkpoint.initial_load_path`, if it is given.
-
-    Raises:
-        ConfigError: if it does not hold the weights of the model.
-    """
-    config, family = plan.config, plan.family
-    if config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, plan.model_args, family)
 
 
 def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:

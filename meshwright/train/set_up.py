@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint import find
+from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
@@ -45,7 +46,7 @@ from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
-from meshwright.train.preflight import Plan, check_first_weights, resume_diff
+from meshwright.train.preflight import Plan, resume_diff
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of, place_in_data
 from meshwright.train.trainer import Trainer
@@ -216,7 +217,16 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
         reporter=build_reporter(plan, device, trainer.phases, extra_sinks, tokens_seen, best),
         validate=Validation(plan, met.held_out, meshes, device) if met.held_out else None,
         write_texts=build_sampling(plan, meshes) if writes_texts else None,
-        bad_steps=_build_bad_steps(met, cursor, found),
+        bad_steps=BadStepReporter(
+            config.bad_steps,
+            device,
+            is_early=config.optimizer.early_step_in_backward,
+            folder=Path(config.job.dump_folder),
+            sources=[source.entry.name for source in met.sources],
+            step=plan.resume_step,
+            cursor=cursor,
+            saved=found["bad_steps"] if found else None,
+        ),
         since=since,
     )
 
@@ -241,22 +251,10 @@ def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
     if found is not None:
         resume_diff(plan, found).check()
     else:
-        met.checkpoints.tell(lambda: check_first_weights(plan))
+        met.checkpoints.tell(
+            lambda: check_initial(plan.config.checkpoint, plan.model_args, plan.family)
+        )
     return replace(met, plan=plan), found
-
-
-def _build_bad_steps(met: Met, cursor: Cursor, found: Manifest | None) -> BadStepReporter:
-    config = met.plan.config
-    return BadStepReporter(
-        config.bad_steps,
-        met.device,
-        is_early=config.optimizer.early_step_in_backward,
-        folder=Path(config.job.dump_folder),
-        sources=[source.entry.name for source in met.sources],
-        step=met.plan.resume_step,
-        cursor=cursor,
-        saved=found["bad_steps"] if found else None,
-    )
 
 
 def _user_sinks(config: JobConfig) -> list[Sink]:
