@@ -108,7 +108,7 @@ class Reporter:
         phases: Phases,
         sinks: Sequence[Sink],
         tokens_seen: int,
-        advance: Callable[[int], None] = lambda step: None,
+        advance: Callable[[int], None] | None = None,
         best_validation: tuple[int, float] | None = None,
     ) -> None:
         """
@@ -138,7 +138,8 @@ class Reporter:
         self._steps += 1
         self._data_s += data_s
         self.tokens_seen += self._work.tokens_per_step
-        self._advance(step)
+        if self._advance is not None:
+            self._advance(step)
 
     def report(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the record of `step`; its figures being on the host, the device has finished it."""

@@ -1,7 +1,7 @@
 """From a plan to the parts of a job."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -153,12 +153,11 @@ def build_reporter(
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),
     )
-    advance: Callable[[int], None] = lambda step: None
-    destinations = [*extra_sinks]
+    destinations, advance = [*extra_sinks], None
     if dist.get_rank() == 0:
         console = Console(training.steps, plan.resume_step)
-        advance = console.advance
         destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
+        advance = console.advance
     return Reporter(work, device, phases, destinations, tokens_seen, advance, best_validation)
 
 
