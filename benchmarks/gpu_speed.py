@@ -37,7 +37,7 @@ from workload import Workload  # noqa: E402
 
 from meshwright.commands.plan.devices import DEVICES  # noqa: E402
 from meshwright.models.attention import CausalAttention  # noqa: E402
-from meshwright.system import device as hardware  # noqa: E402
+from meshwright.system import hardware  # noqa: E402
 
 LLAMA_8B = Workload(4096, 6, 32, 8, 14336, 128256, 8192, batch=1, compile=True)
 TINY = Workload(64, 2, 4, 2, 128, 2048, 64, batch=1)

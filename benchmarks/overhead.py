@@ -25,7 +25,7 @@ from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.metrics.records import Record
 from meshwright.models.decoder import Decoder
 from meshwright.parallelisms.initialize import initialize
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.log import log_to_console, logger
 from meshwright.train.job import run
 from meshwright.train.preflight import Plan, preflight

@@ -24,21 +24,16 @@ from meshwright.system.log import logger
 
 FILE = "job.lock"
 
-
 BEAT_S = 10.0
 """Between two changes of the file's time."""
-
 
 SILENCE_S = 40.0
 """A job whose file has not changed for so long is gone."""
 
-
 GRACE_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
 
-
 POLL_S = 0.25
-
 
 JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that may say how the user knows the job."""

@@ -1,4 +1,4 @@
-"""Deletes old checkpoints, beside training, and only files that are ours. Free of torch."""
+"""Deletes old checkpoints while training continues, and only files that are ours. Free of torch."""
 
 import fcntl
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import (
     DELETED,
-    PARTIAL_FOLDER,
     RISK,
+    entries,
     inspect,
     saved_steps,
     step_folder,
@@ -66,7 +66,7 @@ class Retention:
         try:
             task()
         except (OSError, StorageError) as error:
-            logger.warning("%s could not be tidied: %s", self._folder, error)
+            logger.warning("%s could not be cleaned up: %s", self._folder, error)
 
     def _apply(self) -> None:
         best = mark_best(self._folder) if self._keep_best else None
@@ -192,9 +192,8 @@ def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: Fals
     Args:
         is_in_use: whether a save with this nonce is under way.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = PARTIAL_FOLDER.fullmatch(path.name)
-        if name is None or path.is_symlink() or is_in_use(name[3]):
+    for _, path, _, nonce in entries(folder):
+        if not nonce or path.is_symlink() or is_in_use(nonce):
             continue
         try:
             shutil.rmtree(path)

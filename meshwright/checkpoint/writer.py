@@ -29,7 +29,6 @@ from meshwright.system.files import make_folder, sync_file
 
 FLUSH_BYTES = 16 * 2**20
 
-
 COPY_AHEAD_BYTES = 10_000_000
 """Copied from a GPU while others are written; torch's default."""
 

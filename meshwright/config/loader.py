@@ -51,7 +51,7 @@ FOLDER = next(
     for folder in (PACKAGE, PACKAGE.parent)
     if (folder / "train_configs").is_dir()
 )
-"""Of the presets: a wheel has it in the package, the repository beside it."""
+"""Folder of the presets: inside the package in a wheel, next to it in the repository."""
 
 
 def preset_names() -> list[str]:
@@ -94,20 +94,16 @@ def is_path(value: str) -> bool:
     return "/" in value or value.partition(":")[0].endswith(".py")
 
 
-def is_folder(flavor: object) -> bool:
-    """Return whether a flavor is a path: names of sizes have no slash."""
-    return isinstance(flavor, str) and "/" in flavor
-
-
 def follow_folder(raw: dict[str, Any]) -> None:
     """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
     `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
     model, checkpoint = raw.get("model"), raw.get("checkpoint")
-    if not isinstance(model, Mapping) or not is_folder(model.get("flavor")):
+    flavor = model.get("flavor") if isinstance(model, Mapping) else None
+    if not (isinstance(flavor, str) and is_path(flavor)):
         return
-    raw["model"] = {"tokenizer_path": model["flavor"]} | dict(model)
+    raw["model"] = {"tokenizer_path": flavor} | raw["model"]
     if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": model["flavor"]} | dict(checkpoint)
+        raw["checkpoint"] = {"initial_load_path": flavor} | dict(checkpoint)
 
 
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
@@ -298,7 +294,7 @@ def _read_text(path: Path) -> str:
 
 
 def _find_base(extends: str, path: Path, text: str) -> Path:
-    """Return the TOML that the one at `path` extends: beside it, or a preset."""
+    """Return the TOML that the one at `path` extends: a file next to it, or a preset."""
     try:
         return find_config(extends, path.parent)
     except ConfigError as error:

@@ -16,9 +16,7 @@ HEADER = re.compile(
     r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
 )
 
-
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
-
 
 MOST_COLUMNS = 96
 

@@ -14,9 +14,7 @@ from meshwright.config.job_config import JobConfig
 ALIKE = 0.74
 """Least share of equal letters of a typing error: "anme" and "name" have 0.75."""
 
-
 ALIKE_SYNONYM = 0.88
-
 
 MOST_CHOICES = 4
 

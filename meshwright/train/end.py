@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.config.job_config import Checkpoint, JobConfig, saves
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.system.errors import (
     ConfigError,
     DataError,
@@ -77,7 +77,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def export_at_end(plan: Plan, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
-    if not (config.last_save_in_hf and saves(config)):
+    if not (config.last_save_in_hf and config.saves):
         return True
     try:
         requests.check()  # it may have come during the last save
@@ -104,30 +104,26 @@ def export_last(plan: Plan) -> None:
     Raises:
         SaveError: if it cannot be written, or is not what was saved.
     """
-    try:
-        _export_newest(plan)
-    except ConfigError as error:
-        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
-
-
-def _export_newest(plan: Plan) -> None:
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import export
     from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
 
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
-    with open_checkpoint(place, logger.warning) as (found, manifest):
-        out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
-        if out.exists():
-            return
-        job = export_job(
-            found,
-            manifest,
-            plan.spec,
-            plan.tokenizer,
-            tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
-            dtype=getattr(torch, config.checkpoint.export_dtype),
-            max_shard_bytes=MAX_SHARD_BYTES,
-        )
-        export(job, out, logger.info)
+    try:
+        with open_checkpoint(place, logger.warning) as (found, manifest):
+            out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
+            if out.exists():
+                return
+            job = export_job(
+                found,
+                manifest,
+                plan.family,
+                plan.tokenizer,
+                tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+                dtype=getattr(torch, config.checkpoint.export_dtype),
+                max_shard_bytes=MAX_SHARD_BYTES,
+            )
+            export(job, out, logger.info)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None

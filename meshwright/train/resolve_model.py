@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import is_folder
+from meshwright.config.loader import is_path
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.models.args import DecoderArgs
@@ -33,14 +33,12 @@ from meshwright.system.modules import import_user_module
 
 IMPORT_KEY = "experimental.custom_import"
 
-
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "MODELS": ("Family", lambda value: isinstance(value, Family)),
     "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
     "SINKS": ("Callable", callable),
 }
 """Tables that a module may have, by name; and the kind of their values."""
-
 
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
@@ -117,19 +115,19 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     extend(config)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
-    spec = MODELS[name]
-    if is_folder(flavor):
+    family = MODELS[name]
+    if is_path(flavor):
         place = Place("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
-            spec = find_family(place, list(MODELS.values()))
-        args = read_args(place, spec.hf, spec.args)
+            family = find_family(place, list(MODELS.values()))
+        args = read_args(place, family.hf, family.args)
     else:
-        sizes = spec.flavors
+        sizes = family.flavors
         check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:
-        return spec, _decode(type(args), json.dumps(merged))
+        return family, _decode(type(args), json.dumps(merged))
     except ValidationError as error:
         raise CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]

@@ -100,7 +100,7 @@ def best_of(
         differ.add("content of the validation data")
     if differ:
         logger.info(
-            "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
+            "the best validation loss so far, %.4f at step %d, no longer counts: it was measured "
             "with other %s",
             loss,
             step,

@@ -18,17 +18,13 @@ from meshwright.system.processes import STOP_SIGNALS, Requests
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""
 
-
 PROFILE_FILE = "PROFILE"
 """In the dump folder: asks the job for a trace of the next steps."""
-
 
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 
-
 NO_LIMIT = 2**62
-
 
 VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""

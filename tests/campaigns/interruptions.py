@@ -365,7 +365,7 @@ def _check_all(current: Path, reference: Path, steps: int, want: Records) -> Non
     last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
     if subprocess.run([*compare, *last], check=False).returncode:
         raise file_faults.WrongError("tensors of the last checkpoint differ")
-    left = [path.name for path in checkpoints.iterdir() if commit.PARTIAL_FOLDER.match(path.name)]
+    left = [entry.path.name for entry in commit.entries(checkpoints) if entry.nonce]
     if left or (checkpoints / "job.lock").exists():
         raise file_faults.WrongError(f"left over: {left or 'job.lock'}")
 

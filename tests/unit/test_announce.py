@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
 from meshwright.train import announce

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint import commit as locks
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
@@ -53,10 +53,10 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     commit.unfinished_folder(tmp_path, 15).mkdir()  # killed while writing
     (tmp_path / "step-20-copy").mkdir()
     assert commit.saved_steps(tmp_path) == [5, 10]
-    assert commit.choose_step(tmp_path, -1) == 10
-    assert commit.choose_step(tmp_path, 5) == 5
+    assert find.choose_step(tmp_path, -1) == 10
+    assert find.choose_step(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
-        commit.choose_step(tmp_path, 15)
+        find.choose_step(tmp_path, 15)
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
     clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -116,7 +116,7 @@ def test_a_read_error_that_passes_is_no_damage(tmp_path: Path, name: str, number
     save(tmp_path, 5, "older")
     newest = save(tmp_path, 10, "newest")
     with failing_reads(name, number, 1) as failed:
-        choice = commit.choose(tmp_path, -1)
+        choice = find.choose(tmp_path, -1)
         assert (choice.path, choice.passed_over) == (newest, {})
     assert failed == [str(newest / name)]
     with failing_reads(name, number, 1) as failed, being_read(newest):
@@ -133,7 +133,7 @@ def test_a_read_error_that_stays_discards_nothing(tmp_path: Path, name: str, num
     with failing_reads(name, number, 99) as failed:
         raised = ConfigError if number == errno.EACCES else StorageError
         with pytest.raises(raised, match=f"step-10/{name} cannot be read: .*\n  fix: "):
-            commit.choose(tmp_path, -1)
+            find.choose(tmp_path, -1)
         assert len(failed) == (1 if number == errno.EACCES else 3)
         with pytest.raises(raised), being_read(newest):
             commit.verify(newest, manifest, ["tensors"])
@@ -163,7 +163,7 @@ def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplo
         retention.apply()
         retention.wait()
     assert commit.saved_steps(tmp_path) == [5, 10, 15]
-    assert "could not be tidied" in caplog.text
+    assert "could not be cleaned up" in caplog.text
 
 
 def lose_key(checkpoint: Path) -> None:
@@ -201,20 +201,20 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path,
     for step in (5, 10, 15):
         save(tmp_path, step, "tensors")
     HARM[says](tmp_path / "step-15")
-    choice = commit.choose(tmp_path, -1)
+    choice = find.choose(tmp_path, -1)
     assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
     assert list(choice.passed_over) == [tmp_path / "step-15"]
     assert says in choice.passed_over[tmp_path / "step-15"]
     with pytest.raises(ConfigError, match="load_step: checkpoint .*step-15 is damaged") as error:
-        commit.choose(tmp_path, 15)
+        find.choose(tmp_path, 15)
     assert says in str(error.value)
 
     damaged = {tmp_path / "step-10": "content"}
-    choice = commit.choose(tmp_path, -1, damaged)
+    choice = find.choose(tmp_path, -1, damaged)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
     with pytest.raises(ConfigError, match="every checkpoint in .* step-5: worse") as error:
-        commit.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
+        find.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
     assert error.value.key == "job.dump_folder"
 
 
@@ -318,7 +318,7 @@ def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
     set_manifest(save(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
-        commit.choose(tmp_path, -1)
+        find.choose(tmp_path, -1)
     assert not isinstance(error.value, DamagedError)
     save(tmp_path, 15)
     assert apply_retention(tmp_path, 1) == []
@@ -346,7 +346,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
         save(tmp_path, step, "tensors")
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
-    assert commit.choose_step(tmp_path, -1) == 20
+    assert find.choose_step(tmp_path, -1) == 20
     ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, "tensors"))}
     assert tree(tmp_path) == before | ours
     assert (tmp_path / "step-1" / "notes").read_text() == "keep"
@@ -377,12 +377,12 @@ def test_a_renamed_checkpoint_is_neither_the_newest_nor_counted(tmp_path: Path) 
     for step in (5, 10, 15):
         save(tmp_path, step)
     (tmp_path / "step-10").rename(tmp_path / "step-99")
-    choice = commit.choose(tmp_path, -1)
+    choice = find.choose(tmp_path, -1)
     assert choice.path.name == "step-15"
     renamed = {tmp_path / "step-99": "it was saved as step-10, and has been renamed"}
     assert choice.passed_over == renamed
     with pytest.raises(ConfigError, match="saved as step-10"):
-        commit.choose(tmp_path, 99)
+        find.choose(tmp_path, 99)
     apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [15, 99]
 

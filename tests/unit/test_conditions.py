@@ -6,8 +6,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 import tomli
 
+from meshwright.config.combinations import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.fields import value_of
-from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import Float8

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import meshwright.checkpoint.conversion.export
-import meshwright.checkpoint.conversion.hf_write
 from meshwright.checkpoint.conversion import export_job
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -153,7 +152,7 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
     monkeypatch.setattr(
-        meshwright.checkpoint.conversion.hf_write, "halves", lambda tensor, head_dim: tensor
+        "meshwright.checkpoint.conversion.export.halves", lambda tensor, head_dim: tensor
     )
     assert "wq.weight differs from the checkpoint" in message(checkpoint, out)
     monkeypatch.setattr(

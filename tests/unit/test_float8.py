@@ -10,7 +10,7 @@ import torch._inductor
 from torch import Tensor
 
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.contradictions import check_contradictions
+from meshwright.config.combinations import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
@@ -22,7 +22,7 @@ from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.parallelize import _compile, apply_float8, parallelize
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.precision import find_float8_layers
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model

@@ -46,7 +46,7 @@ LATE_WITHOUT_A_REASON = {
     "datasets/tokenizers/kinds.py": 3,
     "launch/__main__.py": 1,
     "models/document_mask.py": 1,
-    "system/device.py": 3,
+    "system/hardware.py": 3,
     "train/build.py": 1,
     "train/job.py": 1,
 }

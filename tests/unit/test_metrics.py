@@ -14,12 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.metrics import peak_flops
 from meshwright.metrics.console import Console, Eta
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
 from meshwright.train.build import _peak_flops_per_s
@@ -224,10 +224,10 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
     ],
 )
 def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
-    monkeypatch.setattr(peak_flops, "device_name", lambda device: name)
-    found = peak_flops.peak_of(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
+    found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
     assert found.flops_per_s == peak
-    assert peak_flops.peak_of(torch.device("cuda"), torch.float32) is None
+    assert hardware.peak_of(torch.device("cuda"), torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
 )
 def test_a_device_that_is_not_in_the_table_has_no_peak_but_the_users(monkeypatch, name) -> None:
     """A peak that is measured while the machine is busy gives an MFU above 100 %."""
-    monkeypatch.setattr(peak_flops, "device_name", lambda device: name)
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
     config, cpu = JobConfig(), torch.device("cpu")
     assert _peak_flops_per_s(config, cpu) is None
     given = changed(config, {"metrics": {"peak_tflops": 165.2}})

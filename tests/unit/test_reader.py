@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.reader import SafeCheckpointReader
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import Trap

@@ -26,7 +26,7 @@ from meshwright.commands.plan.predict import (
 )
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
-from meshwright.config.job_config import JobConfig, Update, changed, is_compiled
+from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
@@ -129,7 +129,7 @@ def _schedules(config: JobConfig) -> list[str]:
     """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
     compilation out, which schedules that split backward do not allow."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_split_refused = is_compiled(config.compile)
+    is_split_refused = config.compile.is_on
     return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
 
 

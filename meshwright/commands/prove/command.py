@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from meshwright.commands.options import output_folder
 from meshwright.commands.prove.cases import Case, default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
+from meshwright.config.combinations import check_contradictions
 from meshwright.config.command_line import Parser
-from meshwright.config.contradictions import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler

@@ -64,7 +64,6 @@ td.wide { min-width: 14rem } pre { white-space: pre-wrap; overflow-wrap: anywher
 @media print { .chart, .card, .tile { break-inside: avoid } }
 """
 
-
 SCRIPT = """
 for (const figure of document.querySelectorAll(".chart")) {
   const { x, first, last, names, rows } = JSON.parse(figure.dataset.chart);
