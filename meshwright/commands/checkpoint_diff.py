@@ -22,7 +22,6 @@ APART = ("files", "crc32", "config")
 """Keys of the manifest that say how it is stored, on other meshes in other files; and one that is
 compared by itself."""
 
-
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
 
 

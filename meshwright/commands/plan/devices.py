@@ -59,7 +59,6 @@ DEVICES = {
     ),
 }  # fmt: skip
 
-
 NAMES = (*DEVICES, "cpu")
 
 
@@ -88,26 +87,20 @@ def find_device(word: str, ranks: int = 1) -> Device:
 MATMUL, ATTENTION = 0.6, 0.45
 """Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
 
-
 LINK, NETWORK = 0.75, 0.75
 """Parts of the bytes/s of links in a node, and of network cards, that NCCL reaches."""
-
 
 STREAM = 0.8
 """Part of the memory's bytes/s that operators without FLOPs reach."""
 
-
 FUSED = 0.5
 """See `Rates.fused`."""
-
 
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
 
-
 SOURCE = "estimated by published runs on H100s"
 """Of all rates."""
-
 
 ERROR = 0.15
 """Of an estimated step time on H100s: the published steps of docs/planning.md are within it."""
@@ -165,12 +158,10 @@ class Overhead:
 FRAGMENTED = 0.05
 """Most that the CUDA allocator loses between blocks, as a part of the peak."""
 
-
 MALLOC_KEEPS, MALLOC_KEEPS_BY_GLOO = 0.4, 1.5
 """Most that malloc keeps of freed tensors, as a part of the peak, with the launcher's thresholds:
 at a vocabulary of 131,072 it was 0.33 with shared memory, and 1.44 where gloo's own buffers come
 and go between the tensors."""
-
 
 SLOTS_USED = 3
 """Slots of shared memory that the largest tensor of FSDP2 may have been in: gathered for forward,

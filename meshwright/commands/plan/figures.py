@@ -17,7 +17,6 @@ from meshwright.train.preflight import Plan
 ROUNDING = 512
 """Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
 
-
 POINTS = 400
 """Of the curve."""
 

@@ -50,7 +50,6 @@ class Item:
 HOST = "host"
 """Purpose of tensors that are not on the device."""
 
-
 AT_START = Moment("at start", "", 0)
 """Of tensors made before the step."""
 

@@ -36,7 +36,6 @@ from meshwright.train.preflight import Plan
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
 
-
 LONG = 16384
 """Tokens of a sequence from which context parallelism is tried."""
 
@@ -275,7 +274,6 @@ def _num_bytes(plan: Plan, work: Work, depth: int) -> float:
 
 SIMULATED = 8
 """Candidates that fit, of a search."""
-
 
 MOST_OVER = 1.1
 """How many times the simulated peak an estimate may be: docs/planning.md."""

@@ -272,10 +272,8 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
 
 aten = torch.ops.aten
 
-
 BLOCK = 128
 """Queries, and keys, of a block of flex attention's masks: torch's default."""
-
 
 _on_cpu = F.scaled_dot_product_attention
 

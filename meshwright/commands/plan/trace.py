@@ -23,16 +23,12 @@ from meshwright.parallelisms.meshes import Meshes
 LOSS = "loss"
 """Stands for a module: the loss is a function."""
 
-
 LOGITS = ("output", LOSS)
-
 
 OTHER, UPDATE, FORWARD, BACKWARD, AGAIN = "other", "update", "forward", "backward", "recomputation"
 
-
 LAST_FRAME = "train_step"
 """Frames outside of it say nothing."""
-
 
 TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
 """Folders of the packages, since a folder above them may have any name."""

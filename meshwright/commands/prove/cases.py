@@ -17,7 +17,6 @@ from meshwright.train.preflight import preflight
 
 LARGEST_DEGREE = 4
 
-
 KEYS = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
@@ -27,27 +26,19 @@ KEYS = {
 }
 """Config key of each axis of the mesh."""
 
-
 SCHEDULE = "pipeline_parallel_schedule"
-
 
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
 
-
 RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
-
 
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 
-
 FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
-
 
 Degrees = Mapping[str, int]
 
-
 Sections = Mapping[str, Any]
-
 
 Kind = Literal["fp32", "bf16 sums", "bf16"]
 

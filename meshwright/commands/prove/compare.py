@@ -31,10 +31,8 @@ class Bounds:
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
 
-
 NAMED = 3
 """Tensors of a checkpoint in one line."""
-
 
 BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4),

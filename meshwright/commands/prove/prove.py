@@ -22,7 +22,6 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
 
-
 Run = Callable[..., list[Any]]
 
 

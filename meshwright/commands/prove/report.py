@@ -20,7 +20,6 @@ COLUMNS = (
     *("validation", "resume", "seconds", "verdict"),
 )
 
-
 ON_CONSOLE = {
     "case": 36,
     "weights": 7,
@@ -32,9 +31,7 @@ ON_CONSOLE = {
 }
 """Width of each column that fits a console of 100 columns, after the number of the case."""
 
-
 FP32 = BOUNDS["fp32"]
-
 
 MEANINGS = {
     "weights": "initial weights that differ, bit by bit (bound: 0)",

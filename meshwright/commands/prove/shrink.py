@@ -16,45 +16,32 @@ from meshwright.train.optim.groups import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
 
-
 SEQ_LEN = 32
-
 
 STEPS = 10
 
-
 NUM_VALIDATED = 11  # samples: a whole global batch, and one that is filled up
-
 
 NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
 
-
 MOST_LAYERS = 9
-
 
 VOCAB_SIZE = 259  # odd, and room for bytes
 
-
 HEAD_DIM = 4
-
 
 OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
 
-
 LOSS_CHUNK_TOKENS = 16  # several in every microbatch, but where cp leaves a sequence no more
-
 
 MOST_SHARDS = 16  # of a stream: each has documents for several samples
 
-
 LARGEST_TP, MAX_RANKS = 4, 8
-
 
 HIGHEST_LR = 1e-3
 """Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
 differs at step 10 (docs/proof.md has figures). At this rate rounding does not grow."""
-
 
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
