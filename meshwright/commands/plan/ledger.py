@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,11 +74,15 @@ class Record:
         self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
 
 
+Seen = Callable[[Any, Any, Any, Any], None]
+
+
 class Ledger(torch_names.TorchDispatchMode):
     """Within, every tensor is counted.
 
     Args:
         scope: knows which module and phase runs.
+        seen: called with each operator, its arguments and its output.
         fake: tensors of this mode count; None: all real ones.
         has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
             TensorIterator); GPUs convert it element by element.
@@ -88,10 +92,10 @@ class Ledger(torch_names.TorchDispatchMode):
     """Flex attention is one: without it torch refuses to run it within this mode."""
 
     def __init__(
-        self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
+        self, scope: Scope, seen: Seen, fake: FakeTensorMode | None, *, has_copies: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._has_copies = has_copies
+        self._seen, self._has_copies = seen, has_copies
         self._scope, self._fake = scope, fake
         self._number: dict[int, int] = {}  # storage -> index in items
         self._size: dict[int, int] = {}
@@ -204,7 +208,7 @@ class Ledger(torch_names.TorchDispatchMode):
                 self._count(leaf, purpose, name)
         if self._has_copies and name == "add_.Tensor":
             self._count_copy(*args[:2])
-        scope.seen(func, args, kwargs, output)
+        self._seen(func, args, kwargs, output)
         return output
 
     def _count_copy(self, total: Tensor, summand: object) -> None:

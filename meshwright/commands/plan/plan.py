@@ -14,13 +14,7 @@ import tomli_w
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
-from meshwright.commands.plan.predict import (
-    Need,
-    in_processes,
-    need_of,
-    neediest,
-    telling_ranks,
-)
+from meshwright.commands.plan.predict import Need, in_processes, need_of, telling_ranks
 from meshwright.commands.plan.report import RankPlan
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig, Update, changed
@@ -141,7 +135,7 @@ def plan(
             if isinstance(result, ConfigError):
                 raise result
             found.append(result)
-    shown = neediest(found)
+    shown = report.neediest(found)
     tried = []
     if shown.verdict != "fits" and tries_remedies:
         tried = find(job, world_size, shown, device, workers)

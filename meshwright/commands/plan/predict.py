@@ -6,16 +6,10 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from meshwright.commands.plan.devices import Device, Overhead, Rates, overheads, verdict
-from meshwright.commands.plan.figures import (
-    find_peak,
-    num_groups,
-    peaks_by_place,
-    rounded_peak,
-    step_time,
-)
+from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig, changed
@@ -38,7 +32,7 @@ class Figures:
     seconds: float
     """Of a step at the given rates; 0 without them."""
     num_groups: int = 0
-    """Process groups that communicate."""
+    """Process groups that communicate: one for each axis."""
     fsdp_bytes: int = 0
     """Of the largest tensor that FSDP2 gathers or reduces."""
 
@@ -63,17 +57,16 @@ def figures_of(
     simulation: Simulation, plan: Plan, device: Device, rates: Rates | None = None
 ) -> Figures:
     """Return the figures of a simulation."""
-    record, seconds = simulation.record, 0.0
+    memory, seconds = Memory(simulation.record), 0.0
     if rates is not None:
         seconds = step_time(simulation, plan, rates, device.per_node).seconds
-    rounding = rounded_peak(record) / find_peak(record).num_bytes
-    of_fsdp = (one for one in simulation.entries if isinstance(one, Collective) and one.is_fsdp)
+    collectives = [one for one in simulation.entries if isinstance(one, Collective)]
     return Figures(
-        peaks_by_place(record),
-        rounding,
+        memory.by_place(),
+        memory.rounded_peak() / memory.peak.num_bytes,
         seconds,
-        num_groups(simulation),
-        max((one.num_bytes for one in of_fsdp), default=0),
+        len({one.axis for one in collectives}),
+        max((one.num_bytes for one in collectives if one.is_fsdp), default=0),
     )
 
 
@@ -118,23 +111,6 @@ def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -
     return replace(second, peaks=peaks, seconds=along(first.seconds, second.seconds))
 
 
-class Needy(Protocol):
-    """A rank whose memory is known."""
-
-    @property
-    def needed_bytes(self) -> float:
-        """Peak of its tensors, with the most that is modelled besides."""
-        ...
-
-
-Rank = TypeVar("Rank", bound=Needy)
-
-
-def neediest(ranks: Sequence[Rank]) -> Rank:
-    """Return the rank that needs most memory: its verdict is the job's."""
-    return max(ranks, key=lambda rank: rank.needed_bytes)
-
-
 @dataclass(frozen=True)
 class Need:
     """Memory and time that a job needs."""
@@ -163,7 +139,7 @@ def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | N
         high = peak + sum(part.high for part in modelled)
         ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))
         seconds = max(seconds, figures.seconds)
-    return replace(neediest(ranks), seconds=seconds)
+    return replace(max(ranks, key=lambda rank: rank.needed_bytes), seconds=seconds)
 
 
 def telling_ranks(plan: Plan) -> list[int]:

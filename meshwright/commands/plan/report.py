@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from meshwright.commands.plan import figures as analysis
 from meshwright.commands.plan.devices import (
     GIB,
     SOURCE,
@@ -16,9 +15,17 @@ from meshwright.commands.plan.devices import (
     error_of_time,
     verdict,
 )
-from meshwright.commands.plan.figures import Peak, StepTime, Traffic, step_time
+from meshwright.commands.plan.figures import (
+    Memory,
+    Peak,
+    StepTime,
+    Traffic,
+    flops,
+    step_time,
+    traffic,
+)
 from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.predict import beside_tensors, figures_of, neediest, stages_of
+from meshwright.commands.plan.predict import beside_tensors, figures_of, stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.planned import job_identity
@@ -58,22 +65,26 @@ def plan_rank(
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu)
-    record, count = simulation.record, plan.num_microbatches
-    peak = analysis.find_peak(record)
+    memory = Memory(simulation.record)
     modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
     return RankPlan(
         rank,
         stages_of(plan, rank) if plan.dims.pp > 1 else [],
-        peak,
-        analysis.most_by_purpose(record),
+        memory.peak,
+        memory.most(),
         modelled,
-        verdict(device, peak.num_bytes, modelled),
-        analysis.traffic(simulation, count, device.per_node),
-        analysis.flops(simulation, count),
+        verdict(device, memory.peak.num_bytes, modelled),
+        traffic(simulation, device.per_node),
+        flops(simulation),
         None if rates is None else step_time(simulation, plan, rates, device.per_node),
         simulation.simulated,
-        analysis.curve(record),
+        memory.curve(),
     )
+
+
+def neediest(ranks: list[RankPlan]) -> RankPlan:
+    """Return the rank that needs most memory: its verdict is the job's."""
+    return max(ranks, key=lambda rank: rank.needed_bytes)
 
 
 def tokens_per_step(plan: Plan) -> int:

@@ -14,7 +14,7 @@ import tomli_w
 from tqdm import tqdm
 
 from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, overheads, verdict
-from meshwright.commands.plan.figures import bubble, entry_seconds, peaks_by_place, ring_width
+from meshwright.commands.plan.figures import Memory, bubble, entry_seconds, ring_width
 from meshwright.commands.plan.ledger import AT_START
 from meshwright.commands.plan.predict import (
     Need,
@@ -201,7 +201,7 @@ def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) 
         and item.born.module.startswith("layers.")
         and number in born
     )
-    places = peaks_by_place(record).items()
+    places = Memory(record).by_place().items()
     peak = max(size for place, size in places if not place.startswith((UPDATE, AT_START.phase)))
     state = plan.least_bytes.get("weights", 0.0) + plan.least_bytes.get("optimizer", 0.0)
     return Work(

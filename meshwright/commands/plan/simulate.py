@@ -27,7 +27,7 @@ from meshwright.commands.plan.torch_names import (
     below_autograd,
     flex_attention_operator,
 )
-from meshwright.commands.plan.trace import Collective, Operator, Scope, Trace
+from meshwright.commands.plan.trace import Entry, Scope, Trace
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training, WeightedSource
@@ -53,10 +53,22 @@ class Simulation:
 
     record: Record
     """Of both; with the optimizer in backward of step 2 alone."""
-    entries: list[Operator | Collective]
+    entries: list[Entry]
     """In the order of the program."""
     simulated: int
-    """Microbatches that were simulated; more repeat one of them."""
+    """Microbatches that were simulated."""
+    left_out: int = 0
+    """Microbatches of the step that repeat one of them."""
+
+    @property
+    def repeated(self) -> int:
+        """The microbatch that stands for the ones left out."""
+        return max(1, self.simulated - 1)
+
+    def whole_step(self) -> Iterator[tuple[int, Entry]]:
+        """Yield every entry, with how many times the whole step has it."""
+        for entry in self.entries:
+            yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry
 
 
 def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
@@ -90,10 +102,9 @@ def run_step(
     simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
     if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
         plan = with_microbatches(plan, simulated)
-    trace = Trace(meshes)
-    scope = Scope(trace.see)
-    ledger = Ledger(scope, fake, has_copies=not is_gpu)
-    trace.scope = scope
+    scope = Scope()
+    trace = Trace(meshes, scope)
+    ledger = Ledger(scope, trace.see, fake, has_copies=not is_gpu)
     with scope, ledger:
         rank = Rank(plan, meshes, fake)
         scope.name_modules(rank.model.stages)
@@ -126,7 +137,7 @@ def run_step(
         rank.step(2, batches[:simulated])
         ledger.settle()
     ledger.record.leave_out(HOST)
-    return Simulation(ledger.record, trace.entries, simulated)
+    return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
