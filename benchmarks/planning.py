@@ -225,7 +225,7 @@ def compare_depths() -> None:
 
 def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
     """Return the bytes of a preset's peak, predicted and simulated."""
-    path, device = ROOT / f"train_configs/{name}.toml", find_device("h100")
+    path, device = ROOT / f"train_configs/{name}.toml", estimated(H100)
     words = ["--training.local_batch_size=1", *options.split()]
     config = load_config([f"--job.config_file={path}", *words])
     job = plan_job(config, ranks, is_gpu=True)
@@ -254,7 +254,7 @@ def plan_published(one: Published) -> tuple[float, float]:
     if one.is_torchtitan:
         config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
     job = plan_job(config, one.ranks, is_gpu=True)
-    rates = estimated(one.device, is_compiled=one.is_compiled)
+    device = estimated(one.device, is_compiled=one.is_compiled)
     with ExitStack() as stack:
         if one.is_torchtitan:
             stack.enter_context(
@@ -262,7 +262,7 @@ def plan_published(one: Published) -> tuple[float, float]:
             )
         if one.is_torchtitan and job.dims.tp == 1:
             stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
-        found = predict(job, 0, one.device, rates)
+        found = predict(job, 0, device)
     tokens = tokens_per_step(job) / one.ranks
     reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
     return tokens / found.seconds, reserved / GIB
@@ -290,12 +290,11 @@ def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> T
 def compare_searches() -> None:
     """Print the best step time of all candidates, and of a search, at every limit of memory."""
     config = load_config(SEARCHED)
-    rates = estimated(H100)
-    assert rates is not None
-    plans = dict(search.legal(config, 4, H100))
+    h100 = estimated(H100)
+    plans = dict(search.legal(config, 4, h100))
     choices = [*plans]
-    estimates = search.estimate_all(config, plans, H100, rates, 2)
-    tasks = [(plans[choice].config, 4, H100, rates) for choice in choices]
+    estimates = search.estimate_all(config, plans, h100, 2)
+    tasks = [(plans[choice].config, 4, h100) for choice in choices]
     needs: dict[int, Need] = {}
     for index, need in in_processes(tasks, need_of, 2):
         assert isinstance(need, Need), need
@@ -308,12 +307,12 @@ def compare_searches() -> None:
             flush=True,
         )
     for gib in LIMITS:
-        device = replace(H100, memory_gib=float(gib))
+        device = replace(h100, memory_gib=float(gib))
         fitting = [one for one in needs.values() if one.needed_bytes <= gib * GIB]
         best = min((one.seconds for one in fitting), default=None)
 
         def known(tasks: list[Any], _: object, __: int) -> Iterator[tuple[int, Need]]:
-            for index, (config, _, device, _) in enumerate(tasks):
+            for index, (config, _, device) in enumerate(tasks):
                 need = needs[id(config)]
                 fits = need.needed_bytes <= device.memory_gib * GIB
                 yield index, replace(need, verdict="fits" if fits else "tight")
@@ -324,7 +323,7 @@ def compare_searches() -> None:
             mock.patch.object(search, "in_processes", known),
         ):
             try:
-                found = search.find(config, 4, device, rates, 2)
+                found = search.find(config, 4, device, 2)
             except ConfigError as error:
                 print(f"{gib} GiB: {len(fitting)} fit; {error}")
                 continue

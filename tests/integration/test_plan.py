@@ -144,8 +144,7 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
 def test_an_estimate_is_near_the_simulation() -> None:
     """Every kind of mesh, schedule and mode; `python -m benchmarks.planning --search` has more."""
     words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
-    h100 = find_device("h100")
-    rates = estimated(h100)
+    h100 = estimated(find_device("h100"))
     config = load_config([str(DEBUG), "--training.seq_len=2048", *words])
     choices = [
         Choice(1, 1, 1, "", 4, "full", False),
@@ -155,8 +154,8 @@ def test_an_estimate_is_near_the_simulation() -> None:
     plans = {
         choice: plan_job(changed(config, choice.update(16)), 2, is_gpu=True) for choice in choices
     }
-    estimates = search.estimate_all(config, plans, h100, rates, 2)
-    tasks = [(plan.config, 2, h100, rates) for plan in plans.values()]
+    estimates = search.estimate_all(config, plans, h100, 2)
+    tasks = [(plan.config, 2, h100) for plan in plans.values()]
     for index, need in predict.in_processes(tasks, predict.need_of, 2):
         seconds, num_bytes = estimates[choices[index]]
         assert seconds / need.seconds == pytest.approx(1, abs=0.1)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshwright.commands.plan import plan as command
 from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import trace as scope
-from meshwright.commands.plan.devices import GIB, Device, find_device, overheads, verdict
+from meshwright.commands.plan.devices import GIB, Device, estimated, find_device, overheads, verdict
 from meshwright.commands.plan.figures import StepTime, bubble
 from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
 from meshwright.commands.plan.report import _parameters, mfu, slowest, tokens_per_step
@@ -76,11 +76,10 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
         raise ConfigError("", "no such device")
 
     monkeypatch.setattr(command, "find_device", refuse)
-    options = {"rank": 0, "all_stages": False, "html": None, "tries_remedies": False, "workers": 1}
-    with pytest.raises(ConfigError):
-        command.plan(JobConfig(), 4, "cpu", as_json=False, **options)
-    with pytest.raises(ConfigError):
-        command.search(JobConfig(), 4, "cpu", 1, as_json=False)
+    given = SimpleNamespace(device="cpu", world_size=4)
+    for function in (command.plan, command.search):
+        with pytest.raises(ConfigError):
+            function(JobConfig(), given)
     assert seen == 2 * [("cpu", 4)]
 
 
@@ -137,7 +136,7 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
     high = sum(x.high for x in overheads(Device("", 1.0), 9 * GIB, 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
-        (found,) = command.find(job, 2, shown, Device("", 9 + room + 1e-6), 1)
+        (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
         assert "pipeline_parallel_degree = 2" in found.change
         assert (found.peak_bytes, found.verdict) == (9 * GIB, word)
 
@@ -148,7 +147,7 @@ def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch)
 
     monkeypatch.setattr(predicting, "predict", predicted)
     config = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])
-    need = need_of(config, 2, find_device("h100"))
+    need = need_of(config, 2, estimated(find_device("h100")))
     assert (need.peak_bytes, need.seconds, need.verdict) == (2 * GIB, 2.0, "fits")
     assert need.needed_bytes > need.peak_bytes
 

@@ -50,7 +50,7 @@ def test_choices_are_legal_and_many() -> None:
 
 
 def _estimated(choice: Choice, work: Work = WORK) -> tuple[float, float]:
-    return estimate(_plans()[choice], work, H100, RATES)
+    return estimate(_plans()[choice], work, RATES)
 
 
 def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
@@ -142,7 +142,7 @@ def asked(monkeypatch) -> list[Choice]:
 
 
 def test_a_search_simulates_the_fastest_until_eight_fit_and_ranks_them(asked) -> None:
-    found = search.find(_config(), 8, H100, RATES, 2)
+    found = search.find(_config(), 8, RATES, 2)
     plans = _plans()
     without = [choice for choice in plans if choice.recomputation == "none"]
     assert found.candidates == len(plans)
@@ -163,7 +163,7 @@ def test_nothing_is_simulated_that_is_estimated_not_to_fit(asked, monkeypatch) -
     large = dict.fromkeys(plans, (1.0, 200.0 * GIB))
     monkeypatch.setattr(search, "estimate_all", lambda *_: large)
     with pytest.raises(search.ConfigError, match=f"none of {len(plans)} candidates fits"):
-        search.find(_config(), 8, H100, RATES, 2)
+        search.find(_config(), 8, RATES, 2)
     assert asked == []
 
 
@@ -186,7 +186,7 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
     monkeypatch.setattr(predicting, "measure", linear)
     config = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
     plan = plan_job(config, 2, is_gpu=True)
-    found = predict(plan, 0, H100, RATES)
+    found = predict(plan, 0, RATES)
     assert max(depths) < 12
     whole = linear(plan)
     assert found.peaks == pytest.approx(whole.peaks)
@@ -206,5 +206,5 @@ def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkey
         predicting, "measure", lambda plan, *_: depths.append(plan.model_args.n_layers)
     )
     config = load_config([DEBUG, "--model.args.n_layers=24", *words])
-    predict(plan_job(config, 2, is_gpu=True), 0, H100, RATES)
+    predict(plan_job(config, 2, is_gpu=True), 0, RATES)
     assert depths == [24]

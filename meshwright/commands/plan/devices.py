@@ -94,7 +94,8 @@ STREAM = 0.8
 """Part of the memory's bytes/s that operators without FLOPs reach."""
 
 FUSED = 0.5
-"""See `Rates.fused`."""
+"""Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
+neighbours."""
 
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
@@ -107,37 +108,23 @@ ERROR = 0.15
 
 
 @dataclass(frozen=True)
-class Rates:
-    """How fast a device works in a training step."""
+class Rates(Device):
+    """A device with the rates that a training step reaches, instead of those of its data sheet."""
 
-    peak: dict[str, float]
-    """FLOP/s of matmuls by dtype."""
-    attention: float
-    """FLOP/s of attention, as a part of `peak`."""
-    stream: float
-    """Bytes/s of memory."""
-    link: float
-    """Bytes/s to others of the node."""
-    network: float
-    """Bytes/s to other nodes."""
-    fused: float
-    """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
-    neighbours."""
+    fused: float = 1.0
+    """See `FUSED`."""
 
 
-def estimated(device: Device, *, is_compiled: bool = True) -> Rates | None:
-    """Return the parts of a device's data sheet that published runs reach on H100s; None: nothing
-    is published of the device."""
-    if not device.flops_per_s:
-        return None
-    return Rates(
-        {dtype: MATMUL * device.peak(dtype) for dtype in ("bfloat16", "float32")},
-        ATTENTION / MATMUL,
-        STREAM * device.bytes_per_s,
-        LINK * device.link_bytes_per_s,
-        NETWORK * device.network_bytes_per_s,
-        FUSED if is_compiled else 1.0,
-    )
+def estimated(device: Device, *, is_compiled: bool = True) -> Rates:
+    """Return the parts of a device's data sheet that published runs reach on H100s."""
+    reached = {
+        "flops_per_s": MATMUL * device.flops_per_s,
+        "fp32_flops_per_s": MATMUL * device.fp32_flops_per_s,
+        "bytes_per_s": STREAM * device.bytes_per_s,
+        "link_bytes_per_s": LINK * device.link_bytes_per_s,
+        "network_bytes_per_s": NETWORK * device.network_bytes_per_s,
+    }
+    return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0)
 
 
 def error_of_time(device: Device) -> float | None:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.commands.plan.devices import COLLECTIVE_S, LAUNCH_S, Rates
+from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
 from meshwright.commands.plan.ledger import AT_START, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
 from meshwright.commands.plan.trace import (
@@ -102,13 +102,13 @@ class Memory:
         have the same places, and at each of the four bytes grow by the same for every layer;
         between them they are linear.
         """
-        layers = sorted({n for e in self._record.events if (n := _layer(e.place.module)) >= 0})
+        layers = sorted({n for e in self._record.events if (n := layer_of(e.place.module)) >= 0})
         first, last = dict(enumerate(layers[:2])), dict(enumerate(reversed(layers[-2:]), 1))
         names = {n: f"{i}" for i, n in first.items()} | {n: f"-{i}" for i, n in last.items()}
         found: dict[str, int] = {}
         for event, total in zip(self._record.events, self._total.tolist(), strict=True):
             phase, module, microbatch = event.place
-            name = names.get(_layer(module), "")
+            name = names.get(layer_of(module), "")
             key = f"{phase} {one_of_all_layers(module)} {name} {microbatch}"
             found[key] = max(found.get(key, 0), total)
         return found
@@ -125,7 +125,7 @@ class Memory:
         return highest
 
 
-def _layer(module: str) -> int:
+def layer_of(module: str) -> int:
     """Return the number of the layer that the module is in, or -1."""
     match = re.match(r"layers\.(\d+)", module)
     return int(match[1]) if match else -1
@@ -176,34 +176,33 @@ ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
 
 
-def entry_seconds(entry: Entry, rates: Rates, per_node: int) -> float:
+def entry_seconds(entry: Entry, device: Rates) -> float:
     """Return the time of an operator or a collective.
 
     An operator takes the larger of the times for its FLOPs and for its bytes; a collective that of
     a ring over its slowest link.
     """
     if isinstance(entry, Collective):
-        width = ring_width(entry.ranks, rates, per_node, is_message=entry.kind == "send")
+        width = ring_width(entry.ranks, device, is_message=entry.kind == "send")
         return COLLECTIVE_S + entry.sent_bytes / width
     flops, num_bytes = float(entry.flops), float(entry.num_bytes)
     if "attention" in entry.name:
-        flops *= ATTENTION_IS_CAUSAL / rates.attention
+        flops *= ATTENTION_IS_CAUSAL / (ATTENTION / MATMUL)
     elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
-        num_bytes *= rates.fused
-    peak = rates.peak.get(entry.dtype) or next(iter(rates.peak.values()))
-    return max(flops / peak, num_bytes / rates.stream, LAUNCH_S)
+        num_bytes *= device.fused
+    return max(flops / device.peak(entry.dtype), num_bytes / device.bytes_per_s, LAUNCH_S)
 
 
-def ring_width(ranks: range, rates: Rates, per_node: int, *, is_message: bool = False) -> float:
+def ring_width(ranks: range, device: Rates, *, is_message: bool = False) -> float:
     """Return the bytes/s at which a rank of a group sends.
 
     NCCL's rings leave a node through the network cards of all ranks that the group has there, and
     each rank sends on all rings. A message leaves through the card of its sender.
     """
-    if is_in_node(ranks, per_node):
-        return rates.link
-    cards = 1 if is_message else ranks_in_node(ranks, per_node)
-    return min(rates.link, cards * rates.network)
+    if is_in_node(ranks, device.per_node):
+        return device.link_bytes_per_s
+    cards = 1 if is_message else ranks_in_node(ranks, device.per_node)
+    return min(device.link_bytes_per_s, cards * device.network_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -> StepTime:
+def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime:
     """Replay the step's entries in two streams, computation and FSDP2's communication.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
@@ -230,7 +229,7 @@ def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -
     spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch
     last = simulation.entries[-1]
     for entry in simulation.entries:
-        before, seconds = now, entry_seconds(entry, rates, per_node)
+        before, seconds = now, entry_seconds(entry, device)
         if isinstance(entry, Operator):
             if entry.is_copy_out and gathers:
                 now = max(now, gathers.pop(0))

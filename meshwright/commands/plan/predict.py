@@ -30,7 +30,7 @@ class Figures:
     rounding: float
     """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
-    """Of a step at the given rates; 0 without them."""
+    """Of a step; 0 without rates."""
     num_groups: int = 0
     """Process groups that communicate: one for each axis."""
     fsdp_bytes: int = 0
@@ -47,19 +47,16 @@ class Figures:
         return round(self.peak_bytes * self.rounding)
 
 
-def measure(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
+def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
-    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
-    return figures_of(simulation, plan, device, rates)
+    return figures_of(simulate(plan, rank, is_gpu=device.is_gpu), plan, device)
 
 
-def figures_of(
-    simulation: Simulation, plan: Plan, device: Device, rates: Rates | None = None
-) -> Figures:
+def figures_of(simulation: Simulation, plan: Plan, device: Rates) -> Figures:
     """Return the figures of a simulation."""
     memory, seconds = Memory(simulation.record), 0.0
-    if rates is not None:
-        seconds = step_time(simulation, plan, rates, device.per_node).seconds
+    if device.flops_per_s:
+        seconds = step_time(simulation, plan, device).seconds
     collectives = [one for one in simulation.entries if isinstance(one, Collective)]
     return Figures(
         memory.by_place(),
@@ -87,7 +84,7 @@ def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhea
     )
 
 
-def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
+def predict(plan: Plan, rank: int, device: Rates) -> Figures:
     """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
     depth, step = plan.model_args.n_layers, period(plan.config)
@@ -95,13 +92,13 @@ def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
     if plan.dims.pp > 1 or depth <= few + step:
-        return measure(plan, rank, device, rates)
+        return measure(plan, rank, device)
     try:
         shallow, deeper = (at_depth(plan, device, layers) for layers in (few, few + step))
     except ConfigError:  # the config names layers that a shallow model lacks
-        return measure(plan, rank, device, rates)
-    first = measure(shallow, rank, device, rates)
-    second = measure(deeper, rank, device, rates)
+        return measure(plan, rank, device)
+    first = measure(shallow, rank, device)
+    second = measure(deeper, rank, device)
 
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
@@ -124,7 +121,7 @@ class Need:
     """Of a step of the slowest rank; 0 without rates."""
 
 
-def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | None = None) -> Need:
+def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     """Plan a job, and predict the ranks that need most: for a process of its own, as a plan cannot
     be sent to one.
 
@@ -134,7 +131,7 @@ def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | N
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     ranks, seconds = [], 0.0
     for rank in telling_ranks(plan):
-        figures = predict(plan, rank, device, rates)
+        figures = predict(plan, rank, device)
         modelled, peak = beside_tensors(figures, plan, device), figures.peak_bytes
         high = peak + sum(part.high for part in modelled)
         ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))

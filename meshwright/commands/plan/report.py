@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -59,9 +60,7 @@ class RankPlan:
         return self.peak.num_bytes + sum(part.high for part in self.overheads)
 
 
-def plan_rank(
-    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None
-) -> RankPlan:
+def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu)
@@ -76,7 +75,7 @@ def plan_rank(
         verdict(device, memory.peak.num_bytes, modelled),
         traffic(simulation, device.per_node),
         flops(simulation),
-        None if rates is None else step_time(simulation, plan, rates, device.per_node),
+        step_time(simulation, plan, device) if device.flops_per_s else None,
         simulation.simulated,
         memory.curve(),
     )
@@ -99,7 +98,9 @@ def mfu(plan: Plan, device: Device, seconds: float) -> float:
     return tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak
 
 
-def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
+def to_json(
+    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Iterable[Any]
+) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 
     `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
@@ -132,7 +133,7 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
             plan.config.training.seq_len
         ),
         "ranks": [asdict(rank) for rank in ranks],
-        "remedies": remedies,
+        "remedies": list(remedies),
     }
 
 

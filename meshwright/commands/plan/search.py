@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import product
-from typing import Any
 
 import tomli_w
 from tqdm import tqdm
 
 from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, overheads, verdict
-from meshwright.commands.plan.figures import Memory, bubble, entry_seconds, ring_width
-from meshwright.commands.plan.ledger import AT_START
+from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import (
     Need,
+    at_depth,
     in_processes,
     modules_of,
     need_of,
@@ -33,20 +34,29 @@ from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import Plan
 
+AXES = {
+    "tp": "tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
+"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
+
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
 
 LONG = 16384
 """Tokens of a sequence from which context parallelism is tried."""
 
+SIMULATED = 8
+"""Candidates that fit, of a search."""
+
 
 @dataclass(frozen=True)
 class Choice:
     """A mesh, with the modes of its pipeline, its microbatches and its memory."""
 
-    tensor: int
-    context: int
-    pipeline: int
+    degrees: tuple[int, ...]
+    """In the order of `AXES`."""
     schedule: str
     """Empty without a pipeline."""
     local_batch_size: int
@@ -54,15 +64,25 @@ class Choice:
     keeps_gathered: bool
     """Gathered parameters stay from forward to backward."""
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Degrees by axis."""
+        return dict(zip(AXES, self.degrees, strict=True))
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """The operators of a layer depend on nothing else that a search chooses, and grow with its
+        sequences."""
+        cut = (degree for axis, degree in self.mesh.items() if axis != "pp")
+        return *cut, self.recomputation
+
     def update(self, global_batch_size: int) -> Update:
         """Return the keys to change."""
         # "default" keeps gathered parameters in a pipeline, and frees them without one
         policy = "never" if self.keeps_gathered else "always"
-        is_default = self.keeps_gathered == (self.pipeline > 1)
-        parallelism: dict[str, Any] = {
-            "tensor_parallel_degree": self.tensor,
-            "context_parallel_degree": self.context,
-            "pipeline_parallel_degree": self.pipeline,
+        is_default = self.keeps_gathered == (self.mesh["pp"] > 1)
+        parallelism = {
+            **{key: self.mesh[axis] for axis, key in AXES.items()},
             "data_parallel_replicate_degree": 1,
             "data_parallel_shard_degree": -1,
             "pipeline_parallel_stages_per_rank": -1,
@@ -80,10 +100,8 @@ class Choice:
 
     def __str__(self) -> str:
         """Return it in words."""
-        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
-        names = [f"{axis} {size}" for axis, size in axes.items() if size > 1] or ["FSDP alone"]
-        if self.schedule:
-            names.append(self.schedule)
+        names = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
+        names = [*(names or ["FSDP alone"]), *([self.schedule] if self.schedule else [])]
         kept = ", gathered parameters kept" * self.keeps_gathered
         return (
             f"{', '.join(names)}; microbatch {self.local_batch_size}; "
@@ -112,16 +130,19 @@ def _choices(config: JobConfig, ranks: int, device: Device) -> Iterator[Choice]:
     Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
     """
+    most = {
+        "tp": min(device.per_node, 8),
+        "cp": 8 if config.training.seq_len >= LONG else 1,
+        "pp": 16,
+    }
     powers = [1 << i for i in range(ranks.bit_length())]
-    tensor = [n for n in powers if n <= min(device.per_node, ranks, 8)]
-    context = [n for n in powers if n <= 8] if config.training.seq_len >= LONG else [1]
-    pipeline = [n for n in powers if n <= 16]
     local = sorted({1, 2, 4, config.training.local_batch_size})
-    for tp, cp, pp, size in product(tensor, context, pipeline, local):
-        if ranks % (tp * cp * pp) == 0:
-            schedules = _schedules(config) if pp > 1 else [""]
-            for schedule, mode, keeps in product(schedules, MODES, (True, False)):
-                yield Choice(tp, cp, pp, schedule, size, mode, keeps)
+    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in AXES)):
+        mesh = dict(zip(AXES, degrees, strict=True))
+        if ranks % math.prod(degrees) == 0:
+            schedules = _schedules(config) if mesh["pp"] > 1 else [""]
+            for words in product(schedules, local, MODES, (True, False)):
+                yield Choice(degrees, *words)
 
 
 def _schedules(config: JobConfig) -> list[str]:
@@ -144,92 +165,81 @@ def difference(old: JobConfig, update: Update) -> str:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Time and memory of one sequence in a layer, on one rank; without FSDP's traffic, which
+    depends on the ranks and not on the sequences."""
+
+    seconds: float
+    """Forward, backward and recomputation."""
+    num_bytes: float
+    """Activations that its forward leaves behind for backward."""
+
+
+@dataclass(frozen=True)
 class Work:
-    """Time and memory of one sequence on one rank of a model, and of its optimizer.
+    """Time and memory of one sequence on one rank of a model, and of its optimizer."""
 
-    FSDP's traffic is left out: it depends on the ranks, and not on the sequences.
-    """
-
-    layer_s: float
-    """Forward, backward and recomputation of a layer."""
+    layers: Sequence[Layer]
+    """Of a shallow model. Those of a deeper one repeat them."""
     rest_s: float
     """Of the embedding, the last norm, the output projection and the loss."""
     update_s: float
     """Of the optimizer, per parameter of the rank."""
-    layer_bytes: float
-    """Activations that a layer's forward leaves behind for backward."""
-    rest_bytes: float
-    """The most that there is besides before the optimizer's step, taken as if it did not grow with
-    the sequences: a low estimate costs a simulation, a high one might lose the best."""
 
 
-Shape = tuple[int, int, str]
-"""Degrees of tensor and context parallelism, mode of recomputation: the operators of a layer depend
-on nothing else that a search chooses, and grow with its sequences."""
+def measure_work(config: JobConfig, choice: Choice, device: Rates) -> Work:
+    """Simulate one sequence in a model of few layers, with as few ranks as have the axes and FSDP.
 
-
-def shape_of(choice: Choice) -> Shape:
-    """Return the key of the `Work` that is `choice`'s."""
-    return choice.tensor, choice.context, choice.recomputation
-
-
-def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) -> Work:
-    """Simulate one sequence in a model of few layers, with as few ranks as have TP, CP and FSDP."""
-    tensor, context, mode = shape
-    ranks = 2 * tensor * context
-    alone = Choice(tensor, context, 1, "", 1, mode, False)
-    config = changed(config, alone.update(2))
-    args = config.model.args | {"n_layers": 2 * period(config)}
-    try:
-        plan = plan_job(changed(config, {"model": {"args": args}}), ranks, is_gpu=device.is_gpu)
-    except ConfigError:  # the config names layers that a shallow model lacks
-        plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    simulation, layers = simulate(plan, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
-    seconds = dict.fromkeys(("layers", "rest", UPDATE), 0.0)
+    Args:
+        choice: the work is that of every other with its `shape`, too.
+    """
+    ranks = 2 * math.prod(choice.degrees) // choice.mesh["pp"]
+    degrees = tuple(1 if axis == "pp" else degree for axis, degree in choice.mesh.items())
+    alone = Choice(degrees, "", 1, choice.recomputation, False)
+    plan = plan_job(changed(config, alone.update(2)), ranks, is_gpu=device.is_gpu)
+    with suppress(ConfigError):  # if the config names layers that a shallow model lacks
+        plan = at_depth(plan, device, 2 * period(config))
+    simulation = simulate(plan, 0, is_gpu=device.is_gpu)
+    seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
     for entry in simulation.entries:
-        part = "layers" if entry.at.module.startswith("layers.") else "rest"
+        layer = layer_of(entry.at.module)
         if entry.at.phase == UPDATE or not entry.is_fsdp:
-            part = UPDATE if entry.at.phase == UPDATE else part
-            seconds[part] += entry_seconds(entry, rates, device.per_node)
+            seconds[UPDATE if entry.at.phase == UPDATE else layer] += entry_seconds(entry, device)
     record = simulation.record
     born = {event.item: event.delta for event in reversed(record.events)}  # the first of each
-    kept = sum(
-        born[number]
-        for number, item in enumerate(record.items)
-        if item.purpose == "activations"
-        and item.born.phase == FORWARD
-        and item.born.module.startswith("layers.")
-        and number in born
-    )
-    places = Memory(record).by_place().items()
-    peak = max(size for place, size in places if not place.startswith((UPDATE, AT_START.phase)))
-    state = plan.least_bytes.get("weights", 0.0) + plan.least_bytes.get("optimizer", 0.0)
+    for number, size in born.items():
+        item = record.items[number]
+        if item.purpose == "activations" and item.born.phase == FORWARD:
+            kept[layer_of(item.born.module)] += size
     return Work(
-        seconds["layers"] / layers,
-        seconds["rest"],
+        [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)],
+        seconds[-1],
         seconds[UPDATE] * ranks / num_parameters(plan, 0),
-        kept / layers,
-        max(0.0, peak - state - kept),
     )
 
 
-def estimate(plan: Plan, work: Work, device: Device, rates: Rates) -> tuple[float, float]:
-    """Return a candidate's seconds per step, and the bytes of its first rank's tensors."""
+def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
+    """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
     dims, count, size = plan.dims, plan.num_microbatches, plan.config.training.local_batch_size
     ends = [modules_of(plan, rank) for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1))]
-    depths = [sum("layers." in name for name in names) for names in ends]
-    copies, sent = _fsdp_seconds(plan, device, rates)
+    layers = [[work.layers[n % len(work.layers)] for n in _numbers(names)] for names in ends]
+    copies, sent = _fsdp_seconds(plan, device)
     busy = copies + max(
-        count * size * (depth * work.layer_s + ("output" in names) * work.rest_s)
-        for depth, names in zip(depths, ends, strict=True)
+        count * size * (sum(one.seconds for one in of) + ("output" in names) * work.rest_s)
+        for of, names in zip(layers, ends, strict=True)
     )
     parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
     backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
     seconds = max(busy, sent) / (1 - bubble(plan, backward)) + work.update_s * parameters
-    return seconds, _num_bytes(plan, work, depths[0])
+    return seconds, _least_bytes(plan, size * sum(one.num_bytes for one in layers[0]))
 
 
-def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> tuple[float, float]:
+def _numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of the layers among the modules."""
+    return [number for name in names if (number := layer_of(name)) >= 0]
+
+
+def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
     first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
@@ -245,8 +255,8 @@ def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> tuple[float, floa
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
     moved = num_parameters(plan, 0) / dims.tp * width
-    link = ring_width(range(0, shards * dims.tp, dims.tp), rates, device.per_node)
-    return 2 * moved / rates.stream, moved * (shards - 1) / shards / link
+    link = ring_width(range(0, shards * dims.tp, dims.tp), device)
+    return 2 * moved / device.bytes_per_s, moved * (shards - 1) / shards / link
 
 
 def _in_flight(plan: Plan) -> float:
@@ -260,23 +270,23 @@ def _in_flight(plan: Plan) -> float:
     return min(ahead, count * per_rank) / per_rank
 
 
-def _num_bytes(plan: Plan, work: Work, depth: int) -> float:
-    """Return the peak of the first rank's tensors, with `depth` layers."""
-    least, size = plan.least_bytes, plan.config.training.local_batch_size
-    in_flight = _in_flight(plan)
-    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    kept = size * in_flight * depth * work.layer_bytes + work.rest_bytes
+def _least_bytes(plan: Plan, activations: float) -> float:
+    """Return the bytes that the first rank surely has at once: a candidate that is left out by them
+    would not fit.
+
+    At the end of the last forward in flight these are its state, its gathered weights, the
+    gradients of earlier microbatches, and the activations of its layers. The loss and the layer
+    that runs come on top.
+
+    Args:
+        activations: of a microbatch, in all layers.
+    """
+    least, in_flight = plan.least_bytes, _in_flight(plan)
     whole = least.get("gathered weights", 0.0)
     if plan.num_microbatches > in_flight:
         whole += least.get("whole gradients", 0.0)
-    return max(sum(least.values()), state + whole + kept)
-
-
-SIMULATED = 8
-"""Candidates that fit, of a search."""
-
-MOST_OVER = 1.1
-"""How many times the simulated peak an estimate may be: docs/planning.md."""
+    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
+    return max(sum(least.values()), state + whole + in_flight * activations)
 
 
 @dataclass(frozen=True)
@@ -308,7 +318,7 @@ class Found:
     """Keys in which the best differs from the config."""
 
 
-def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: int) -> Found:
+def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     """Estimate every legal candidate, simulate the fastest until `SIMULATED` fit, and rank these.
 
     Raises:
@@ -316,17 +326,15 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     """
     start = time.perf_counter()
     plans = dict(legal(config, ranks, device))
-    estimates = estimate_all(config, plans, device, rates, workers)
+    estimates = estimate_all(config, plans, device, workers)
     fitting = [c for c, plan in plans.items() if may_fit(estimates[c][1], plan, device)]
     queue = sorted(fitting, key=lambda choice: (estimates[choice][0], str(choice)))
     found: dict[Candidate, Choice] = {}
-    num_simulated = 0
     with tqdm(total=SIMULATED, desc="simulated", disable=None, file=sys.stderr) as bar:
         while queue and len(found) < SIMULATED:
             missing = SIMULATED - len(found)
             now, queue = queue[:missing], queue[missing:]
-            num_simulated += len(now)
-            tasks = [(plans[choice].config, ranks, device, rates) for choice in now]
+            tasks = [(plans[choice].config, ranks, device) for choice in now]
             for index, need in in_processes(tasks, need_of, workers):
                 assert isinstance(need, Need), need
                 if need.verdict == "fits":
@@ -342,7 +350,7 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
     return Found(
         len(plans),
         len(plans) - len(fitting),
-        num_simulated,
+        len(fitting) - len(queue),
         ranked,
         time.perf_counter() - start,
         SOURCE,
@@ -351,24 +359,24 @@ def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: i
 
 
 def estimate_all(
-    config: JobConfig, plans: dict[Choice, Plan], device: Device, rates: Rates, workers: int
+    config: JobConfig, plans: dict[Choice, Plan], device: Rates, workers: int
 ) -> dict[Choice, tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    shapes = [*dict.fromkeys(shape_of(choice) for choice in plans)]
-    tasks = [(config, shape, device, rates) for shape in shapes]
+    shapes = {choice.shape: choice for choice in plans}
+    tasks = [(config, choice, device) for choice in shapes.values()]
     works = dict(in_processes(tasks, measure_work, workers))
+    by_shape = {shape: works[number] for number, shape in enumerate(shapes)}
     found = {}
     for choice, plan in plans.items():
-        work = works[shapes.index(shape_of(choice))]
+        work = by_shape[choice.shape]
         assert isinstance(work, Work), work
-        found[choice] = estimate(plan, work, device, rates)
+        found[choice] = estimate(plan, work, device)
     return found
 
 
 def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
-    """Return whether tensors that are estimated to take so many bytes might fit."""
-    peak = round(num_bytes / MOST_OVER)
-    groups = sum(size > 1 for size in vars(plan.dims).values())
+    """Return whether a rank with at least so many bytes of tensors might fit."""
+    peak, groups = round(num_bytes), sum(size > 1 for size in vars(plan.dims).values())
     return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
 
 
