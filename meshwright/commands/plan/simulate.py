@@ -224,7 +224,9 @@ class Rank:
         with self._mode:
             for _ in range(left_out):
                 found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
-                found += [torch.empty_like(pipeline.activation, device=CPU) for _ in range(received)]
+                found += [
+                    torch.empty_like(pipeline.activation, device=CPU) for _ in range(received)
+                ]
         return found
 
     def step(self, number: int, batches: list[Batch]) -> None:
