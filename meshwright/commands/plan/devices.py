@@ -155,36 +155,13 @@ SLOTS_USED = 3
 gathered ahead for backward, and reduced."""
 
 
-def overheads(
-    device: Device,
-    peak: int,
-    rounded: int,
-    num_groups: int,
-    *,
-    shared: int = 0,
-    staged: int = 0,
-    sends_by_gloo: bool = False,
-) -> list[Overhead]:
-    """Model a rank's memory besides its tensors.
+def on_gpu(peak: int, rounded: int, num_groups: int) -> list[Overhead]:
+    """Model a rank's memory of a GPU besides its tensors.
 
     Args:
         peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
-        shared: bytes of the largest tensor that FSDP2 communicates through the memory of a CPU.
-        staged: bytes of the copy in host memory that an asynchronous save is written from.
-        sends_by_gloo: on CPUs FSDP2's tensors go through gloo, and not through shared memory.
     """
-    if not device.is_gpu:
-        kept = MALLOC_KEEPS_BY_GLOO if sends_by_gloo else MALLOC_KEEPS
-        found = [
-            Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
-            Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
-        ]
-        if shared:  # pages that were written once stay, whether or not their slot is in use
-            found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * shared)))
-        if staged:
-            found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
-        return found
     mib = 2**20
     return [
         Overhead("allocator: rounding", rounded - peak, rounded - peak),
@@ -193,6 +170,27 @@ def overheads(
         Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
         Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
     ]
+
+
+def on_cpu(peak: int, fsdp: int = 0, staged: int = 0, *, is_gloo: bool = False) -> list[Overhead]:
+    """Model a rank's memory of a CPU besides its tensors.
+
+    Args:
+        peak: bytes of tensors.
+        fsdp: bytes of the largest tensor that FSDP2 communicates.
+        staged: bytes of the copy that an asynchronous save is written from.
+        is_gloo: FSDP2's tensors go through gloo, and not through shared memory.
+    """
+    kept = MALLOC_KEEPS_BY_GLOO if is_gloo and fsdp else MALLOC_KEEPS
+    found = [
+        Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
+        Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
+    ]
+    if fsdp and not is_gloo:  # pages that were written once stay, whether their slot is in use
+        found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * fsdp)))
+    if staged:
+        found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
+    return found
 
 
 def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from meshwright.commands.plan.devices import Device, Overhead, Rates, overheads, verdict
+from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
 from meshwright.commands.plan.figures import Memory, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Collective
@@ -69,19 +69,13 @@ def figures_of(simulation: Simulation, plan: Plan, device: Rates) -> Figures:
 
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
-    checkpoint = plan.config.checkpoint
-    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
+    peak, checkpoint = figures.peak_bytes, plan.config.checkpoint
+    if device.is_gpu:
+        return on_gpu(peak, figures.rounded_bytes, figures.num_groups)
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
-    return overheads(
-        device,
-        figures.peak_bytes,
-        figures.rounded_bytes,
-        figures.num_groups,
-        shared=0 if is_gloo else figures.fsdp_bytes,
-        staged=round(saved) if is_staged else 0,
-        sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
-    )
+    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
+    return on_cpu(peak, figures.fsdp_bytes, round(saved) * is_staged, is_gloo=is_gloo)
 
 
 def predict(plan: Plan, rank: int, device: Rates) -> Figures:
@@ -147,11 +141,11 @@ def telling_ranks(plan: Plan) -> list[int]:
     return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
 
 
-def num_parameters(plan: Plan, rank: int) -> int:
-    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
-    inside = tuple(f"{name}." for name in modules_of(plan, rank))
-    shapes = plan.model_args.table.parameters.items()
-    return sum(p.numel for name, p in shapes if name.startswith(inside))
+def stages_of(plan: Plan, rank: int) -> list[int]:
+    """Return the stages of `rank`."""
+    place = rank // (plan.dims.num_ranks // plan.dims.pp)
+    schedule = plan.config.parallelism.pipeline_parallel_schedule
+    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
 
 
 def modules_of(plan: Plan, rank: int) -> list[str]:
@@ -159,11 +153,11 @@ def modules_of(plan: Plan, rank: int) -> list[str]:
     return [name for index in stages_of(plan, rank) for name in plan.stage_modules[index]]
 
 
-def stages_of(plan: Plan, rank: int) -> list[int]:
-    """Return the stages of `rank`."""
-    place = rank // (plan.dims.num_ranks // plan.dims.pp)
-    schedule = plan.config.parallelism.pipeline_parallel_schedule
-    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
+def num_parameters(plan: Plan, rank: int) -> int:
+    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
+    inside = tuple(f"{name}." for name in modules_of(plan, rank))
+    shapes = plan.model_args.table.parameters.items()
+    return sum(p.numel for name, p in shapes if name.startswith(inside))
 
 
 def period(config: JobConfig) -> int:

@@ -6,15 +6,17 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import product
+from operator import itemgetter
+from typing import Any
 
 import tomli_w
 from tqdm import tqdm
 
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, overheads, verdict
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, on_gpu, verdict
 from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import (
     Need,
@@ -25,6 +27,7 @@ from meshwright.commands.plan.predict import (
     num_parameters,
     period,
 )
+from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
 from meshwright.config.job_config import JobConfig, Update, changed, is_compiled
@@ -51,98 +54,84 @@ SIMULATED = 8
 """Candidates that fit, of a search."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A mesh, with the modes of its pipeline, its microbatches and its memory."""
-
-    degrees: tuple[int, ...]
-    """In the order of `AXES`."""
-    schedule: str
-    """Empty without a pipeline."""
-    local_batch_size: int
-    recomputation: str
-    keeps_gathered: bool
-    """Gathered parameters stay from forward to backward."""
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Degrees by axis."""
-        return dict(zip(AXES, self.degrees, strict=True))
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """The operators of a layer depend on nothing else that a search chooses, and grow with its
-        sequences."""
-        cut = (degree for axis, degree in self.mesh.items() if axis != "pp")
-        return *cut, self.recomputation
-
-    def update(self, global_batch_size: int) -> Update:
-        """Return the keys to change."""
-        # "default" keeps gathered parameters in a pipeline, and frees them without one
-        policy = "never" if self.keeps_gathered else "always"
-        is_default = self.keeps_gathered == (self.mesh["pp"] > 1)
-        parallelism = {
-            **{key: self.mesh[axis] for axis, key in AXES.items()},
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": -1,
-            "pipeline_parallel_stages_per_rank": -1,
-            "module_fqns_per_model_part": [],
-            "fsdp_reshard_after_forward": "default" if is_default else policy,
-        }
-        if self.schedule:
-            parallelism["pipeline_parallel_schedule"] = self.schedule
-        sizes = {"local_batch_size": self.local_batch_size, "global_batch_size": global_batch_size}
-        return {
-            "parallelism": parallelism,
-            "activation_checkpoint": {"mode": self.recomputation},
-            "training": sizes,
-        }
-
-    def __str__(self) -> str:
-        """Return it in words."""
-        names = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
-        names = [*(names or ["FSDP alone"]), *([self.schedule] if self.schedule else [])]
-        kept = ", gathered parameters kept" * self.keeps_gathered
-        return (
-            f"{', '.join(names)}; microbatch {self.local_batch_size}; "
-            f"recomputation {self.recomputation}{kept}"
-        )
+Candidate = tuple[Update, Plan]
+"""Keys to change, and the job with them."""
 
 
-def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choice, Plan]]:
-    """Yield every choice that preflight's checks let pass, with its plan.
+def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
+    """Yield every candidate that preflight's checks let pass.
 
     The global batch stays the config's, so more tokens per second are a shorter step.
     """
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    batch = plan.config.training.global_batch_size
-    whole = changed(config, {"training": {"global_batch_size": batch}})
+    batch = {"training": {"global_batch_size": plan.config.training.global_batch_size}}
+    whole = changed(config, batch)
     config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
-    for choice in _choices(config, ranks, device):
+    for update in _updates(config, ranks, device):
         with suppress(ConfigError):
-            candidate = changed(config, choice.update(batch))
-            yield choice, plan_job(candidate, ranks, is_gpu=device.is_gpu)
+            yield update, plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
 
 
-def _choices(config: JobConfig, ranks: int, device: Device) -> Iterator[Choice]:
+def _updates(config: JobConfig, ranks: int, device: Device) -> Iterator[Update]:
     """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks.
 
     Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
     """
-    most = {
-        "tp": min(device.per_node, 8),
-        "cp": 8 if config.training.seq_len >= LONG else 1,
-        "pp": 16,
-    }
+    longest = 8 if config.training.seq_len >= LONG else 1
+    most = {"tp": min(device.per_node, 8), "cp": longest, "pp": 16}
     powers = [1 << i for i in range(ranks.bit_length())]
-    local = sorted({1, 2, 4, config.training.local_batch_size})
+    sizes = sorted({1, 2, 4, config.training.local_batch_size})
     for degrees in product(*([n for n in powers if n <= most[axis]] for axis in AXES)):
         mesh = dict(zip(AXES, degrees, strict=True))
-        if ranks % math.prod(degrees) == 0:
-            schedules = _schedules(config) if mesh["pp"] > 1 else [""]
-            for words in product(schedules, local, MODES, (True, False)):
-                yield Choice(degrees, *words)
+        if ranks % math.prod(degrees):
+            continue
+        schedules = _schedules(config) if mesh["pp"] > 1 else [""]
+        for schedule, size, mode, keeps in product(schedules, sizes, MODES, (True, False)):
+            update = mesh_update(mesh, keeps_gathered=keeps)
+            if schedule:
+                update["parallelism"]["pipeline_parallel_schedule"] = schedule
+            update["activation_checkpoint"] = {"mode": mode}
+            batch = config.training.global_batch_size
+            update["training"] = {"local_batch_size": size, "global_batch_size": batch}
+            yield update
+
+
+def mesh_update(mesh: Mapping[str, int], *, keeps_gathered: bool) -> dict[str, dict[str, Any]]:
+    """Return the keys of a mesh.
+
+    Args:
+        keeps_gathered: gathered parameters stay from forward to backward.
+    """
+    # "default" keeps gathered parameters in a pipeline, and frees them without one
+    policy = "never" if keeps_gathered else "always"
+    is_default = keeps_gathered == (mesh["pp"] > 1)
+    parallelism = {
+        **{key: mesh[axis] for axis, key in AXES.items()},
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": -1,
+        "pipeline_parallel_stages_per_rank": -1,
+        "module_fqns_per_model_part": [],
+        "fsdp_reshard_after_forward": "default" if is_default else policy,
+    }
+    return {"parallelism": parallelism}
+
+
+def keeps_gathered(plan: Plan) -> bool:
+    """Return whether gathered parameters stay from forward to backward."""
+    policy = plan.config.parallelism.fsdp_reshard_after_forward
+    return policy == "never" or (policy == "default" and plan.dims.pp > 1)
+
+
+def words_of(plan: Plan) -> str:
+    """Return a candidate in words."""
+    sizes = {axis: getattr(plan.dims, axis) for axis in AXES}
+    names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
+    if plan.dims.pp > 1:
+        names.append(plan.config.parallelism.pipeline_parallel_schedule)
+    kept = ", gathered parameters kept" * keeps_gathered(plan)
+    size, mode = plan.config.training.local_batch_size, plan.config.activation_checkpoint.mode
+    return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
 
 def _schedules(config: JobConfig) -> list[str]:
@@ -187,35 +176,42 @@ class Work:
     """Of the optimizer, per parameter of the rank."""
 
 
-def measure_work(config: JobConfig, choice: Choice, device: Rates) -> Work:
-    """Simulate one sequence in a model of few layers, with as few ranks as have the axes and FSDP.
+Shape = tuple[str, tuple[tuple[str, int], ...]]
+"""Mode of recomputation, and degrees of the axes that cut a layer: its operators depend on nothing
+else that a search chooses, and grow with the sequences."""
 
-    Args:
-        choice: the work is that of every other with its `shape`, too.
-    """
-    ranks = 2 * math.prod(choice.degrees) // choice.mesh["pp"]
-    degrees = tuple(1 if axis == "pp" else degree for axis, degree in choice.mesh.items())
-    alone = Choice(degrees, "", 1, choice.recomputation, False)
-    plan = plan_job(changed(config, alone.update(2)), ranks, is_gpu=device.is_gpu)
+
+def shape_of(plan: Plan) -> Shape:
+    """Return the key of a candidate's `Work`."""
+    cut = tuple((axis, getattr(plan.dims, axis)) for axis in AXES if axis != "pp")
+    return plan.config.activation_checkpoint.mode, cut
+
+
+def measure_work(config: JobConfig, shape: Shape, device: Rates) -> Work:
+    """Simulate one sequence in a model of few layers on few ranks, which have all axes."""
+    mode, degrees = shape
+    mesh = {"pp": 1, **dict(degrees)}
+    ranks, update = 2 * math.prod(mesh.values()), mesh_update(mesh, keeps_gathered=False)
+    update["activation_checkpoint"] = {"mode": mode}
+    update["training"] = {"local_batch_size": 1, "global_batch_size": 2}
+    config = changed(config, update)
+    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
     with suppress(ConfigError):  # if the config names layers that a shallow model lacks
         plan = at_depth(plan, device, 2 * period(config))
     simulation = simulate(plan, 0, is_gpu=device.is_gpu)
     seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
     for entry in simulation.entries:
-        layer = layer_of(entry.at.module)
-        if entry.at.phase == UPDATE or not entry.is_fsdp:
-            seconds[UPDATE if entry.at.phase == UPDATE else layer] += entry_seconds(entry, device)
+        part = UPDATE if entry.at.phase == UPDATE else layer_of(entry.at.module)
+        if part == UPDATE or not entry.is_fsdp:
+            seconds[part] += entry_seconds(entry, device)
     record = simulation.record
     born = {event.item: event.delta for event in reversed(record.events)}  # the first of each
     for number, size in born.items():
         item = record.items[number]
         if item.purpose == "activations" and item.born.phase == FORWARD:
             kept[layer_of(item.born.module)] += size
-    return Work(
-        [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)],
-        seconds[-1],
-        seconds[UPDATE] * ranks / num_parameters(plan, 0),
-    )
+    layers = [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)]
+    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / num_parameters(plan, 0))
 
 
 def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
@@ -246,11 +242,8 @@ def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
     if shards == 1:
         return 0.0, 0.0
-    policy = parallelism.fsdp_reshard_after_forward
-    if dims.pp > 1:  # gathered weights stay until the end of the step
-        gathers = 2 * count if policy == "always" else 1
-    else:
-        gathers = count if policy == "never" else 2 * count
+    # in a pipeline, gathered weights stay until the end of the step
+    gathers = (1 if dims.pp > 1 else count) if keeps_gathered(plan) else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
@@ -290,8 +283,8 @@ def _least_bytes(plan: Plan, activations: float) -> float:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A choice, simulated."""
+class Simulated:
+    """A candidate, simulated."""
 
     step_seconds: float
     peak_bytes: int
@@ -309,7 +302,7 @@ class Found:
     too_large: int
     """By their estimates."""
     simulated: int
-    ranked: list[Candidate]
+    ranked: list[Simulated]
     """Simulated ones that fit; best first."""
     seconds: float
     source: str
@@ -325,59 +318,60 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
         ConfigError: if no candidate fits.
     """
     start = time.perf_counter()
-    plans = dict(legal(config, ranks, device))
-    estimates = estimate_all(config, plans, device, workers)
-    fitting = [c for c, plan in plans.items() if may_fit(estimates[c][1], plan, device)]
-    queue = sorted(fitting, key=lambda choice: (estimates[choice][0], str(choice)))
-    found: dict[Candidate, Choice] = {}
+    candidates = list(legal(config, ranks, device))
+    estimates = estimate_all(config, [plan for _, plan in candidates], device, workers)
+    fitting = [
+        (seconds, words_of(plan), update, plan)
+        for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True)
+        if may_fit(size, plan, device)
+    ]
+    queue = sorted(fitting, key=itemgetter(0, 1))
+    found: list[tuple[Simulated, Update]] = []
     with tqdm(total=SIMULATED, desc="simulated", disable=None, file=sys.stderr) as bar:
         while queue and len(found) < SIMULATED:
             missing = SIMULATED - len(found)
             now, queue = queue[:missing], queue[missing:]
-            tasks = [(plans[choice].config, ranks, device) for choice in now]
+            tasks = [(plan.config, ranks, device) for *_, plan in now]
             for index, need in in_processes(tasks, need_of, workers):
                 assert isinstance(need, Need), need
                 if need.verdict == "fits":
-                    training = plans[now[index]].config.training
-                    speed = training.global_batch_size * training.seq_len / need.seconds
-                    words = str(now[index])
-                    one = Candidate(need.seconds, need.peak_bytes, words, speed)
-                    found[one] = now[index]
+                    _, words, update, plan = now[index]
+                    speed = tokens_per_step(plan) / need.seconds
+                    one = Simulated(need.seconds, need.peak_bytes, words, speed)
+                    found.append((one, update))
                     bar.update()
-    check(bool(found), "--device", device.name, f"none of {len(plans)} candidates fits")
-    ranked = sorted(found, key=astuple)
-    best = found[ranked[0]]
+    check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
+    found.sort(key=lambda pair: astuple(pair[0]))
     return Found(
-        len(plans),
-        len(plans) - len(fitting),
+        len(candidates),
+        len(candidates) - len(fitting),
         len(fitting) - len(queue),
-        ranked,
+        [one for one, _ in found],
         time.perf_counter() - start,
         SOURCE,
-        difference(config, best.update(plans[best].config.training.global_batch_size)),
+        difference(config, found[0][1]),
     )
 
 
 def estimate_all(
-    config: JobConfig, plans: dict[Choice, Plan], device: Rates, workers: int
-) -> dict[Choice, tuple[float, float]]:
+    config: JobConfig, plans: Sequence[Plan], device: Rates, workers: int
+) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    shapes = {choice.shape: choice for choice in plans}
-    tasks = [(config, choice, device) for choice in shapes.values()]
-    works = dict(in_processes(tasks, measure_work, workers))
-    by_shape = {shape: works[number] for number, shape in enumerate(shapes)}
-    found = {}
-    for choice, plan in plans.items():
-        work = by_shape[choice.shape]
+    shapes = [*dict.fromkeys(map(shape_of, plans))]
+    tasks = [(config, shape, device) for shape in shapes]
+    works = {shapes[i]: work for i, work in in_processes(tasks, measure_work, workers)}
+    found = []
+    for plan in plans:
+        work = works[shape_of(plan)]
         assert isinstance(work, Work), work
-        found[choice] = estimate(plan, work, device)
+        found.append(estimate(plan, work, device))
     return found
 
 
 def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
     """Return whether a rank with at least so many bytes of tensors might fit."""
     peak, groups = round(num_bytes), sum(size > 1 for size in vars(plan.dims).values())
-    return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
+    return verdict(device, peak, on_gpu(peak, peak, groups)) == "fits"
 
 
 def to_text(found: Found) -> str:

@@ -277,18 +277,10 @@ class Trace:
 
 def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
     """Axis and ranks of every group, by its name; a group of several axes has the first."""
+    lines = {axis: getattr(meshes, axis) for axis in ("tp", "cp", "pp")}
+    lines |= {axis: meshes.parameters[axis] for axis in ("dp_replicate", "fsdp")}
+    lines |= {axis: getattr(meshes, axis) for axis in ("loss", "dp", "world")}
     found: dict[str, tuple[str, range]] = {}
-    parameters = meshes.parameters
-    lines = {
-        "tp": meshes.tp,
-        "cp": meshes.cp,
-        "pp": meshes.pp,
-        "dp_replicate": parameters["dp_replicate"],
-        "fsdp": parameters["fsdp"],
-        "loss": meshes.loss,
-        "dp": meshes.dp,
-        "world": meshes.world,
-    }
     for axis, mesh in lines.items():
         group = mesh.get_group()
         ranks = torch.distributed.get_process_group_ranks(group)
