@@ -289,21 +289,19 @@ def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> T
 
 def compare_searches() -> None:
     """Print the best step time of all candidates, and of a search, at every limit of memory."""
-    config = load_config(SEARCHED)
-    h100 = estimated(H100)
-    plans = dict(search.legal(config, 4, h100))
-    choices = [*plans]
+    config, h100 = load_config(SEARCHED), estimated(H100)
+    candidates = list(search.legal(config, 4, h100))
+    plans = [plan for _, plan in candidates]
     estimates = search.estimate_all(config, plans, h100, 2)
-    tasks = [(plans[choice].config, 4, h100) for choice in choices]
     needs: dict[int, Need] = {}
-    for index, need in in_processes(tasks, need_of, 2):
+    for index, need in in_processes([(plan.config, 4, h100) for plan in plans], need_of, 2):
         assert isinstance(need, Need), need
-        needs[id(plans[choices[index]].config)] = need
-        seconds, num_bytes = estimates[choices[index]]
+        needs[id(plans[index].config)] = need
+        seconds, num_bytes = estimates[index]
         print(
             f"{seconds / need.seconds:.3f} of {need.seconds:.4f} s, "
             f"{num_bytes / need.peak_bytes:.3f} of {need.peak_bytes / GIB:.2f} GiB: "
-            f"{choices[index]}",
+            f"{search.words_of(plans[index])}",
             flush=True,
         )
     for gib in LIMITS:
@@ -318,7 +316,7 @@ def compare_searches() -> None:
                 yield index, replace(need, verdict="fits" if fits else "tight")
 
         with (
-            mock.patch.object(search, "legal", return_value=plans.items()),
+            mock.patch.object(search, "legal", return_value=candidates),
             mock.patch.object(search, "estimate_all", return_value=estimates),
             mock.patch.object(search, "in_processes", known),
         ):
@@ -330,7 +328,7 @@ def compare_searches() -> None:
         by_search = found.ranked[0].step_seconds
         print(
             f"{gib} GiB: {len(fitting)} fit, best {best} s; by search {by_search} s, "
-            f"{found.simulated} simulated, {found.too_large} estimated to be too large"
+            f"{found.simulated} simulated, {found.too_large} surely too large"
         )
 
 

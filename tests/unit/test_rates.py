@@ -50,10 +50,10 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
     gather = Collective("all_gather", "", range(2), 0, 1e6, AT, is_fsdp=is_fsdp)
-    step = Simulation(Record(), [gather, *matmuls], 1)
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"]), 2, is_gpu=True
     )
+    step = Simulation(Record(), [gather, *matmuls], 1, plan.num_microbatches - 1)
     matmul, waited = (entry_seconds(one, rates) for one in (matmuls[0], gather))
     found = step_time(step, plan, rates)
     each = 2 * matmul + waits * waited
