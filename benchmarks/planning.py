@@ -2,15 +2,13 @@
 
     python -m benchmarks.planning [CASE ...]
     python -m benchmarks.planning --presets [NAME ...]
-    python -m benchmarks.planning --depths
     python -m benchmarks.planning --published
     python -m benchmarks.planning --search
 
---presets plans every preset, or those named, and writes the plan into its header. --depths compares
-predictions from two shallow models with simulations of all layers. --published compares step times
-and memory with the figures that others published of jobs on H100s. --search simulates every
-candidate of a small space, and compares the best at several limits of memory with the one that a
-search finds.
+--presets plans every preset, or those named, and writes the plan into its header. --published
+compares step times and memory with figures that others published of jobs on H100s. --search
+simulates every candidate of a small space, and compares the best at several limits of memory with
+the one that a search finds.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
@@ -34,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from meshwright.commands.plan import search
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
-from meshwright.commands.plan.predict import Need, in_processes, measure, need_of, predict
+from meshwright.commands.plan.predict import Need, in_processes, need_of, predict
 from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
@@ -44,17 +42,6 @@ from meshwright.parallelisms import activation_checkpoint
 from meshwright.system.errors import ConfigError
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 
-DEPTHS = (
-    ("llama3_8b", 8, ""),
-    ("llama3_8b", 64, "--parallelism.tensor_parallel_degree=8"),
-    ("llama2_13b", 16, "--activation_checkpoint.mode=none"),
-    ("llama2_70b", 256, "--activation_checkpoint.mode=full"),
-    ("llama3.1_70b", 256, "--parallelism.fsdp_reshard_after_forward=never"),
-    ("qwen3_14b", 16, ""),
-    ("olmo2_7b", 8, "--activation_checkpoint.selective_ac_option=2"),
-    ("llama3_8b", 8, "--parallelism.context_parallel_degree=4"),
-)
-"""Presets, ranks, and options, beside one sequence per microbatch."""
 H100 = find_device("h100")
 TORCHTITAN = replace(H100, flops_per_s=886e12, bytes_per_s=2.4e12)
 """Its H100s have 2.4 TB/s and a limit of 500 W, "between SXM and NVL": 886 is on the line from 835
@@ -154,6 +141,7 @@ PUBLISHED = [
         *("llama2_7b", 64, (8, 2048), f"{FULL} {_mpt(8192, 80, 64, 21845)}", 1039),
     ),
 ]
+# not compiled, so that schedules that split backward are searched, too
 SEARCHED = [
     "--job.config_file=train_configs/debug_model.toml",
     "--training.mixed_precision_param=bfloat16",
@@ -165,7 +153,7 @@ SEARCHED = [
     "--model.args.n_heads=16",
     "--model.args.n_kv_heads=8",
     "--model.args.vocab_size=32768",
-    "--compile.enable=false",  # so that schedules that split backward are searched, too
+    "--compile.enable=false",
 ]
 """A job of four ranks."""
 LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
@@ -173,18 +161,20 @@ LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
 
 
 def main() -> None:
-    modes = {
-        "--depths": compare_depths,
-        "--search": compare_searches,
-        "--published": compare_published,
-    }
-    if sys.argv[1:2] == ["--presets"]:
-        write_presets(sys.argv[2:])
-        return
-    if sys.argv[1:] and sys.argv[1] in modes:
-        modes[sys.argv[1]]()
-        return
-    words = [sys.executable, "-m", "tests.helpers.planning", *sys.argv[1:]]
+    mode, names = "".join(sys.argv[1:2]), sys.argv[2:]
+    if mode == "--presets":
+        write_presets(names)
+    elif mode == "--search":
+        compare_searches()
+    elif mode == "--published":
+        compare_published()
+    else:
+        compare_peaks(sys.argv[1:])
+
+
+def compare_peaks(cases: list[str]) -> None:
+    """Print planned and allocated bytes of the cases, or of all."""
+    words = [sys.executable, "-m", "tests.helpers.planning", *cases]
     worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     print("| job | planned bytes | allocated bytes | difference | unattributed |")
@@ -209,28 +199,6 @@ def write_presets(names: list[str]) -> None:
         peak = peak_gib(path, ranks)
         path.write_text(with_plan(path, text, ranks, peak, today))
         print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
-
-
-def compare_depths() -> None:
-    """Print the peak by two shallow depths and by all layers, of rank 0."""
-    print("| job | from two depths, GiB | all layers, GiB | difference |")
-    print("|---|---|---|---|")
-    for index, found in in_processes(DEPTHS, at_both, 2):
-        name, ranks, options = DEPTHS[index]
-        predicted, simulated = found
-        off = predicted / simulated - 1
-        sizes = f"{predicted / GIB:.3f} | {simulated / GIB:.3f}"
-        print(f"| {name}, {ranks} ranks {options} | {sizes} | {off:+.4%} |", flush=True)
-
-
-def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
-    """Return the bytes of a preset's peak, predicted and simulated."""
-    path, device = ROOT / f"train_configs/{name}.toml", estimated(H100)
-    words = ["--training.local_batch_size=1", *options.split()]
-    config = load_config([f"--job.config_file={path}", *words])
-    job = plan_job(config, ranks, is_gpu=True)
-    predicted = predict(job, 0, device)
-    return predicted.peak_bytes, measure(job, 0, device).peak_bytes
 
 
 def compare_published() -> None:
