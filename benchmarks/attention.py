@@ -66,14 +66,17 @@ def main() -> None:
         exact = [x.detach().double().requires_grad_() for x in leaves]
         want = timed(torchs, exact, grad.double())[2] if length < 4096 else []
         ways = {"torch": torchs, "own": own}
-        taken = [
-            {name: timed(ways[name], leaves, grad) for name in ways} for _ in range(args.repeats)
-        ]
+        taken: dict[str, list[list[float]]] = {name: [] for name in ways}
+        found: dict[str, list[Tensor]] = {}
+        for _ in range(args.repeats):
+            for name, way in ways.items():
+                *milliseconds, found[name] = timed(way, leaves, grad)
+                taken[name].append(milliseconds)
         for name in ways:
-            forward, backward = (median(turn[name][i] for turn in taken) for i in (0, 1))
+            forward, backward = (median(column) for column in zip(*taken[name], strict=True))
             errors = [
                 f"{float((a.double() - b).norm() / b.norm()):.1e}"
-                for a, b in zip(taken[-1][name][2], want, strict=False)
+                for a, b in zip(found[name], want, strict=False)
             ]
             words = f", errors of output, q, k, v: {' '.join(errors)}" if errors else ""
             print(f"{size:7} {name:6} forward {forward:6.1f} backward {backward:6.1f} ms{words}")

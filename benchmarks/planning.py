@@ -142,19 +142,12 @@ PUBLISHED = [
     ),
 ]
 # not compiled, so that schedules that split backward are searched, too
-SEARCHED = [
-    "--job.config_file=train_configs/debug_model.toml",
-    "--training.mixed_precision_param=bfloat16",
-    "--training.seq_len=1024",
-    "--training.local_batch_size=1",
-    "--training.global_batch_size=8",
-    "--model.args.dim=2048",
-    "--model.args.n_layers=4",
-    "--model.args.n_heads=16",
-    "--model.args.n_kv_heads=8",
-    "--model.args.vocab_size=32768",
-    "--compile.enable=false",
-]
+SEARCHED = (
+    "--job.config_file=train_configs/debug_model.toml --training.mixed_precision_param=bfloat16 "
+    "--training.seq_len=1024 --training.local_batch_size=1 --training.global_batch_size=8 "
+    "--model.args.dim=2048 --model.args.n_layers=4 --model.args.n_heads=16 "
+    "--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=false"
+)
 """A job of four ranks."""
 LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
 """GiB of the device of a search."""
@@ -257,7 +250,7 @@ def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> T
 
 def compare_searches() -> None:
     """Print the best step time of all candidates, and of a search, at every limit of memory."""
-    config, h100 = load_config(SEARCHED), estimated(H100)
+    config, h100 = load_config(SEARCHED.split()), estimated(H100)
     candidates = list(search.legal(config, 4, h100))
     plans = [plan for _, plan in candidates]
     estimates = search.estimate_all(config, plans, h100, 2)
