@@ -13,7 +13,6 @@ from meshwright.train.preflight import Plan, check_alone, preflight, resume_diff
 
 DEFAULT_PRESET = "debug_model"
 
-
 add_options = add_ranks
 
 

@@ -22,13 +22,10 @@ from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
 
-
 WAITING = {"GOMP_SPINCOUNT": "10000"}
 """How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
 
-
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

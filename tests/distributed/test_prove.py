@@ -289,7 +289,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]
-    page = (tmp_path / "proof.html").read_text()
+    page = (tmp_path / "proof.md").read_text()
     assert "1 of 2 cases equal one process" in page
     assert "no such luck" in page
 

@@ -13,8 +13,7 @@ from benchmarks.planning import PUBLISHED, plan_published
 from meshwright.commands.main import run
 from meshwright.commands.plan import predict, search
 from meshwright.commands.plan.devices import ERROR, estimated, find_device
-from meshwright.commands.plan.search import Choice, legal
-from meshwright.commands.plan.simulate import plan_job
+from meshwright.commands.plan.search import legal
 from meshwright.config.job_config import changed
 from meshwright.config.loader import load_config
 from meshwright.metrics.planned import planned_memory
@@ -144,23 +143,22 @@ def test_a_search_prints_the_best_and_its_toml(monkeypatch, capsys) -> None:
 def test_an_estimate_is_near_the_simulation() -> None:
     """Every kind of mesh, schedule and mode; `python -m benchmarks.planning --search` has more."""
     words = ["--model.args.dim=2048", "--model.args.n_layers=2", "--model.args.vocab_size=2048"]
-    h100 = find_device("h100")
-    rates = estimated(h100)
+    h100 = estimated(find_device("h100"))
     config = load_config([str(DEBUG), "--training.seq_len=2048", *words])
-    choices = [
-        Choice(1, 1, 1, "", 4, "full", False),
-        Choice(2, 1, 1, "", 4, "full", False),
-        Choice(1, 1, 2, "1F1B", 4, "none", True),
-    ]
-    plans = {
-        choice: plan_job(changed(config, choice.update(16)), 2, is_gpu=True) for choice in choices
+    wanted = {
+        "FSDP alone; microbatch 4; recomputation full",
+        "tp 2; microbatch 4; recomputation full",
+        "pp 2, 1F1B; microbatch 4; recomputation none, gathered parameters kept",
     }
-    estimates = search.estimate_all(config, plans, h100, rates, 2)
-    tasks = [(plan.config, 2, h100, rates) for plan in plans.values()]
+    config = changed(config, {"training": {"global_batch_size": 16}})
+    plans = [plan for _, plan in legal(config, 2, h100) if search.words_of(plan) in wanted]
+    assert len(plans) == 3
+    estimates = search.estimate_all(config, plans, h100, 2)
+    tasks = [(plan.config, 2, h100) for plan in plans]
     for index, need in predict.in_processes(tasks, predict.need_of, 2):
-        seconds, num_bytes = estimates[choices[index]]
+        seconds, num_bytes = estimates[index]
         assert seconds / need.seconds == pytest.approx(1, abs=0.1)
-        assert 0.5 < num_bytes / need.peak_bytes < search.MOST_OVER  # higher might lose the best
+        assert 0.5 < num_bytes / need.peak_bytes <= 1  # above it the best might be left out
 
 
 @pytest.mark.slow

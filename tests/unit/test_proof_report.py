@@ -41,7 +41,7 @@ def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
     write(tmp_path, small, rows, num_cases=3)
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert (proof["proved"], proof["num_cases"], len(proof["cases"])) == (False, 3, 1)
-    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.html").read_text()
+    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.md").read_text()
     write(tmp_path, small, rows, num_cases=1)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
 

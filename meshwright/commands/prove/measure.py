@@ -127,7 +127,6 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
 
-
 Tensors = dict[str, Tensor]
 
 
