@@ -162,7 +162,7 @@ link_all_but_compilers() {
         while IFS= read -r command; do ln -s "$command" "$1" 2>/dev/null; done
 }
 
-table=() is_red=0
+table=() is_red=0 commit=$(git -C "$repository" rev-parse --short HEAD)
 for row in "${chosen[@]}"; do
     mkdir -p "$work/$row"
     prepare "$row"
@@ -186,7 +186,7 @@ for row in "${chosen[@]}"; do
     done < <(grep -E '^(FAILED|ERROR) ' "$work/$row.log")
     chmod -R u+w "$work/$row" && rm -rf "${work:?}/$row"
 done
-printf '\n%-38s%5s  result at %s\n' row min "$(git -C "$repository" describe --always --dirty)"
+printf '\n%-38s%5s  result at %s\n' row min "$commit"
 printf '%s\n' "${table[@]}"
 echo "logs: $work"
 exit $is_red
