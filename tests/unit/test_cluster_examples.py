@@ -112,7 +112,7 @@ def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> N
     """Also for the machine that they meet at, which torchrun gives 60 seconds."""
     monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)
     sources = [Mock(CachedSource, cache=Mock(num_tokens=n)) for n in (10**9, 10**7 + 1)]
-    words = _patience(Ranks(2, 1, 0), [*sources, Mock(StreamedSource)])
+    words = _patience(Ranks(per_machine=1, machines=2, gpus=0), [*sources, Mock(StreamedSource)])
     backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
     config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
     seconds = 600 + 2526  # 1.01 billion tokens by 4 cores
@@ -123,7 +123,7 @@ def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> N
             )
             == seconds
         )
-    assert _patience(Ranks(1, 8, 8), sources) == []
+    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources) == []
 
 
 def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:
