@@ -18,7 +18,7 @@ from meshwright.checkpoint import commit
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
-from meshwright.checkpoint.retention import Retention, set_aside_later
+from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint, saves
 from meshwright.system.errors import ConfigError, SaveError, StorageError
@@ -115,7 +115,8 @@ class CheckpointManager:
         self._claim.give_back()
 
     def select_and_verify(self) -> Manifest | None:
-        """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
+        """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
+        its manifest.
 
         Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
         there is none.
@@ -130,7 +131,8 @@ class CheckpointManager:
             check_shared(self._folder, self._group)
         find = partial(commit.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
-            choice = select_on_ranks(find, self._group, held)
+            is_read = self._config.verify == "full"
+            choice = select_on_ranks(find, self._group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
@@ -167,6 +169,8 @@ class CheckpointManager:
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def _set_aside_later(self, step: int) -> None:
+        if self._config.load_step != -1:
+            check_gets_on(self._folder, step)
         try:
             for path in set_aside_later(self._folder, step):
                 logger.info("set aside a later checkpoint as %s", path)
