@@ -88,7 +88,7 @@ def export_at_end(plan: Plan, requests: Requests) -> bool:
         requests.check()  # it may have come during the last save
         export_last(plan)
     except StopRequested as asked:
-        logger.info("%s: the export is left out; start it again to export what is saved", asked)
+        logger.info("%s: the export is left out; start it again for it", asked)
         return False
     return True
 

@@ -134,7 +134,7 @@ def _run(given: Namespace, launch: Launch, requests: Requests) -> bool:
         return run(plan, requests=requests, launch=launch)
     except torch.OutOfMemoryError as error:
         lines = planned_ledger(config, world_size)
-        lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+        lines += ["to see where the memory goes, and which changes would fit:", f"  {_to_plan()}"]
         error.add_note("\n".join(lines))
         raise
     except Exception as error:

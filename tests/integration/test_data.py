@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,9 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     assert "validation/loss" in records(folder)[-1]
     manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
     assert manifest.get("validation_content", {}).keys() == {"python_stdlib"}
+    # on which tokens and places in streamed data depend
+    packages = {name: version(name) for name in ("tokenizers", "datasets")}
+    assert packages.items() <= manifest["versions"].items()
 
 
 def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path: Path) -> None:
