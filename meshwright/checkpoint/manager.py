@@ -18,7 +18,7 @@ from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
-from meshwright.checkpoint.retention import Retention, set_aside_later
+from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
 from meshwright.checkpoint.staging import Staging
 from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
@@ -122,7 +122,8 @@ class CheckpointManager:
         self._claim.give_back()
 
     def select_and_verify(self) -> Manifest | None:
-        """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
+        """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
+        its manifest.
 
         Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
         there is none.
@@ -134,7 +135,8 @@ class CheckpointManager:
             return None
         choose = partial(find.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
-            choice = select_on_ranks(choose, self._group, held)
+            is_read = self._config.verify == "full"
+            choice = select_on_ranks(choose, self._group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
@@ -171,6 +173,8 @@ class CheckpointManager:
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def _set_aside_later(self, step: int) -> None:
+        if self._config.load_step != -1:
+            check_gets_on(self._folder, step)
         try:
             for path in set_aside_later(self._folder, step):
                 logger.info("set aside a later checkpoint as %s", path)

@@ -42,10 +42,14 @@ def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 
 def select_on_ranks(
-    find: Callable[[Mapping[Path, str]], Choice | None], group: dist.ProcessGroup, held: ExitStack
+    find: Callable[[Mapping[Path, str]], Choice | None],
+    group: dist.ProcessGroup,
+    held: ExitStack,
+    *,
+    is_read: bool = True,
 ) -> Choice | None:
     """Return the checkpoint that `find` chooses, of which every byte that its manifest names was
-    compared with its checksum: each rank reads a part of the files.
+    compared with its checksum if `is_read`: each rank reads a part of the files.
 
     A damaged one is named in the log, and `find` is asked again. Collective: every rank of `group`,
     which is the whole job, must call it.
@@ -61,7 +65,7 @@ def select_on_ranks(
     """
 
     def verify(choice: Choice) -> list[str]:
-        by_rank = on_every_rank(partial(_verify, choice, held), group)
+        by_rank = on_every_rank(partial(_verify, choice, held, is_read), group)
         return [what for of_rank in by_rank for what in of_rank]
 
     choice = select(lambda damaged: on_first_rank(partial(find, damaged), group), verify, held)
@@ -71,7 +75,7 @@ def select_on_ranks(
     return choice
 
 
-def _verify(choice: Choice, held: ExitStack) -> list[str]:
+def _verify(choice: Choice, held: ExitStack, is_read: bool) -> list[str]:
     """Hold the checkpoint, and return the damage in this rank's part of its files."""
     mine = sorted(choice.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     try:
@@ -79,7 +83,7 @@ def _verify(choice: Choice, held: ExitStack) -> list[str]:
     except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
         fix = "run the same command again"
         raise StorageError(f"{choice.path}: {error.what}\n  fix: {fix}") from None
-    return commit.verify(choice.path, choice.manifest, mine)
+    return commit.verify(choice.path, choice.manifest, mine) if is_read else []
 
 
 def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

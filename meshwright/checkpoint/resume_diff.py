@@ -87,7 +87,9 @@ class ResumeDiff:
                 "  its place in the data means something only for the same samples in the same "
                 "order: going on would repeat some, and skip others"
             )
-        lines.append(f"  fix: use another job.dump_folder, or what it was saved with{self._except}")
+        lines.append(
+            f"  fix: use another job.dump_folder, or the values it was saved with{self._except}"
+        )
         raise ConfigError(key, "\n".join(lines))
 
     @property

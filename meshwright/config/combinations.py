@@ -63,7 +63,7 @@ def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
         yield _error(c, "checkpoint.keep_best", rule, f"set validation.enable = true, {fix}")
     if c.job.max_run_seconds and (is_off or checkpoint.load_only):
         key, value = ("enable", "false") if is_off else ("load_only", "true")
-        rule = f"what was trained by then would be lost: checkpoint.{key} is {value}"
+        rule = f"the steps trained by then would be lost: checkpoint.{key} is {value}"
         fix = ENABLE_CHECKPOINTS if is_off else "set checkpoint.load_only = false"
         yield _error(c, "job.max_run_seconds", rule, fix)
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:

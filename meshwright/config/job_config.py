@@ -99,6 +99,10 @@ class Checkpoint(Section, on_resume="none"):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
+    verify: Literal["full", "sizes"] = "full"
+    """How a resume finds damage before it loads a checkpoint. full: by the checksum of every byte,
+    so that each is read twice. sizes: by the sizes of files; a flipped bit is then loaded."""
+
     async_mode: Literal["disabled", "thread"] = "disabled"
     """thread: write checkpoints while training continues. A thread of each rank writes from a copy
     in host memory, as large as the rank's part. disabled: training waits."""

@@ -31,6 +31,12 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that are answers: there is no such file."""
 
 
+LASTING = frozenset(
+    {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+)
+"""Numbers of errors that stay until a person does something; None: it has no number."""
+
+
 def sync_file(descriptor: int, path: Path) -> None:
     """Flush an open file or folder to the disk.
 

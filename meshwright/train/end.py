@@ -13,6 +13,7 @@ from meshwright.system.errors import (
     DataError,
     SaveError,
     StopRequested,
+    StorageError,
     TrainingError,
 )
 from meshwright.system.files import Place
@@ -28,21 +29,25 @@ def raise_data_error(
 
     Args:
         failures: their errors, by rank.
-        is_new: this process has taken steps, so starting it again makes progress. Otherwise it is a
-            config error: a scheduler that restarts the job would loop forever.
+        is_new: this process has taken steps, so starting it again makes progress. Otherwise an
+            error of the data is a config error: a scheduler that restarts the job would loop
+            forever.
 
     Raises:
-        ConfigError: if the process has taken no step.
+        StorageError: if the process has taken no step, and the error may pass.
+        ConfigError: if it has taken no step, and the error stays.
         TrainingError: as `check_resumes`.
         DataError: otherwise.
     """
     rank, error = min(failures.items())
     fault = f"the data cannot be read after step {step}: rank {rank}: {error}"
     if not is_new:
+        if isinstance(error, StorageError):
+            raise StorageError(fault)
         raise ConfigError(getattr(error, "key", ""), fault)
     check_resumes(config, fault)
     fix = "if the cause was temporary, run the same command again: the last step is saved"
-    raise DataError(f"{fault}\n  fix: {fix}")
+    raise DataError(fault if isinstance(error, StorageError) else f"{fault}\n  fix: {fix}")
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
@@ -83,7 +88,7 @@ def export_at_end(plan: Plan, requests: Requests) -> bool:
         requests.check()  # it may have come during the last save
         export_last(plan)
     except StopRequested as asked:
-        logger.info("%s: the export is left out; start it again to export what is saved", asked)
+        logger.info("%s: the export is left out; start it again for it", asked)
         return False
     return True
 

@@ -127,7 +127,7 @@ def _run_command_line(launch: Launch, requests: Requests) -> bool:
         raise with_lines(error, given) from None
     except torch.OutOfMemoryError as error:
         lines = planned_ledger(config, world_size)
-        lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+        lines += ["to see where the memory goes, and which changes would fit:", f"  {_to_plan()}"]
         error.add_note("\n".join(lines))
         raise
     except Exception as error:

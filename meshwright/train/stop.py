@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.log import logger
 from meshwright.system.processes import STOP_SIGNALS, Requests
 
@@ -87,7 +87,7 @@ class Vote:
         if last_step >= self._own_last_step:
             return
         self._error, self._own_last_step = error, last_step
-        if not isinstance(error, (ConfigError, OSError)):
+        if not isinstance(error, ConfigError | StorageError | OSError):
             logger.error("reading failed", exc_info=error)
 
     def failures(self, step: int) -> dict[int, Exception]:
@@ -183,4 +183,6 @@ def _as_plain(error: Exception) -> Exception:
     """Return the error without its cause, and of a kind that can be sent."""
     if isinstance(error, ConfigError):
         return ConfigError(error.key, str(error))
+    if isinstance(error, StorageError):
+        return StorageError(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

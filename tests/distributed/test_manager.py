@@ -107,6 +107,9 @@ def _damage(folder: str) -> None:
         assert "the content of __1_0.distcp has changed" in messages[0]
         assert "the content of .metadata has changed" in messages[1]
         assert "__0_0.distcp has " in messages[2]
+    of_sizes = make(folder, verify="sizes").select_and_verify()
+    assert of_sizes is not None
+    assert of_sizes["step"] == 20
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
             make(folder, load_step=step).select_and_verify()

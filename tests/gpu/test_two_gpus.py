@@ -1,5 +1,6 @@
 """Meshes of two GPUs against one; what becomes of a rank that is killed."""
 
+import json
 import os
 import signal
 import time
@@ -66,6 +67,17 @@ def test_a_job_that_saves_in_the_background_resumes(tmp_path: Path) -> None:
     assert resumed.keys() == whole.keys()
     for step, (loss, _) in whole.items():
         assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"
+
+
+@pytest.mark.only_cuda
+def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> None:
+    """A sharded optimizer that made its state twice would need 6 times the weights, then 4."""
+    sizes = "dim = 2048, n_layers = 8, n_heads = 16, n_kv_heads = 16, hidden_dim = 8192"  # 2 GiB
+    words = [f"--model.args={{{sizes}}}", "--training.steps=3", "--checkpoint.enable=false"]
+    run(tmp_path, 2, *words)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second, _ = (row["memory/peak_gib"] for row in rows)
+    assert first < 1.1 * second
 
 
 def _ranks(folder: Path) -> list[int]:

@@ -262,8 +262,7 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
     folder = tmp_path / "hf"
     shutil.copytree(sound, folder)
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    words_of_job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out"
-    job = words_of_job.split()
+    job = ["--ngpu", "2", "--job.config_file", str(CONFIG), "--job.dump_folder", f"{tmp_path}/out"]
     damage(folder)
     with pytest.raises(ConfigError) as caught:
         check_job([*job, *options])

@@ -155,7 +155,7 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
         "  training.seed = 1: it was saved with 0",
         "  model.frozen = []: it has no optimizer state for what was frozen: norm.weight",
         f"{DATA}going on would repeat some, and skip others",
-        "  fix: use another job.dump_folder, or what it was saved with",
+        "  fix: use another job.dump_folder, or the values it was saved with",
     ]
     error = error_of(resume, "--training.seed", "1")
     assert error.endswith(

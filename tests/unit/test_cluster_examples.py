@@ -4,14 +4,18 @@ import os
 import subprocess
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.run import config_from_args, parse_args
 
 from meshwright.commands.main import build_parser
-from meshwright.commands.train import _log_ranks, _rendezvous
+from meshwright.commands.train import _log_ranks, _patience, _rendezvous
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
+from meshwright.datasets.opening import CachedSource, StreamedSource
 from meshwright.system.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
 from meshwright.system.machine import Ranks, count_ranks
 
@@ -102,6 +106,24 @@ def test_kubeflow_s_own_types_take_the_example() -> None:
     for example in (RUNTIME, TRAIN_JOB):
         read = getattr(models, f"TrainerV1alpha1{example['kind']}").from_dict(example)
         assert read.to_dict() == example
+
+
+def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> None:
+    """Also for the machine that they meet at, which torchrun gives 60 seconds."""
+    monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)
+    sources = [Mock(CachedSource, cache=Mock(num_tokens=n)) for n in (10**9, 10**7 + 1)]
+    words = _patience(Ranks(per_machine=1, machines=2, gpus=0), [*sources, Mock(StreamedSource)])
+    backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
+    config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
+    seconds = 600 + 2526  # 1.01 billion tokens by 4 cores
+    for name in ("join_timeout", "read_timeout"):
+        assert (
+            RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs).get_as_int(
+                name
+            )
+            == seconds
+        )
+    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources) == []
 
 
 def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:

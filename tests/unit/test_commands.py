@@ -244,6 +244,11 @@ def test_outputs_are_no_addresses(words) -> None:
         run(words)
 
 
+def test_a_proof_asks_which_config_it_is_of() -> None:
+    with pytest.raises(ConfigError, match="CONFIG: not given\n  fix: name a TOML"):
+        run(["prove", "--every-mesh"])
+
+
 @pytest.mark.parametrize("words", [["plan", "--html"], ["report", "--output"]])
 def test_files_that_cannot_be_written_are_refused_before_work(words, tmp_path) -> None:
     for path, says in ((tmp_path / "no/a.html", "there is no folder"), (tmp_path, "cannot be")):

@@ -19,6 +19,7 @@ from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from meshwright.checkpoint.retention import (
     Retention,
     apply_retention,
+    check_gets_on,
     clean_up,
     mark_best,
     set_aside_later,
@@ -91,6 +92,20 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [5]
     assert (tmp_path / "step-8.aside0").is_dir()
+
+
+def test_a_job_is_not_begun_in_the_past_for_ever(tmp_path: Path) -> None:
+    """As a scheduler would that restarts a job with `load_step`."""
+    for _ in range(3):
+        for step in (4, 8):
+            save(tmp_path, step)
+        check_gets_on(tmp_path, 4)
+        set_aside_later(tmp_path, 4)
+    check_gets_on(tmp_path, 4)  # nothing would be set aside
+    save(tmp_path, 8)
+    with pytest.raises(ConfigError, match="step 8 has been set aside 3 times"):
+        check_gets_on(tmp_path, 4)
+    check_gets_on(tmp_path, 8)
 
 
 def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (headers := tmp_path / "include").mkdir()
     (headers / "Python.h").touch()
     monkeypatch.setattr(compile_choice.sysconfig, "get_path", lambda *_: str(headers))
+    monkeypatch.setattr(compile_choice, "_torch_file", lambda: "/usr/lib/torch/__init__.py")
     return program
 
 
@@ -176,6 +177,14 @@ def test_without_pythons_headers_the_job_is_eager(plan_of, tmp_path) -> None:
     plan = plan_of(*LONG)
     assert plan.config.compile.enable is False
     assert "Python's headers for C++ are not installed" in plan.compile_line
+
+
+def test_torch_below_a_folder_with_a_blank_is_not_linked(plan_of, monkeypatch) -> None:
+    monkeypatch.setattr(compile_choice, "_torch_file", lambda: "/home/me/my work/torch/__init__.py")
+    plan = plan_of(*LONG)
+    assert plan.config.compile.enable is False
+    assert "in a folder with a blank in its name (/home/me/my work/torch" in plan.compile_line
+    assert compile_choice.why_no_compiler(is_gpu=True) == ""  # Triton links by itself
 
 
 BUDGET = "--activation_checkpoint.mode=memory_budget"

@@ -63,13 +63,13 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     write(tmp_path, small, rows, num_cases=2)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is False
     with pytest.raises(ConfigError, match="mask_documents = True: .* there is no C.. compiler"):
-        prove(["--training.mask_documents=true"])
+        prove(["debug_model", "--training.mask_documents=true"])
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_before_the_first_case(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--output = .*/file/proof': cannot be written to"):
-        prove(["--output", str(tmp_path / "file" / "proof")])
+        prove(["debug_model", "--output", str(tmp_path / "file" / "proof")])
 
 
 @pytest.mark.parametrize(("lr", "small"), [(3e-4, 3e-4), (1e-3, 1e-3), (5e-2, HIGHEST_LR)])

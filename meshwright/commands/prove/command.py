@@ -13,7 +13,7 @@ from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
-from meshwright.system.errors import check
+from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import check_installed
 from meshwright.train.resolve_model import resolve_model
 
@@ -40,6 +40,8 @@ def run(given: Namespace) -> None:
     from meshwright.commands.prove import report
     from meshwright.commands.prove.prove import Row, prove
 
+    if not given.config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     config = load_given(given)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
