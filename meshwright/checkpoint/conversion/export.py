@@ -174,7 +174,7 @@ def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> N
             tensor = job.weights.read(name).to(job.dtype)
             if foreign.head_dim is not None:
                 tensor = halves(tensor, foreign.head_dim)
-            content.write(_bits(tensor).numpy())
+            content.write(_bits(tensor).numpy().data)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
