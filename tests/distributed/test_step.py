@@ -169,13 +169,13 @@ def test_reducing_every_microbatch_does_not_change_the_numbers(
     ("replicate", "shard", "cp", "tp"),
     [(1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2)],
 )
-def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
+def test_context_parallelism_equals_plain_pytorch(on_ranks, replicate, shard, cp, tp) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_pipeline(on_ranks, options) -> None:
+def test_every_schedule_equals_plain_pytorch(on_ranks, options) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
     on_ranks(2, steps_on_mesh, dims, 4, options, DEEP)
 
@@ -187,7 +187,9 @@ def test_pipeline(on_ranks, options) -> None:
         *slow(("1F1B", 2, 1, 1, 1), ("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)),
     ],
 )
-def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
+def test_a_pipeline_with_another_axis_equals_plain_pytorch(
+    on_ranks, schedule, replicate, shard, cp, tp
+) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, pp=2, cp=cp, tp=tp)
     on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
 
@@ -205,7 +207,9 @@ def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_options_in_a_pipeline(on_ranks, schedule, shard, tp, options) -> None:
+def test_options_do_not_change_the_numbers_of_a_pipeline(
+    on_ranks, schedule, shard, tp, options
+) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
     on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
 
@@ -222,7 +226,7 @@ ALL_BUT_OUTPUT = ["tok_embeddings.*", "layers.*", "norm.weight"]
         *slow((BEGIN, 1, 1), (END, 2, 1), (BEGIN, 1, 2), (SCATTERED, 2, 2)),
     ],
 )
-def test_frozen(on_ranks, patterns, shard, tp) -> None:
+def test_frozen_parameters_stay_and_the_others_learn(on_ranks, patterns, shard, tp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
     on_ranks(shard * tp, steps_on_mesh, dims, 2, frozen(*patterns))
 
@@ -234,7 +238,7 @@ def test_frozen(on_ranks, patterns, shard, tp) -> None:
         *slow(("1F1B", 1, 1), ("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)),
     ],
 )
-def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
+def test_frozen_stages_stay_and_the_others_learn(on_ranks, schedule, shard, tp) -> None:
     """The first of two stages and a part of the second, or the first three of four."""
     patterns = ["tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*"]
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
@@ -242,7 +246,7 @@ def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
     on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, options, DEEP)
 
 
-def test_a_frozen_last_stage(on_ranks) -> None:
+def test_a_frozen_last_stage_stays_and_the_others_learn(on_ranks) -> None:
     options = frozen("layers.[34].*", "norm.*", "output.*", args=DEEP)
     dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
     for schedule in ("1F1B", "ZBVZeroBubble"):
@@ -262,7 +266,7 @@ EARLY = {
 
 
 @pytest.mark.parametrize(("dims", "options", "args"), slow_but("tied fsdp pp-zbv", EARLY))
-def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
+def test_updates_in_backward_equal_plain_pytorch(on_ranks, dims, options, args) -> None:
     num_microbatches = 4 if dims.pp > 1 else 2
     steps = functools.partial(steps_on_mesh, is_early=True)
     on_ranks(dims.dp * dims.tp * dims.pp, steps, dims, num_microbatches, options, args)
@@ -511,7 +515,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
+def test_bf16_master_weights_train_within_their_rounding(on_ranks, shard, tp, pp) -> None:
     dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
     on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
 

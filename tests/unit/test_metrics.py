@@ -223,7 +223,7 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
     ],
 )
-def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
+def test_mfu_takes_the_published_peak_of_a_gpu(monkeypatch, name: str, peak: float) -> None:
     monkeypatch.setattr(peak_flops, "device_name", lambda device: name)
     found = peak_flops.peak_of(torch.device("cuda"), torch.bfloat16)
     assert found.flops_per_s == peak
