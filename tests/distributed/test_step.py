@@ -229,7 +229,7 @@ def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, 
 
 def _most_gradients() -> int:
     """That an update found in memory, itself included."""
-    job, found = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=True), []
+    job, found = Job(mesh(dp_shard=2), is_early=True), []
     job.optimizer.register_step_pre_hook(
         lambda *_: found.append(sum(p.grad is not None for p in job.model.parameters()))
     )
@@ -243,7 +243,7 @@ def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
 
 
 def _bf16_loss() -> None:
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16)
+    job = Job(mesh(dp_shard=2), param_dtype=torch.bfloat16)
     seen = []
     hook = job.model.layers["1"].attention.register_forward_pre_hook(
         lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs[:3])
@@ -265,7 +265,7 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
 
 def _bf16_figures(pp: int) -> tuple[float, float]:
     """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=pp)
+    dims = mesh(pp=pp)
     result = Job(dims, 0, 2, args=DEEP, param_dtype=torch.bfloat16).take_step(max_norm=0.5)
     return result.loss.item(), result.grad_norm.item()
 
@@ -277,7 +277,7 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
 
 
 def _async_tensor_parallelism() -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    dims = mesh(tp=2)
     with torch._inductor.config.patch(_micro_pipeline_tp=False):
         _, meshes = parallel_model(dims)
         group = meshes.tp.get_group().group_name
@@ -365,7 +365,7 @@ def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    dims = mesh(pp=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
 
 
@@ -381,12 +381,12 @@ def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
     ids=lambda options: "-".join(options),
 )
 def test_fp32_modules_with_other_options(on_ranks, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
 
 
 def test_fp32_modules_with_tensor_parallelism(on_ranks) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    dims = mesh(dp_shard=2, tp=2)
     on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, {}, 1e-4)
 
 
@@ -405,7 +405,7 @@ class DtypesOfReduceScatter(TorchDispatchMode):
 
 def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
+        mesh(tp=2),
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
     )
@@ -435,7 +435,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
 
 @pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
 def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
+    dims = mesh(dp_shard=shard, tp=tp)
     on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
 
 
@@ -459,7 +459,7 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
 
 @pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
 def test_bf16_master_weights_train_within_their_rounding(on_ranks, shard, tp, pp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+    dims = mesh(dp_shard=shard, tp=tp, pp=pp)
     on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
 
 
@@ -478,7 +478,7 @@ class NoSync(TorchDispatchMode):
 def _step_without_sync(is_early: bool) -> None:
     config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
     detector = None if is_early else BadStepDetector(CPU, config)
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=is_early, detector=detector)
+    job = Job(mesh(dp_shard=2), is_early=is_early, detector=detector)
     (batch,) = job.batches(1)
     documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(batch.tokens), -1)
     batches = [batch, Batch(batch.tokens, batch.labels, documents)]
@@ -541,7 +541,7 @@ NEVER = {"reshard_after_forward": "never"}
     ids=["ahead", "always", "frozen", "never", "never, ahead"],
 )
 def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     of_step = {"reshard_every_microbatch": not NEVER.items() <= options.items()}
     for counts in on_ranks(2, _collectives, dims, of_step, options):
         assert counts["_allgather_base_"] == gathers
@@ -549,7 +549,7 @@ def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
 
 def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[torch.Tensor]:
     """Of steps of four microbatches; if not frugal, FSDP2 gathers and waits as often as it can."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), 0, 4, **options)
+    job = Job(mesh(dp_shard=2), 0, 4, **options)
     model, step_options = job.model, {"max_norm": 0.5, "reduce_every_microbatch": every}
     root, said = model.stages[0], list[bool]()
     set_is_last = root.set_is_last_backward
@@ -596,7 +596,7 @@ def test_fewer_gathers_and_waits_change_no_bit(on_ranks) -> None:
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
     """All-gathers issued when each block begins forward, and those of backward at its backward."""
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=2),
+        mesh(dp_shard=2),
         args,
         prefetch_layers=ahead,
         reshard_after_forward="always",
@@ -644,7 +644,7 @@ def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None
 
 def _gradients_sent(options: dict) -> int:
     """By the second stage of two, in a step with four microbatches."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=1, pp=2), 0, 4, **options)
+    job = Job(mesh(pp=2), 0, 4, **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
         with CountCollectives() as counter:
             job.take_step(step, max_norm=0.5)
@@ -659,7 +659,7 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=is_early)
+    job = Job(mesh(dp_shard=2), is_early=is_early)
     root, detector, weights = job.model.stages[0], job.detector, []
     for step in (1, 2, 3):
         if step == 2 and dist.get_rank() == 1:
