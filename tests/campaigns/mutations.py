@@ -68,6 +68,10 @@ class Mutation:
     is_late: bool
     "Whether the place is in a function's body, so that tests that reach it can be told."
 
+    def of(self, data: bytes) -> bytes:
+        """The mutated file."""
+        return data[: self.start] + f"({self.after})".encode() + data[self.end :]
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.kind}: {self.before} -> {self.after}"
 
@@ -297,11 +301,10 @@ def judge(tree: Path, mutation: Mutation, tests: list[str], log: Path) -> str | 
     """The test that fails under a mutation, or None."""
     file = tree / mutation.file
     original = file.read_bytes()
-    changed = original[: mutation.start] + f"({mutation.after})".encode() + original[mutation.end :]
     listed = log.with_suffix(".tests")
     listed.write_text("\n".join(tests))
     try:
-        file.write_bytes(changed)
+        file.write_bytes(mutation.of(original))
         os.utime(file, (time.time(), time.time() + random.randrange(10**6)))  # no old bytecode
         limit_s = 60 + 3 * SECONDS_PER_MUTATION
         code = waited(in_process(tree, ["-x", f"@{listed}"], [], log), limit_s)

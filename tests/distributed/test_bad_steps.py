@@ -17,7 +17,7 @@ from meshwright.system.errors import TrainingError
 from meshwright.train.bad_steps import FILE, BadStepDetector, BadStepReporter
 from tests.distributed.test_manager import logged
 from tests.helpers.faults import loss_times
-from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, plain_steps
+from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
 from tests.helpers.rounding import adamw, assert_updated_alike
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import CPU, TINY, plain_model, whole
@@ -104,37 +104,33 @@ def _skips(
     return [(bad.step, bad.is_finite_here) for bad in bad_steps], statistics
 
 
-def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
-    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
-
-
 MESHES = {
-    "1": (dims(), 1, {}, TINY),
-    "accumulate": (dims(dp_shard=2), 2, {}, TINY),
-    "frozen": (dims(dp_shard=2), 1, frozen("*.wq.*"), TINY),
-    "offload": (dims(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
-    "compile": (dims(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
-    "replicate": (dims(dp_replicate=2), 1, {}, TINY),
-    "tp": (dims(tp=2), 1, {}, TINY),
-    "cp": (dims(cp=2), 1, {}, TINY),
-    "pp": (dims(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
-    "pp-zbv": (dims(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
+    "1": (mesh(), 1, {}, TINY),
+    "accumulate": (mesh(dp_shard=2), 2, {}, TINY),
+    "frozen": (mesh(dp_shard=2), 1, frozen("*.wq.*"), TINY),
+    "offload": (mesh(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
+    "compile": (mesh(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
+    "replicate": (mesh(dp_replicate=2), 1, {}, TINY),
+    "tp": (mesh(tp=2), 1, {}, TINY),
+    "cp": (mesh(cp=2), 1, {}, TINY),
+    "pp": (mesh(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
+    "pp-zbv": (mesh(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
 }
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
+    ("dims", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
 )
-def test_a_skipped_step_leaves_all_as_it_was(on_ranks, mesh, microbatches, options, args) -> None:
-    ranks = mesh.dp * mesh.cp * mesh.tp * mesh.pp
+def test_a_skipped_step_leaves_all_as_it_was(on_ranks, dims, microbatches, options, args) -> None:
+    ranks = dims.dp * dims.cp * dims.tp * dims.pp
     found, statistics = zip(
-        *on_ranks(ranks, _skips, mesh, microbatches, options, args), strict=True
+        *on_ranks(ranks, _skips, dims, microbatches, options, args), strict=True
     )
     assert all(theirs == statistics[0] for theirs in statistics), "ranks judge by other figures"
     for rank, bad in enumerate(found):
         assert [step for step, _ in bad] == [4, 6], rank
         assert bad[1] == (6, True), rank
-    if mesh.tp == mesh.pp == 1:
+    if dims.tp == dims.pp == 1:
         assert [bad[0] for bad in found] == [(4, rank < ranks - 1) for rank in range(ranks)]
 
 

@@ -8,13 +8,13 @@ from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from tests.distributed.test_compile import Graphs
 from tests.helpers.compiler import needs_compiler
-from tests.helpers.job import DEEP, SCHEDULES, Job
+from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.packed import packed, reference
 from tests.helpers.rounding import gradient_bound
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TINY
 
-ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
+ALONE = mesh()
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
 CASES = {
     "2d": (dataclasses.replace(FSDP, tp=2), {}),

@@ -12,14 +12,13 @@ from meshwright.config.training import Optimizer
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
-from tests.helpers.job import Job, plain_steps
+from tests.helpers.job import Job, mesh, plain_steps
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
 LRS, DECAY = (1.0, 0.5), 0.05
 CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as `rounding.adamw`
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def optimizer_of(model: LocalModel) -> torch.optim.Optimizer:
@@ -68,7 +67,7 @@ def _groups_on(dims: ParallelDims, is_early: bool) -> None:
 
 def _groups(cases: list[tuple[dict[str, int], bool]]) -> None:
     for degrees, is_early in cases:
-        _groups_on(ParallelDims(**dict.fromkeys(AXES, 1) | degrees), is_early)
+        _groups_on(mesh(**degrees), is_early)
 
 
 def test_groups_on_two_ranks_are_those_of_plain_torch(on_ranks) -> None:
@@ -89,7 +88,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _updates_shards() -> None:
-    model, _ = parallel_model(ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2}))
+    model, _ = parallel_model(mesh(dp_shard=2))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     groups = [[*group["params"]] for group in optimizer.param_groups]
     seen = []  # by a hook, which the proof of gradients relies on
@@ -121,7 +120,7 @@ def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters(on_ranks
 def _growth_of_updates() -> tuple[list[float], float]:
     """Most memory that each of two updates takes beyond that before it, and that of the largest
     parameter, in bytes of this rank's parameters."""
-    dims = ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2})
+    dims = mesh(dp_shard=2)
     args = dataclasses.replace(TINY, dim=256, n_layers=4, hidden_dim=512)
     model, _ = parallel_model(dims, args)
     optimizer = build_optimizer(model.named_parameters(), Optimizer())

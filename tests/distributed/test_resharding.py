@@ -7,17 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.helpers.job import DEEP, SCHEDULES, Job
+from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import whole
 
 Tensors = dict[str, torch.Tensor]
-
-
-def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
-    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
 
 
 MESHES = {

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shared_memory import Slots, open_slots
 from tests.distributed.test_step import CountCollectives
-from tests.helpers.job import Job
+from tests.helpers.job import Job, mesh
 from tests.helpers.tiny import TINY
 
 RANKS = 2
-DIMS = ParallelDims(dp_replicate=1, dp_shard=RANKS)
+DIMS = mesh(dp_shard=RANKS)
 
 
 def _train(**options: object) -> tuple[int, list[torch.Tensor]]:

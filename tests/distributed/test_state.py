@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, frozen
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, frozen, mesh
 from tests.helpers.tiny import TINY, plain_model
 
 
@@ -24,7 +24,7 @@ def keys(trained: Collection[str]) -> set[str]:
 
 def _resume_frozen(folder: str) -> None:
     options = frozen("tok_embeddings.*", "layers.0.*", "*norm.weight")
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     job = Job(dims, **options)
     job.take_step(1)
     trained = set(TINY.parameter_names()) - options["frozen"]
@@ -43,7 +43,7 @@ def test_frozen_parameters_are_saved_without_optimizer_state(on_ranks, tmp_path)
 
 def _change_early_step(folder: str) -> None:
     """Every other way to take the two steps, one before a resume and one after."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     ends = []
     for first in (False, True):
         job = Job(dims, is_early=first)
@@ -74,14 +74,14 @@ def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tup
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        (ParallelDims(dp_replicate=1, dp_shard=1), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
+        (mesh(), {}),
+        (mesh(dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
         (ParallelDims(dp_replicate=2, dp_shard=2), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {"compile_backend": "eager"}),
-        (ParallelDims(dp_replicate=1, dp_shard=1, cp=2), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
-        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["Interleaved1F1B"]),
-        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
+        (mesh(dp_shard=2, tp=2), {"compile_backend": "eager"}),
+        (mesh(cp=2), {}),
+        (mesh(pp=2), SCHEDULES["1F1B"]),
+        (mesh(pp=2), SCHEDULES["Interleaved1F1B"]),
+        (mesh(dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
     ],
     ids=["1", "fsdp", "hsdp", "2d", "cp", "pp", "pp-interleaved", "pp-zbv-fsdp"],
 )
@@ -104,8 +104,8 @@ def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) 
 
 def _two_models(folder: str) -> None:
     meshes = {
-        "tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
-        "fsdp": ParallelDims(dp_replicate=1, dp_shard=2),
+        "tp": mesh(tp=2),
+        "fsdp": mesh(dp_shard=2),
     }
     alone: dict[str, list[dict[str, torch.Tensor]]] = {}
     for seed, (name, dims) in enumerate(meshes.items()):

@@ -26,9 +26,9 @@ from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
 from tests.helpers.fsdp import parameter_groups
-from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, plain_steps
+from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
-from tests.helpers.slow import slow, slow_but
+from tests.helpers.slow import slow
 from tests.helpers.tiny import CPU, SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
 STEPS = 2
@@ -70,7 +70,6 @@ def steps_on_mesh(
     num_microbatches: int,
     options: dict,
     args: LlamaArgs = TINY,
-    *,
     reduce_every_microbatch: bool = False,
     is_early: bool = False,
 ) -> None:
@@ -101,39 +100,111 @@ def steps_on_mesh(
     assert job.detector.num_bad() == 0
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "tp", "num_microbatches"),
-    [
-        *[(1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 1, 2, 1), (1, 2, 2, 2)],
-        *slow((1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1)),
-    ],
-)
-def test_loss_norm_and_weights_equal_plain_pytorch(
-    on_ranks, replicate, shard, tp, num_microbatches
-) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    on_ranks(replicate * shard * tp, steps_on_mesh, dims, num_microbatches, {})
+AXES = {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
 
 
-@pytest.mark.parametrize(
-    ("tp", "options"),
-    [
-        (2, {"ac_mode": "full"}),
-        (2, {"ac_mode": "selective", "selective_ac_option": "op"}),
-        (1, {"reshard_after_forward": "never"}),
-        (2, {"loss_chunk_tokens": 5}),
-        (1, {"prefetch_layers": 9, "ac_mode": "full"}),
-        *slow(
-            (2, {"ac_mode": "selective", "selective_ac_option": "2"}),
-            (2, {"reshard_after_forward": "always"}),
-            (2, {"prefetch_layers": 2}),
-        ),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+def case(
+    num_microbatches: int = 0,
+    args: LlamaArgs | None = None,
+    every: bool = False,
+    early: bool = False,
+    **others: object,
+) -> tuple:
+    """Arguments of `steps_on_mesh`: degrees above 1, and options of `parallel_model`."""
+    dims = mesh(**{axis: others.pop(axis) for axis in AXES & others.keys()})
+    if dims.pp > 1:
+        return dims, num_microbatches or 4, others, args or DEEP, every, early
+    return dims, num_microbatches or 2, others, args or TINY, every, early
+
+
+BY_OP = {"ac_mode": "selective", "selective_ac_option": "op"}
+EVERY_OTHER = {"ac_mode": "selective", "selective_ac_option": "2"}
+ONE, ZBV, INTERLEAVED = (
+    {"pp": 2} | SCHEDULES[name] for name in ("1F1B", "ZBVZeroBubble", "Interleaved1F1B")
 )
-def test_options_do_not_change_the_numbers(on_ranks, tp, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
-    on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+BEGIN = frozen("tok_embeddings.*", "layers.0.*")
+SCATTERED = frozen("*norm.weight", "*.wq.weight")
+END = frozen("layers.2.*", "norm.weight", "output.weight")
+ALL_BUT_OUTPUT = frozen("tok_embeddings.*", "layers.*", "norm.weight")
+# the first of two stages and a part of the second, or the first three of four
+STAGES = frozen("tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*", args=DEEP)
+LAST_STAGE = frozen("layers.[34].*", "norm.*", "output.*", args=DEEP)
+CASES = {
+    "4 microbatches": case(4),
+    "fsdp, 1 microbatch": case(1, dp_shard=2),
+    "fsdp, 4 microbatches": case(4, dp_shard=2),
+    "copies": case(dp_replicate=2),
+    "tp": case(1, tp=2),
+    "fsdp-tp": case(dp_shard=2, tp=2),
+    "cp": case(cp=2),
+    "cp-fsdp": case(cp=2, dp_shard=2),
+    "cp-copies": case(cp=2, dp_replicate=2),
+    "cp4": case(cp=4),
+    "cp-tp": case(cp=2, tp=2),
+    "recomputed": case(dp_shard=2, tp=2, ac_mode="full"),
+    "recomputed by op": case(dp_shard=2, tp=2, **BY_OP),
+    "never resharded": case(dp_shard=2, reshard_after_forward="never"),
+    "chunks of the loss": case(dp_shard=2, tp=2, loss_chunk_tokens=5),
+    "gathered ahead, recomputed": case(dp_shard=2, prefetch_layers=9, ac_mode="full"),
+    "every microbatch reduced": case(dp_shard=2, every=True),
+    "every microbatch reduced, copies": case(dp_replicate=2, every=True),
+    "tied-fsdp": case(dp_shard=2, args=TIED),
+    **{  # parts of an odd vocabulary
+        f"{name}-tp, chunks of {tokens}": case(1, args, tp=2, loss_chunk_tokens=tokens)
+        for name, args in {"untied": TINY, "tied": TIED}.items()
+        for tokens in (0, 5, 1000)
+    },
+    **{name: case(pp=2, **options) for name, options in SCHEDULES.items()},
+    "pp-cp": case(2, cp=2, **ONE),
+    "pp-fsdp": case(dp_shard=2, **INTERLEAVED),
+    "pp-tp": case(tp=2, **ZBV),
+    "pp, recomputed": case(ac_mode="full", **ONE),
+    "pp, every other block recomputed": case(pp=2, **EVERY_OTHER, **SCHEDULES["DualPipeV"]),
+    "pp-fsdp, always resharded": case(dp_shard=2, reshard_after_forward="always", **ONE),
+    "frozen begin": case(dp_shard=2, **BEGIN),
+    "frozen here and there": case(dp_shard=2, **SCATTERED),
+    "frozen but for the output": case(dp_shard=2, **ALL_BUT_OUTPUT),
+    "frozen end, tp": case(tp=2, **END),
+    "frozen stages, Interleaved1F1B": case(**INTERLEAVED, **STAGES),
+    "frozen stages, ZBVZeroBubble": case(**ZBV, **STAGES),
+    "frozen last stage, 1F1B": case(**ONE, **LAST_STAGE),
+    "frozen last stage, ZBVZeroBubble": case(**ZBV, **LAST_STAGE),
+    "early, tied": case(early=True, args=TIED),
+    "early, fsdp": case(early=True, dp_shard=2),
+    "early, ZBVZeroBubble": case(early=True, **ZBV),
+}
+SLOW_CASES = {
+    "fsdp4": case(dp_shard=4),
+    "hsdp": case(dp_replicate=2, dp_shard=2),
+    "copies-tp": case(1, dp_replicate=2, tp=2),
+    "every other block recomputed": case(dp_shard=2, tp=2, **EVERY_OTHER),
+    "always resharded": case(dp_shard=2, tp=2, reshard_after_forward="always"),
+    "gathered ahead": case(dp_shard=2, tp=2, prefetch_layers=2),
+    "every microbatch reduced, tp": case(dp_shard=2, tp=2, every=True),
+    "pp-copies": case(2, dp_replicate=2, **ONE),
+    "pp-tp, Interleaved1F1B": case(tp=2, **INTERLEAVED),
+    "pp-fsdp, ZBVZeroBubble": case(dp_shard=2, **ZBV),
+    "pp-tp, recomputed": case(tp=2, ac_mode="full", **ZBV),
+    "pp-tp, chunks of the loss": case(tp=2, loss_chunk_tokens=5, **ONE),
+    "frozen begin, 1 rank": case(**BEGIN),
+    "frozen end": case(dp_shard=2, **END),
+    "frozen begin, tp": case(tp=2, **BEGIN),
+    "frozen here and there, tp": case(dp_shard=2, tp=2, **SCATTERED),
+    "frozen stages": case(**ONE, **STAGES),
+    "frozen stages, tp": case(tp=2, **ONE, **STAGES),
+    "frozen stages, ZBVZeroBubble, fsdp": case(dp_shard=2, **ZBV, **STAGES),
+    "early": case(early=True),
+    "early, frozen": case(early=True, dp_shard=2, **frozen("*.wq.*")),
+    "early, copies": case(early=True, dp_replicate=2),
+    "early, fsdp-tp": case(early=True, dp_shard=2, tp=2),
+    "early, 1F1B": case(early=True, **ONE),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *slow(*SLOW_CASES)])
+def test_loss_norms_and_weights_equal_plain_pytorch(on_ranks, name) -> None:
+    dims, *others = (CASES | SLOW_CASES)[name]
+    on_ranks(dims.num_ranks, steps_on_mesh, dims, *others)
 
 
 def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
@@ -156,121 +227,9 @@ def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, 
     on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), *slow((1, 2, 2))])
-def test_reducing_every_microbatch_does_not_change_the_numbers(
-    on_ranks, replicate, shard, tp
-) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    steps = functools.partial(steps_on_mesh, reduce_every_microbatch=True)
-    on_ranks(replicate * shard * tp, steps, dims, 2, {})
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "tp"),
-    [(1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2)],
-)
-def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-    on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
-
-
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_pipeline(on_ranks, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    on_ranks(2, steps_on_mesh, dims, 4, options, DEEP)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "replicate", "shard", "cp", "tp"),
-    [
-        *[("1F1B", 1, 1, 2, 1), ("Interleaved1F1B", 1, 2, 1, 1), ("ZBVZeroBubble", 1, 1, 1, 2)],
-        *slow(("1F1B", 2, 1, 1, 1), ("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)),
-    ],
-)
-def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, pp=2, cp=cp, tp=tp)
-    on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shard", "tp", "options"),
-    [
-        ("1F1B", 1, 1, {"ac_mode": "full"}),
-        ("DualPipeV", 1, 1, {"ac_mode": "selective", "selective_ac_option": "2"}),
-        ("1F1B", 2, 1, {"reshard_after_forward": "always"}),
-        *slow(
-            ("ZBVZeroBubble", 1, 2, {"ac_mode": "full"}),
-            ("1F1B", 1, 2, {"loss_chunk_tokens": 5}),
-        ),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
-def test_options_in_a_pipeline(on_ranks, schedule, shard, tp, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
-    on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
-
-
-BEGIN, SCATTERED = ["tok_embeddings.*", "layers.0.*"], ["*norm.weight", "*.wq.weight"]
-END = ["layers.2.*", "norm.weight", "output.weight"]
-ALL_BUT_OUTPUT = ["tok_embeddings.*", "layers.*", "norm.weight"]
-
-
-@pytest.mark.parametrize(
-    ("patterns", "shard", "tp"),
-    [
-        *[(BEGIN, 2, 1), (SCATTERED, 2, 1), (ALL_BUT_OUTPUT, 2, 1), (END, 1, 2)],
-        *slow((BEGIN, 1, 1), (END, 2, 1), (BEGIN, 1, 2), (SCATTERED, 2, 2)),
-    ],
-)
-def test_frozen(on_ranks, patterns, shard, tp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
-    on_ranks(shard * tp, steps_on_mesh, dims, 2, frozen(*patterns))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shard", "tp"),
-    [
-        *[("Interleaved1F1B", 1, 1), ("ZBVZeroBubble", 1, 1)],
-        *slow(("1F1B", 1, 1), ("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)),
-    ],
-)
-def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
-    """The first of two stages and a part of the second, or the first three of four."""
-    patterns = ["tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*"]
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
-    options = SCHEDULES[schedule] | frozen(*patterns, args=DEEP)
-    on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, options, DEEP)
-
-
-def test_a_frozen_last_stage(on_ranks) -> None:
-    options = frozen("layers.[34].*", "norm.*", "output.*", args=DEEP)
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    for schedule in ("1F1B", "ZBVZeroBubble"):
-        on_ranks(2, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
-
-
-EARLY = {
-    "1": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TINY),
-    "tied": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TIED),
-    "fsdp": (ParallelDims(dp_replicate=1, dp_shard=2), {}, TINY),
-    "frozen": (ParallelDims(dp_replicate=1, dp_shard=2), frozen("*.wq.*"), TINY),
-    "replicate": (ParallelDims(dp_replicate=2, dp_shard=1), {}, TINY),
-    "2d": (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {}, TINY),
-    "pp": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"], DEEP),
-    "pp-zbv": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["ZBVZeroBubble"], DEEP),
-}
-
-
-@pytest.mark.parametrize(("dims", "options", "args"), slow_but("tied fsdp pp-zbv", EARLY))
-def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
-    num_microbatches = 4 if dims.pp > 1 else 2
-    steps = functools.partial(steps_on_mesh, is_early=True)
-    on_ranks(dims.dp * dims.tp * dims.pp, steps, dims, num_microbatches, options, args)
-
-
 def _most_gradients() -> int:
     """That an update found in memory, itself included."""
-    job, found = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=True), []
+    job, found = Job(mesh(dp_shard=2), is_early=True), []
     job.optimizer.register_step_pre_hook(
         lambda *_: found.append(sum(p.grad is not None for p in job.model.parameters()))
     )
@@ -283,20 +242,8 @@ def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
     assert on_ranks(2, _most_gradients) == [1, 1]
 
 
-@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
-def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, args) -> None:
-    assert args.vocab_size % 2
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
-    for chunk_tokens in (0, 5, 1000):
-        on_ranks(2, steps_on_mesh, dims, 1, {"loss_chunk_tokens": chunk_tokens}, args)
-
-
-def test_tied_embeddings_under_fsdp(on_ranks) -> None:
-    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=2), 2, {}, TIED)
-
-
 def _bf16_loss() -> None:
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16)
+    job = Job(mesh(dp_shard=2), param_dtype=torch.bfloat16)
     seen = []
     hook = job.model.layers["1"].attention.register_forward_pre_hook(
         lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs[:3])
@@ -318,7 +265,7 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
 
 def _bf16_figures(pp: int) -> tuple[float, float]:
     """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=pp)
+    dims = mesh(pp=pp)
     result = Job(dims, 0, 2, args=DEEP, param_dtype=torch.bfloat16).take_step(max_norm=0.5)
     return result.loss.item(), result.grad_norm.item()
 
@@ -330,7 +277,7 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
 
 
 def _async_tensor_parallelism() -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    dims = mesh(tp=2)
     with torch._inductor.config.patch(_micro_pipeline_tp=False):
         _, meshes = parallel_model(dims)
         group = meshes.tp.get_group().group_name
@@ -418,7 +365,7 @@ def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    dims = mesh(pp=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
 
 
@@ -434,12 +381,12 @@ def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
     ids=lambda options: "-".join(options),
 )
 def test_fp32_modules_with_other_options(on_ranks, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
 
 
 def test_fp32_modules_with_tensor_parallelism(on_ranks) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    dims = mesh(dp_shard=2, tp=2)
     on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, {}, 1e-4)
 
 
@@ -458,7 +405,7 @@ class DtypesOfReduceScatter(TorchDispatchMode):
 
 def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
+        mesh(tp=2),
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
     )
@@ -488,7 +435,7 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
 
 @pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
 def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
+    dims = mesh(dp_shard=shard, tp=tp)
     on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
 
 
@@ -511,8 +458,8 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+def test_bf16_master_weights_train_within_their_rounding(on_ranks, shard, tp, pp) -> None:
+    dims = mesh(dp_shard=shard, tp=tp, pp=pp)
     on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
 
 
@@ -531,7 +478,7 @@ class NoSync(TorchDispatchMode):
 def _step_without_sync(is_early: bool) -> None:
     config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
     detector = None if is_early else BadStepDetector(CPU, config)
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=is_early, detector=detector)
+    job = Job(mesh(dp_shard=2), is_early=is_early, detector=detector)
     (batch,) = job.batches(1)
     documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(batch.tokens), -1)
     batches = [batch, Batch(batch.tokens, batch.labels, documents)]
@@ -594,7 +541,7 @@ NEVER = {"reshard_after_forward": "never"}
     ids=["ahead", "always", "frozen", "never", "never, ahead"],
 )
 def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     of_step = {"reshard_every_microbatch": not NEVER.items() <= options.items()}
     for counts in on_ranks(2, _collectives, dims, of_step, options):
         assert counts["_allgather_base_"] == gathers
@@ -602,7 +549,7 @@ def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
 
 def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[torch.Tensor]:
     """Of steps of four microbatches; if not frugal, FSDP2 gathers and waits as often as it can."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), 0, 4, **options)
+    job = Job(mesh(dp_shard=2), 0, 4, **options)
     model, step_options = job.model, {"max_norm": 0.5, "reduce_every_microbatch": every}
     root, said = model.stages[0], list[bool]()
     set_is_last = root.set_is_last_backward
@@ -649,7 +596,7 @@ def test_fewer_gathers_and_waits_change_no_bit(on_ranks) -> None:
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
     """All-gathers issued when each block begins forward, and those of backward at its backward."""
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=2),
+        mesh(dp_shard=2),
         args,
         prefetch_layers=ahead,
         reshard_after_forward="always",
@@ -697,7 +644,7 @@ def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None
 
 def _gradients_sent(options: dict) -> int:
     """By the second stage of two, in a step with four microbatches."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=1, pp=2), 0, 4, **options)
+    job = Job(mesh(pp=2), 0, 4, **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
         with CountCollectives() as counter:
             job.take_step(step, max_norm=0.5)
@@ -712,7 +659,7 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
-    job = Job(ParallelDims(dp_replicate=1, dp_shard=2), is_early=is_early)
+    job = Job(mesh(dp_shard=2), is_early=is_early)
     root, detector, weights = job.model.stages[0], job.detector, []
     for step in (1, 2, 3):
         if step == 2 and dist.get_rank() == 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.launch import figures, run, start
+from tests.helpers.jobs import ranks_of
 
 AXES = {
     "FSDP": {"data_parallel_shard_degree": 2},
@@ -80,19 +81,6 @@ def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> No
     assert first < 1.1 * second
 
 
-def _ranks(folder: Path) -> list[int]:
-    """Process numbers of the ranks that train into `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"meshwright.train" in words[:5] and str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
-
-
 def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
     whole, folder = run(tmp_path / "whole", 2), tmp_path / "killed"
     job = start(folder, 2)
@@ -101,7 +89,7 @@ def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < end
         time.sleep(0.01)
-    os.kill(max(_ranks(folder)), signal.SIGKILL)
+    os.kill(max(ranks_of(folder)), signal.SIGKILL)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 128 + signal.SIGKILL, output
     resumed = run(folder, 2)

@@ -34,6 +34,10 @@ SCHEDULES = {
 }
 
 
+def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
+    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
+
+
 def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
     """As the trainer makes it of `model.frozen`."""
     names = args.parameter_names()

@@ -28,6 +28,7 @@ from tests.helpers.jobs import (
     environment,
     launch,
     losses,
+    ranks_of,
     records,
     start_on_ranks,
     train_alone,
@@ -37,22 +38,6 @@ from tests.helpers.jobs import (
 from tests.helpers.slow import slow
 
 DOOR = ROOT / "meshwright/launch/__main__.py"
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Processes that train into `folder`, launchers and shells aside."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_rank = b"meshwright.train" in words[:5] or any(
-            w.endswith(b"/train.py") for w in words[:3]
-        )
-        if is_rank and str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -157,14 +157,14 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
         ),
     ],
 )
-def test_options_of_a_command(words, says) -> None:
+def test_slips_in_the_options_of_a_command_are_named(words, says) -> None:
     """Underscores are as good as hyphens, and a command without CONFIG asks for none."""
     with pytest.raises(ConfigError) as caught:
         run(words.split())
     assert says in str(caught.value)
 
 
-def test_origins_of_values(tmp_path, capsys) -> None:
+def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     own = tmp_path / "own.toml"
     parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
     groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 2 }]\n'
@@ -185,7 +185,7 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     assert tomli.loads(out)["training"]["steps"] == 9
 
 
-def test_config_diff(capsys) -> None:
+def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
     command("config diff")([DEBUG, DEBUG])
     assert capsys.readouterr().out == "equal\n"
     with pytest.raises(SystemExit) as end:
@@ -196,14 +196,14 @@ def test_config_diff(capsys) -> None:
     assert row.split()[1:4] == ["1", "2", "default"]
 
 
-def test_help_of_one_section(capsys) -> None:
+def test_help_of_a_section_shows_it_alone(capsys) -> None:
     command("config")(["--help", "comm"])
     out = capsys.readouterr().out
     assert "--comm.init_timeout_seconds INT (default: 300)" in out
     assert "--training" not in out
 
 
-def test_help_of_one_key(capsys) -> None:
+def test_help_of_a_key_shows_it_alone(capsys) -> None:
     command("config")(["--help", "optimizer.lr"])
     assert "--optimizer.lr FLOAT" in (out := capsys.readouterr().out)
     assert "--optimizer.eps" not in out
@@ -213,7 +213,7 @@ def test_help_of_one_key(capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_completion(name, tmp_path, capsys) -> None:
+def test_the_shell_completes_commands_keys_and_values(name, tmp_path, capsys) -> None:
     command("completion")([name])
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out.replace("autoload", ": autoload"))

@@ -463,7 +463,7 @@ def test_mistakes_in_lists_of_datasets(text, says, toml, tmp_path) -> None:
     assert says in error_of([*toml(text), f"--job.dump_folder={tmp_path}/out"])
 
 
-def test_a_mixture_and_its_paths(toml, tmp_path) -> None:
+def test_paths_of_a_mixture_start_at_its_toml(toml, tmp_path) -> None:
     """Relative to their TOML, in lists too; a list replaces that of the TOML below."""
     base = HEAD + 'dataset = "c4"\n' + PART + "weight = 1\n"
     toml(base, "base.toml")

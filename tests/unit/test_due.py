@@ -55,7 +55,7 @@ def of(decided: Due) -> set[str]:
         (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],
 )
-def test_due(decided: Due, wanted: set[str]) -> None:
+def test_a_step_is_followed_by_all_that_is_due(decided: Due, wanted: set[str]) -> None:
     assert of(decided) == wanted
 
 

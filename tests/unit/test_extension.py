@@ -47,7 +47,7 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
     return ["--experimental.custom_import", str(path), *dump, *tokenizer, *others]
 
 
-def test_a_model(tmp_path) -> None:
+def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
     (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
     config = load_config(words(tmp_path, family + example("model"), *model))
@@ -99,7 +99,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
 
 
-def test_a_sink(tmp_path) -> None:
+def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
     sink = Spared(name, lambda: build(config, tmp_path))
@@ -132,7 +132,7 @@ def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> N
     assert error.value.key == "--custom-import"
 
 
-def test_a_module_by_its_name(tmp_path, monkeypatch) -> None:
+def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_sinks.py").write_text("SINKS = {'a': print}")
     monkeypatch.syspath_prepend(tmp_path)
     config = load_config(["--experimental.custom_import", "my_sinks"])

@@ -174,7 +174,7 @@ def test_a_name_that_is_near_a_preset_or_a_file(tmp_path) -> None:
         ("\u00a0steps = 3", "write it in plain characters: steps = 3"),
     ],
 )
-def test_right_syntax(message, line, fix) -> None:
+def test_a_slip_in_toml_gets_the_right_spelling(message, line, fix) -> None:
     said = message(f"[training]\n{line}\n")
     assert said.startswith("a.toml:3: not TOML: ")
     assert f"  fix: {fix}" in said
@@ -226,7 +226,7 @@ def test_what_is_written_twice(message, text, says) -> None:
         ("[training]\ndataset_path = '$HOME/a'\ndataset = 'text'\n", "variables are not replaced"),
     ],
 )
-def test_values_of_the_wrong_kind(message, text, says) -> None:
+def test_values_of_the_wrong_kind_are_named_with_a_fix(message, text, says) -> None:
     assert says in message(text)
 
 
@@ -240,7 +240,7 @@ def test_values_of_the_wrong_kind(message, text, says) -> None:
         ),
     ],
 )
-def test_files_of_another_kind(tmp_path, monkeypatch, content, says) -> None:
+def test_files_that_are_no_config_are_refused(tmp_path, monkeypatch, content, says) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:

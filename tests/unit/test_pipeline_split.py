@@ -81,7 +81,7 @@ def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
     assert made.num_microbatches == len(made.stage_modules)
 
 
-def test_an_explicit_split() -> None:
+def test_stages_are_cut_as_the_user_says() -> None:
     parts = [
         ["tok_embeddings", "layers.0"],
         [f"layers.{i}" for i in range(1, 6)] + ["norm", "output"],
@@ -181,7 +181,7 @@ LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
         (_parts(f"tok_embeddings {LAYERS} norm", "output"), "a stage needs a layer", ""),
     ],
 )
-def test_what_cannot_be(words, says, fix) -> None:
+def test_a_pipeline_that_cannot_be_is_refused_with_a_fix(words, says, fix) -> None:
     with pytest.raises(ConfigError) as error:
         plan(*([words] if words.startswith(PARTS) else words.split()))
     assert says in str(error.value)
