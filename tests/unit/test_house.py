@@ -27,7 +27,7 @@ PACKAGE = Path(meshwright.__file__).parent
 FILES = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
 FOLDERS = sorted({file.parent for file in FILES.values()})
 
-MOST_FILES = 178
+MOST_FILES = 174
 """That hold code: an `__init__.py` of a docstring alone is not counted."""
 
 MOST_LINES, MOST_FILES_OF_FOLDER, MOST_LINES_OF_FUNCTION = 400, 15, 79

@@ -175,7 +175,7 @@ def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> N
                 tensor = job.weights.read(name).to(job.dtype)
                 if foreign.head_dim is not None:
                     tensor = halves(tensor, foreign.head_dim)
-                content.write(memoryview(_bits(tensor).numpy()))
+                content.write(_bits(tensor).numpy().data)
     except OSError as error:
         raise OSError(f"{file.name}: {error.strerror}") from None
 
