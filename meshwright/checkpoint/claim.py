@@ -1,4 +1,4 @@
-"""One job at a time writes checkpoints into a folder: a file there names it. Free of torch.
+"""Lets one job at a time write checkpoints into a folder: a file there names it. Free of torch.
 
 Only the first rank of a job has to do with it. The file is `job.lock`: whose it is, its machine and
 its process. A job runs as long as the file's time of change moves on, which the job sees to every

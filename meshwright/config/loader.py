@@ -1,4 +1,4 @@
-"""TOML, then the command line over it, to one checked `JobConfig`; and back to TOML.
+"""Loads a config: the TOML, with the command line over it, as one checked `JobConfig`.
 
 Every value remembers where it was written, so that a mistake is reported as `file:line`.
 """

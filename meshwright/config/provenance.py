@@ -1,4 +1,4 @@
-"""Where each value of a config was written, to name file and line, and to point at it."""
+"""Remembers where each value of a config was written, so that errors show file and line."""
 
 import os
 import re

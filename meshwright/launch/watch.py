@@ -1,4 +1,4 @@
-"""The launcher's look at the ranks of its machine: it names the rank that the others wait for."""
+"""The launcher's thread that watches the ranks of its machine, and ends a job that hangs."""
 
 import json
 import os

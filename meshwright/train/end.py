@@ -1,4 +1,4 @@
-"""The end of a job: the errors that say whether it resumes, and the model folder that it leaves."""
+"""The end of a job: errors that say whether it can resume, and the export of its last checkpoint."""
 
 from collections.abc import Mapping
 from importlib import import_module

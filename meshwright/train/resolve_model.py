@@ -1,4 +1,4 @@
-"""The model family and the dimensions that a config names. Free of torch."""
+"""Finds the model family and dimensions that a config names, also in your own module. No torch."""
 
 import dataclasses
 import json
