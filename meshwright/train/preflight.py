@@ -1,6 +1,6 @@
 """Every check of a job that needs no rank and no memory.
 
-Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
+Free of torch: the launcher calls it first, so a mistake is reported at once. Every rank
 calls it again, for users who start torchrun themselves.
 """
 

@@ -1,4 +1,4 @@
-"""The vote of all ranks on stopping at the same step: for a signal, a file, the clock, or no data."""
+"""The vote of all ranks on when to stop: for a signal, a file, the clock, or the end of data."""
 
 import os
 import time
