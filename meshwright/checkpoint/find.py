@@ -1,4 +1,7 @@
-"""Which checkpoint a job or a path means, verified, and held while it is read. Free of torch."""
+"""Finds the checkpoint that a job or a path means, verifies it, and holds it while it is read.
+
+Free of torch.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

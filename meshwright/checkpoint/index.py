@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of torch.distributed.checkpoint holds, from its index. Free of torch.
+"""Reads the index of a checkpoint: which tensors it holds. Free of torch.
 
 The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Metadata; its
 `state_dict_metadata` has the shape and the type of every tensor by name.

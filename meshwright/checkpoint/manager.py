@@ -1,4 +1,4 @@
-"""When a job saves, and which checkpoint it resumes from."""
+"""Saves and loads the checkpoints of a job: the one class that the job talks to."""
 
 import time
 from collections.abc import Callable, Mapping

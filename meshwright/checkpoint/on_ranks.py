@@ -1,4 +1,4 @@
-"""A decision of the first rank for all, and a verification that all ranks share."""
+"""Has the first rank decide for all, and all ranks verify a checkpoint together."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Differences between the job that saved a checkpoint and the one that resumes. Free of torch."""
+"""Compares a job with the one that saved its checkpoint: may it resume? Free of torch."""
 
 import dataclasses
 import json

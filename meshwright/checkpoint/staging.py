@@ -1,5 +1,4 @@
-"""A copy of a rank's tensors in host memory, from which a checkpoint is written while training
-continues."""
+"""Copies a rank's tensors to host memory, so that training continues while they are written."""
 
 import mmap
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Command lines: options of a command, and a config with values laid over it."""
+"""Parses a command line: the options of a command, and a CONFIG with `--section.key value`."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Turn mistakes that pydantic finds into messages with a fix."""
+"""Turns the mistakes that pydantic and the TOML parser find into messages with a fix."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""TOML, then the command line over it, to one checked `JobConfig`; and back to TOML.
+"""Loads a config: the TOML, with the command line over it, as one checked `JobConfig`.
 
 Every value remembers where it was written, so that a mistake is reported as `file:line`.
 """
@@ -124,26 +124,14 @@ class Written(NamedTuple):
         Raises:
             ConfigError: with one entry per mistake, each saying where it was made.
         """
-        config, errors = self.valid_part()
-        if config is not None and not errors:
-            errors = unreadable_paths(config)
-        self.raise_at_lines(errors)
-        assert config is not None
-        return config
-
-    def valid_part(self) -> tuple[JobConfig | None, list[ConfigError]]:
-        """Return the config without the wrong keys and values, if that is valid, and the errors."""
         try:
-            return JobConfig.model_validate(self.raw), []
+            config = JobConfig.model_validate(self.raw)
+            errors = unreadable_paths(config)
         except ValidationError as error:
-            mistakes = error.errors()
-            rest = _without(self.raw, [mistake["loc"] for mistake in mistakes])
-            return rest, [explain_mistake(mistake) for mistake in mistakes]
-
-    def raise_at_lines(self, errors: Sequence[ConfigError]) -> None:
-        """Raise all errors, if there are any, each with the place where its key was given."""
+            errors = [explain_mistake(mistake) for mistake in error.errors()]
         if errors:
             raise ConfigError("", self.provenance.explain(CombinedConfigError(errors)))
+        return config
 
 
 def load_config(words: Sequence[str]) -> JobConfig:
@@ -225,24 +213,6 @@ def _check_override(key: Key, text: str) -> None:
     if field is not None and is_flag(field) and is_config:
         what = f"--{name} = {text!r}: must be true or false"
         raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
-
-
-def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
-    """Return the config of `raw` without the values in `places`, if that is valid."""
-    for place in places:
-        table: Any = raw
-        for part in place[:-1]:
-            inner = table.get(part)
-            if not isinstance(inner, dict):  # a list, or a value in the place of a table
-                break
-            table = inner
-        else:
-            part = place[-1]
-        table.pop(part, None)
-    try:
-        return JobConfig.model_validate(raw)
-    except ValidationError:
-        return None
 
 
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The key that an unknown one probably stands for, or silence."""
+"""Guesses the key that an unknown key stands for, or says nothing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches

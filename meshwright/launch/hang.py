@@ -1,4 +1,4 @@
-"""From the evidence about every rank to the one that the others wait for. Free of torch."""
+"""Decides which rank the others wait for, from evidence about every rank. Free of torch."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The launcher's look at the ranks of its machine: it names the rank that the others wait for."""
+"""The launcher's thread that watches the ranks of its machine, and ends a job that hangs."""
 
 import json
 import os
@@ -232,7 +232,10 @@ class Machines:
                 told += [Evidence(**rank) for rank in json.loads(self._store.get(key))]
                 keys.remove(key)
             time.sleep(LOOK_EVERY_S / 5)
-        time.sleep(LOOK_EVERY_S)  # for others to read: the store ends with the launcher that has it
+        with suppress(RuntimeError):  # the store ends with the launcher that has it, so wait
+            self._store.add("done", 1)
+            while self._store.add("done", 0) < self._count and time.monotonic() < end:
+                time.sleep(LOOK_EVERY_S / 5)
         return sorted(told, key=lambda rank: rank.rank)
 
 

@@ -1,4 +1,4 @@
-"""Traces of single steps, and snapshots of GPU memory; each with its summary as text."""
+"""Profiles single steps, and takes snapshots of GPU memory; each gets a summary as text."""
 
 import pickle
 import sysconfig

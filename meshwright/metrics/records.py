@@ -1,4 +1,4 @@
-"""The figures of a logged step, by name; docs/metrics.md has their meanings."""
+"""The record of a logged step, and the sinks that take it; docs/metrics.md explains each name."""
 
 import math
 from collections.abc import Mapping

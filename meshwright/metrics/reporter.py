@@ -1,4 +1,4 @@
-"""From the counts of a job to the figures that it reports."""
+"""Times the steps of a job, and computes the metrics that it reports."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""The exit code of a job: from how its ranks ended, and from the request to stop, if there was one.
+"""Decides the exit code of a job from how its ranks ended and whether it was asked to stop.
 
 Free of torch. docs/configuration.md has the codes for users.
 """

@@ -1,4 +1,4 @@
-"""Writes, flushes and locks files, also where a file system cannot flush or lock. No torch."""
+"""Writes, flushes and locks files, also if the file system cannot flush or lock. No torch."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""A rank's device, its peak speed, and the memory in use."""
+"""A rank's device: its choice, its published peak, its memory, its attention kernels."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The job's logger: the console, and one file per rank."""
+"""The job's log: on the console, and in one file per rank."""
 
 import faulthandler
 import logging

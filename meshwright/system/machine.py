@@ -1,4 +1,4 @@
-"""How many processes a job has, and this machine's devices for them. Free of torch."""
+"""Counts this machine's GPUs, cores and memory, and a job's ranks. Free of torch."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Modules that a user names in the config."""
+"""Imports the module that `experimental.custom_import` names, and torch without collections."""
 
 import gc
 import hashlib

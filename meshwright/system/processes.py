@@ -1,4 +1,4 @@
-"""Signals and parents of a job's processes. Free of torch."""
+"""Signals of a job's processes, and facts that the launcher hands to its ranks. Free of torch."""
 
 import ctypes
 import json

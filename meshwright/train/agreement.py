@@ -1,4 +1,4 @@
-"""Whether all ranks run the same job: its config, code, tokenizer and data, compared at start."""
+"""Checks at the start that all ranks have the same config, code, tokenizer and data."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""The host's log of bad steps, which it reads from the device now and then."""
+"""Finds bad steps on the device, holds their updates back, and reports them on the host."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From a plan to the parts of a job."""
+"""Builds the parts of a job from its plan: model, first weights, loader, reporter."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The end of a job: the errors that say whether it resumes, and the model folder that it leaves."""
+"""The end of a job: whether it can resume, as an error, and the export of its last checkpoint."""
 
 from collections.abc import Mapping
 from importlib import import_module

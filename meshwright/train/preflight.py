@@ -1,6 +1,6 @@
 """Every check of a job that needs no rank and no memory.
 
-Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
+Free of torch: the launcher calls it first, so a mistake is reported at once. Every rank
 calls it again, for users who start torchrun themselves.
 """
 
@@ -44,7 +44,7 @@ from meshwright.system.errors import Mistakes, check
 from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
 from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
-from meshwright.train.resolve_model import extend, resolve_model
+from meshwright.train.resolve_model import extend_by, resolve_model
 
 
 def check_writable(folder: str) -> None:
@@ -286,7 +286,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     Raises:
         ConfigError: for every fault.
     """
-    extend(config)
+    extend_by(config.experimental.custom_import)
     mistakes = Mistakes()
     with mistakes.collect():
         tokenizer = build_tokenizer(config.model.tokenizer_path)

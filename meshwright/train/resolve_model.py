@@ -1,4 +1,4 @@
-"""The model family and the dimensions that a config names. Free of torch."""
+"""Finds the model family and dimensions that a config names, also in your own module. No torch."""
 
 import dataclasses
 import json
@@ -44,15 +44,6 @@ BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
 
 
-def extend(config: JobConfig) -> None:
-    """Take over the models and datasets of the module that the config names, if it names one.
-
-    Raises:
-        ConfigError: if it cannot be imported, or takes a name that is ours.
-    """
-    extend_by(config.experimental.custom_import)
-
-
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
     """Take over the models and datasets of a user's module.
 
@@ -61,7 +52,7 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
         key: that gave it, for errors.
 
     Raises:
-        ConfigError: as `extend`.
+        ConfigError: if it cannot be imported, or takes a name that is ours.
     """
     if not name:
         return
@@ -112,7 +103,7 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     Raises:
         ConfigError: if there is no such family or size, or `model.args` are wrong.
     """
-    extend(config)
+    extend_by(config.experimental.custom_import)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
     family = MODELS[name]

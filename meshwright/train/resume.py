@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: where a job was, and how another resumes from there."""
+"""What a job writes into the manifest of a checkpoint, and reads from it when it resumes."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""Being asked to stop, by a signal, a file or the clock, or having no data: all ranks stop at the
-same step."""
+"""The vote of all ranks on when to stop: for a signal, a file, the clock, or the end of data."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""How well a model does on data that it does not learn from, on any mesh."""
+"""Validation: the loss on held-out data, and texts that the model writes, on any mesh."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

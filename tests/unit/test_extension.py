@@ -14,7 +14,7 @@ from meshwright.models.families import MODELS
 from meshwright.models.family import Family
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
-from meshwright.train.resolve_model import extend, extend_by, user_sinks
+from meshwright.train.resolve_model import extend_by, user_sinks
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
@@ -125,7 +125,7 @@ def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
 def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> None:
     config = load_config(words(tmp_path, code))
     with pytest.raises(ConfigError, match=message) as error:
-        extend(config)
+        extend_by(config.experimental.custom_import)
     assert error.value.key == "experimental.custom_import"
     with pytest.raises(ConfigError, match=message) as error:
         extend_by(str(tmp_path / "mine.py"), "--custom-import")

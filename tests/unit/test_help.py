@@ -88,23 +88,25 @@ def test_every_synonym_names_a_key() -> None:
 
 
 def test_all_faults_at_once_each_with_its_line_and_a_caret(message) -> None:
-    """Also across stages: keys, types, and what only the tables of models and datasets know."""
+    """Keys and types first; then what only the tables of models and datasets know."""
     text = (
         '[model]\nflavor = "debugmodl"  # small\ntokenizer_path = "x#y.model"\n'
         '[training]\nstep = 3\nseq_len = "64"\n'
         '[validation]\ndataset = "nope"\n'
     )
     assert message(text) == (
+        "a.toml:6: unknown key training.step"
+        "\n    step = 3\n    ^^^^\n  fix: did you mean training.steps?\n"
+        "a.toml:7: training.seq_len = '64': must be a whole number\n"
+        '    seq_len = "64"\n              ^^^^\n  fix: write 64, without quotes'
+    )
+    assert message(text.replace("step =", "steps =").replace('"64"', "64")) == (
         "a.toml:3: model.flavor = 'debugmodl': no such size\n"
         '    flavor = "debugmodl"  # small\n             ^^^^^^^^^^^\n'
         "  fix: did you mean debugmodel?\n"
         "a.toml:4: model.tokenizer_path = 'HERE/x#y.model': no such file or folder\n"
         '    tokenizer_path = "x#y.model"\n                     ^^^^^^^^^^^\n'
         "  fix: check the path: HERE exists, but holds no x#y.model\n"
-        "a.toml:6: unknown key training.step"
-        "\n    step = 3\n    ^^^^\n  fix: did you mean training.steps?\n"
-        "a.toml:7: training.seq_len = '64': must be a whole number\n"
-        '    seq_len = "64"\n              ^^^^\n  fix: write 64, without quotes\n'
         "a.toml:9: validation.dataset = 'nope': no such dataset\n"
         '    dataset = "nope"\n              ^^^^^^\n'
         "  fix: choose from arrow, c4, fineweb, fineweb-edu, json, megatron, parquet, "

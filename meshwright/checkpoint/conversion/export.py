@@ -168,13 +168,16 @@ def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> N
         header[foreign.name] = {"dtype": TYPES[job.dtype], **place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as content:
-        content.write(struct.pack("<Q", len(text)) + text)
-        for name, foreign in tensors.items():
-            tensor = job.weights.read(name).to(job.dtype)
-            if foreign.head_dim is not None:
-                tensor = halves(tensor, foreign.head_dim)
-            content.write(_bits(tensor).numpy().data)
+    try:
+        with open(file, "wb") as content:
+            content.write(struct.pack("<Q", len(text)) + text)
+            for name, foreign in tensors.items():
+                tensor = job.weights.read(name).to(job.dtype)
+                if foreign.head_dim is not None:
+                    tensor = halves(tensor, foreign.head_dim)
+                content.write(_bits(tensor).numpy().data)
+    except OSError as error:
+        raise OSError(f"{file.name}: {error.strerror}") from None
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

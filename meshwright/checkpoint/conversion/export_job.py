@@ -1,4 +1,4 @@
-"""A checkpoint, its family and its tokenizer as a job of exporting."""
+"""Collects what an export needs: a checkpoint's weights and dimensions, and tokenizer files."""
 
 import json
 from pathlib import Path

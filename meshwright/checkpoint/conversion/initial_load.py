@@ -1,4 +1,4 @@
-"""Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
+"""Finds and checks the folder of `checkpoint.initial_load_path`, in any format. No torch."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A job's first weights, on any mesh: each rank reads its shards of another's folder."""
+"""Reads a job's first weights on any mesh: each rank reads its shards of the folder."""
 
 import pickle
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""A page that needs no other file and no network, and its tables."""
+"""The frame of an HTML page that needs no other file: style, script, tables."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
