@@ -109,9 +109,8 @@ def main() -> None:
         low, middle, high = (tokens / q for q in reversed(quantiles(seconds, n=4)))
         print(f"{name:8} {middle:8.0f} tokens/s (quartiles {low:.0f} to {high:.0f})")
     name, threads = hardware.device_name(bare.device), torch.get_num_threads()
-    print(
-        f"{len(pairs)} pairs on {name}, {threads} threads, torch {torch.__version__}; median ratio:"
-    )
+    print(f"{len(pairs)} pairs on {name}, {threads} threads, torch {torch.__version__}")
+    print("median ratio:")
     print(f"{median(bare_s / trainer_s for trainer_s, bare_s in pairs):.3f}")
 
 
