@@ -110,8 +110,7 @@ def main() -> None:
         print(f"{name:8} {middle:8.0f} tokens/s (quartiles {low:.0f} to {high:.0f})")
     name, threads = hardware.device_name(bare.device), torch.get_num_threads()
     print(f"{len(pairs)} pairs on {name}, {threads} threads, torch {torch.__version__}")
-    print("median ratio:")
-    print(f"{median(bare_s / trainer_s for trainer_s, bare_s in pairs):.3f}")
+    print(f"median ratio:\n{median(bare_s / trainer_s for trainer_s, bare_s in pairs):.3f}")
 
 
 if __name__ == "__main__":
