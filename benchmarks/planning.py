@@ -252,7 +252,7 @@ def compare_searches() -> None:
     config, h100 = load_config(SEARCHED.split()), estimated(H100)
     candidates = list(search.legal(config, 4, h100))
     plans = [plan for _, plan in candidates]
-    estimates = search.estimate_all(config, plans, h100, 2)
+    estimates = search.estimate_all(plans, h100, 2)
     needs: dict[int, Need] = {}
     for index, need in in_processes([(plan.config, 4, h100) for plan in plans], need_of, 2):
         assert isinstance(need, Need), need

@@ -141,6 +141,7 @@ def flex_attention_operator(
 
     `flex_attention_hop` or its options changed: an error in plans with training.mask_documents.
     """
+    assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
     mask, scale = block_mask.as_tuple(), q.shape[-1] ** -0.5 if scale is None else scale
     return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]
