@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention import flex_attention as flex
@@ -25,7 +25,6 @@ __all__ = [
     "flop_registry",
     "storage_key",
     "tree_iter",
-    "unset_fake_temporarily",
 ]
 
 
