@@ -167,8 +167,8 @@ def main() -> None:
 
 def compare_peaks(cases: list[str]) -> None:
     """Print planned and allocated bytes of the cases, or of all."""
-    words = [sys.executable, "-m", "tests.helpers.planning", *cases]
-    worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.helpers.planning", *cases]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     print("| job | planned bytes | allocated bytes | difference | unattributed |")
     print("|---|---|---|---|---|")
@@ -184,14 +184,13 @@ def compare_peaks(cases: list[str]) -> None:
 
 
 def write_presets(names: list[str]) -> None:
+    """Plan presets, and write the plan into their headers."""
     today = datetime.date.today().isoformat()
     for path, ranks in presets():
-        if names and path.stem not in names:
-            continue
-        text = path.read_text()
-        peak = peak_gib(path, ranks)
-        path.write_text(with_plan(path, text, ranks, peak, today))
-        print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
+        if not names or path.stem in names:
+            peak = peak_gib(path, ranks)
+            path.write_text(with_plan(path, path.read_text(), ranks, peak, today))
+            print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
 
 
 def compare_published() -> None:
@@ -253,7 +252,7 @@ def compare_searches() -> None:
     config, h100 = load_config(SEARCHED.split()), estimated(H100)
     candidates = list(search.legal(config, 4, h100))
     plans = [plan for _, plan in candidates]
-    estimates = search.estimate_all(config, plans, h100, 2)
+    estimates = search.estimate_all(plans, h100, 2)
     needs: dict[int, Need] = {}
     for index, need in in_processes([(plan.config, 4, h100) for plan in plans], need_of, 2):
         assert isinstance(need, Need), need

@@ -214,8 +214,7 @@ def main() -> None:
     )
     for field, default in Workload().__dict__.items():
         if field != "compile":
-            flag = "--" + field.replace("_", "-")
-            parser.add_argument(flag, type=type(default), default=default)
+            parser.add_argument(f"--{field}".replace("_", "-"), type=type(default), default=default)
     args = parser.parse_args()
     if args.steps <= WARM_UP:
         parser.error(f"--steps: must be more than {WARM_UP}, which are not counted")

@@ -79,7 +79,7 @@ COMMANDS = {
     "checkpoint verify": Command(
         "checkpoint", "compare every byte with its checksum", suffix="_verify"
     ),
-    "checkpoint diff": Command("checkpoint", "compare two checkpoints", suffix="_diff"),
+    "checkpoint diff": Command("checkpoint_diff", "compare two checkpoints"),
     "export": Command("export", "write a checkpoint for Hugging Face"),
     "generate": Command("generate", "generate text"),
     "completion": Command("completion", "print a script for bash or zsh"),

@@ -134,7 +134,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read(made, capsys, monkeypatch)
     ("command", "reads"),
     [
         ("show", "meshwright.commands.checkpoint.read_saved_tensors"),
-        ("diff", "meshwright.commands.checkpoint.read_saved_tensors"),
+        ("diff", "meshwright.commands.checkpoint_diff.read_saved_tensors"),
     ],
 )
 def test_show_and_diff_keep_what_they_read(made, tmp_path, capsys, monkeypatch, command, reads):

@@ -217,13 +217,16 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime:
+def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | None:
     """Replay the step's entries in two streams, computation and FSDP2's communication.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
     there, and the end of backward waits for the last. Every other collective is waited for.
+    None: nothing is published of the device.
     """
+    if not device.flops_per_s:
+        return None
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # ends of the gathers under way
     spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
-from meshwright.commands.plan.figures import Memory, step_time
+from meshwright.commands.plan.figures import Memory, StepTime, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig, changed
@@ -49,19 +49,18 @@ class Figures:
 
 def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
-    return figures_of(simulate(plan, rank, is_gpu=device.is_gpu), plan, device)
+    simulation = simulate(plan, rank, is_gpu=device.is_gpu)
+    return figures_of(simulation, step_time(simulation, plan, device))
 
 
-def figures_of(simulation: Simulation, plan: Plan, device: Rates) -> Figures:
+def figures_of(simulation: Simulation, time: StepTime | None) -> Figures:
     """Return the figures of a simulation."""
-    memory, seconds = Memory(simulation.record), 0.0
-    if device.flops_per_s:
-        seconds = step_time(simulation, plan, device).seconds
+    memory = Memory(simulation.record)
     collectives = [one for one in simulation.entries if isinstance(one, Collective)]
     return Figures(
         memory.by_place(),
         memory.rounded_peak() / memory.peak.num_bytes,
-        seconds,
+        time.seconds if time else 0.0,
         len({one.axis for one in collectives}),
         max((one.num_bytes for one in collectives if one.is_fsdp), default=0),
     )

@@ -63,8 +63,8 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> R
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu)
-    memory = Memory(simulation.record)
-    modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
+    memory, time = Memory(simulation.record), step_time(simulation, plan, device)
+    modelled = beside_tensors(figures_of(simulation, time), plan, device)
     return RankPlan(
         rank,
         stages_of(plan, rank) if plan.dims.pp > 1 else [],
@@ -74,7 +74,7 @@ def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> R
         verdict(device, memory.peak.num_bytes, modelled),
         traffic(simulation, device.per_node),
         flops(simulation),
-        step_time(simulation, plan, device) if device.flops_per_s else None,
+        time,
         simulation.simulated,
         memory.curve(),
     )

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import product
@@ -43,6 +43,16 @@ AXES = {
     "pp": "pipeline_parallel_degree",
 }
 """Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
+
+ALONE: dict[str, Any] = {
+    "pipeline_parallel_degree": 1,
+    "data_parallel_replicate_degree": 1,
+    "data_parallel_shard_degree": -1,
+    "pipeline_parallel_stages_per_rank": -1,
+    "module_fqns_per_model_part": [],
+    "fsdp_reshard_after_forward": "always",
+}
+"""Neither a pipeline nor copies."""
 
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
@@ -88,33 +98,19 @@ def _updates(config: JobConfig, ranks: int, device: Device) -> Iterator[Update]:
             continue
         schedules = _schedules(config) if mesh["pp"] > 1 else [""]
         for schedule, size, mode, keeps in product(schedules, sizes, MODES, (True, False)):
-            update = mesh_update(mesh, keeps_gathered=keeps)
-            if schedule:
-                update["parallelism"]["pipeline_parallel_schedule"] = schedule
-            update["activation_checkpoint"] = {"mode": mode}
+            # "default" keeps gathered parameters in a pipeline, and frees them without one
+            policy = "never" if keeps else "always"
             batch = config.training.global_batch_size
-            update["training"] = {"local_batch_size": size, "global_batch_size": batch}
-            yield update
-
-
-def mesh_update(mesh: Mapping[str, int], *, keeps_gathered: bool) -> dict[str, dict[str, Any]]:
-    """Return the keys of a mesh.
-
-    Args:
-        keeps_gathered: gathered parameters stay from forward to backward.
-    """
-    # "default" keeps gathered parameters in a pipeline, and frees them without one
-    policy = "never" if keeps_gathered else "always"
-    is_default = keeps_gathered == (mesh["pp"] > 1)
-    parallelism = {
-        **{key: mesh[axis] for axis, key in AXES.items()},
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": -1,
-        "pipeline_parallel_stages_per_rank": -1,
-        "module_fqns_per_model_part": [],
-        "fsdp_reshard_after_forward": "default" if is_default else policy,
-    }
-    return {"parallelism": parallelism}
+            parallelism = ALONE | {
+                **{key: mesh[axis] for axis, key in AXES.items()},
+                "fsdp_reshard_after_forward": "default" if keeps == (mesh["pp"] > 1) else policy,
+                **({"pipeline_parallel_schedule": schedule} if schedule else {}),
+            }
+            yield {
+                "parallelism": parallelism,
+                "activation_checkpoint": {"mode": mode},
+                "training": {"local_batch_size": size, "global_batch_size": batch},
+            }
 
 
 def keeps_gathered(plan: Plan) -> bool:
@@ -144,13 +140,11 @@ def _schedules(config: JobConfig) -> list[str]:
 
 def difference(old: JobConfig, update: Update) -> str:
     """Return the keys of `update` in which it differs from `old`, as TOML."""
-    sections = {
-        name: {
-            key: value for key, value in keys.items() if getattr(getattr(old, name), key) != value
-        }
-        for name, keys in update.items()
-    }
-    return tomli_w.dumps({name: keys for name, keys in sections.items() if keys})
+    found: dict[str, dict[str, Any]] = {}
+    for name, keys in update.items():
+        section = getattr(old, name)
+        found[name] = {k: value for k, value in keys.items() if getattr(section, k) != value}
+    return tomli_w.dumps({name: keys for name, keys in found.items() if keys})
 
 
 @dataclass(frozen=True)
@@ -176,26 +170,22 @@ class Work:
     """Of the optimizer, per parameter of the rank."""
 
 
-Shape = tuple[str, tuple[tuple[str, int], ...]]
-"""Mode of recomputation, and degrees of the axes that cut a layer: its operators depend on nothing
-else that a search chooses, and grow with the sequences."""
+def shape_of(plan: Plan) -> tuple[object, ...]:
+    """Return the key of a candidate's `Work`: a layer's operators depend on nothing else that a
+    search chooses, and grow with the sequences."""
+    cut = (getattr(plan.dims, axis) for axis in AXES if axis != "pp")
+    return plan.config.activation_checkpoint.mode, *cut
 
 
-def shape_of(plan: Plan) -> Shape:
-    """Return the key of a candidate's `Work`."""
-    cut = tuple((axis, getattr(plan.dims, axis)) for axis in AXES if axis != "pp")
-    return plan.config.activation_checkpoint.mode, cut
+def measure_work(config: JobConfig, device: Rates) -> Work:
+    """Simulate one sequence in a model of few layers on few ranks, without a pipeline.
 
-
-def measure_work(config: JobConfig, shape: Shape, device: Rates) -> Work:
-    """Simulate one sequence in a model of few layers on few ranks, which have all axes."""
-    mode, degrees = shape
-    mesh = {"pp": 1, **dict(degrees)}
-    ranks, update = 2 * math.prod(mesh.values()), mesh_update(mesh, keeps_gathered=False)
-    update["activation_checkpoint"] = {"mode": mode}
-    update["training"] = {"local_batch_size": 1, "global_batch_size": 2}
-    config = changed(config, update)
-    plan = plan_job(config, ranks, is_gpu=device.is_gpu)
+    Args:
+        config: of any candidate of the shape.
+    """
+    ranks = 2 * math.prod(getattr(config.parallelism, AXES[axis]) for axis in AXES if axis != "pp")
+    update = {"parallelism": ALONE, "training": {"local_batch_size": 1, "global_batch_size": 2}}
+    plan = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
     with suppress(ConfigError):  # if the config names layers that a shallow model lacks
         plan = at_depth(plan, device, 2 * period(config))
     simulation = simulate(plan, 0, is_gpu=device.is_gpu)
@@ -319,7 +309,7 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     """
     start = time.perf_counter()
     candidates = list(legal(config, ranks, device))
-    estimates = estimate_all(config, [plan for _, plan in candidates], device, workers)
+    estimates = estimate_all([plan for _, plan in candidates], device, workers)
     fitting = [
         (seconds, words_of(plan), update, plan)
         for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True)
@@ -353,12 +343,10 @@ def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     )
 
 
-def estimate_all(
-    config: JobConfig, plans: Sequence[Plan], device: Rates, workers: int
-) -> list[tuple[float, float]]:
+def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    shapes = [*dict.fromkeys(map(shape_of, plans))]
-    tasks = [(config, shape, device) for shape in shapes]
+    configs = {shape_of(plan): plan.config for plan in plans}
+    tasks, shapes = [(config, device) for config in configs.values()], [*configs]
     works = {shapes[i]: work for i, work in in_processes(tasks, measure_work, workers)}
     found = []
     for plan in plans:

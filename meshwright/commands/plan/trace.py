@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,16 +156,11 @@ def _purpose_in_fsdp(file: str, function: str) -> str:
     return "communication buffers" if file.endswith("_collectives.py") else ""
 
 
-SENT: dict[str, Callable[[int], float]] = {
-    # bytes that a rank sends, of a ring over n ranks, per byte of its larger tensor
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 0.0,
-}
+IN_RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+"""Times that a rank of n sends (n - 1) / n of the larger tensor."""
+
+SENT = {"broadcast": 1, "send": 1, "recv": 0}
+"""Times that a rank sends the tensor."""
 
 
 @dataclass(frozen=True)
@@ -237,34 +232,31 @@ class Trace:
             return
         if _is_view(func):
             return
-        scope = self._scope
         outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
         leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
         first = next((x for x in outputs if x.is_floating_point()), None)
-        if "attention" in name and first is not None:  # its rate depends on the width of heads
-            name += f"_{first.shape[-1]}"
         self.entries.append(
             Operator(
-                name,
-                scope.moment,
+                getattr(func, "__name__", str(func)).partition(".")[0],
+                self._scope.moment,
                 _flops(func, args, kwargs, output),
-                sum(x.numel() * x.element_size() for x in tensors),
+                sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)),
                 str(first.dtype if first is not None else "").removeprefix("torch."),
-                scope.is_fsdp,
+                self._scope.is_fsdp,
             )
         )
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
         name = func.__name__.partition(".")[0]
-        kind = next((kind for kind in SENT if kind.replace("_", "") in name.replace("_", "")), None)
+        kinds = (kind for kind in IN_RINGS | SENT if kind.replace("_", "") in name.replace("_", ""))
+        kind = next(kinds, None)
         axis, ranks = self._group(args) if kind else ("", range(1))
         if kind is None or len(ranks) == 1:  # wait_tensor and barrier have no kind
             return
         tensors = [x for x in torch_names.tree_iter((args, output)) if isinstance(x, Tensor)]
         size = max((x.numel() * x.element_size() for x in tensors), default=0)
-        sent, scope = size * SENT[kind](len(ranks)), self._scope
+        part, scope = (len(ranks) - 1) / len(ranks), self._scope
+        sent = size * (IN_RINGS[kind] * part if kind in IN_RINGS else float(SENT[kind]))
         self.entries.append(Collective(kind, axis, ranks, size, sent, scope.moment, scope.is_fsdp))
 
     def _group(self, args: Any) -> tuple[str, range]:
