@@ -126,7 +126,8 @@ OUTCOMES = {
         compile="backend cpu_attention",
         float8="recipe_name filter_fqns emulate",
         checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
-        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
+        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype "
+        "verify",
         metrics="wandb_project wandb_entity wandb_name",
         profiling="profile_freq",
     ),
@@ -242,6 +243,7 @@ AWAKE: dict[str, dict[str, Any]] = {
         f"checkpoint.{key}": {"checkpoint__enable": True}
         for key in (
             *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
+            "verify",
             *("keep_best", "on_save_failure", "load_only", "enable_first_step_checkpoint"),
             *("last_save_model_only", "last_save_in_hf"),
         )
