@@ -31,7 +31,7 @@ sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from workload import Workload, to_command_line  # noqa: E402
 
 from meshwright.commands.train import environment  # noqa: E402
-from meshwright.system import device as hardware  # noqa: E402
+from meshwright.system import hardware  # noqa: E402
 from meshwright.system.machine import Ranks  # noqa: E402
 
 PEERS = ("torchtitan", "transformers", "fabric")

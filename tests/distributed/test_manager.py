@@ -144,6 +144,7 @@ def _storage_fails(folder: str) -> None:
         found = manager.select_and_verify()
     assert found is not None
     assert found["step"] == 10
+    file = file.replace("__0_", "__1_")  # another part of the files, and the rank's own tensors
     with failing_reads(file, errno.EIO, 99), pytest.raises(StorageError, match="rank 1: .*step-10"):
         manager.load(State(0), found)
     with failing_reads(".metadata", errno.EIO, 1):

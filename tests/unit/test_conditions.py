@@ -124,7 +124,7 @@ AWAKE = by_key(
         "float8: recipe_name filter_fqns emulate": "float8.enable=true",
         "checkpoint: folder interval keep_latest_k keep_every_n_steps async_mode keep_best "
         "on_save_failure load_only enable_first_step_checkpoint last_save_model_only "
-        "last_save_in_hf": "checkpoint.enable=true",
+        "last_save_in_hf verify": "checkpoint.enable=true",
         "checkpoint: export_dtype": "checkpoint.enable=true checkpoint.last_save_model_only=true",
         "metrics: save_tb_folder": "",
         "metrics: wandb_project wandb_entity wandb_name": "metrics.enable_wandb=true",

@@ -38,7 +38,7 @@ def may_pass(error: BaseException | None) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return status >= 500 or status in TRY_LATER
-        if type(error).__name__ == "OfflineModeIsEnabled":  # a variable of the user's
+        if "OfflineModeIsEnabled" in repr(error):  # a variable of the user's
             return False
         is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
         if is_of_network or isinstance(error, ConnectionError | TimeoutError | HTTPException):
