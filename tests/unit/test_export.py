@@ -125,7 +125,8 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     assert "no such folder\n  fix: check the path" in message(tmp_path / "nowhere", out)
     assert "holds no checkpoint" in message(tmp_path / "hf", out)
-    assert "--max-shard-size = '5': is not a file size" in message(
+    said = message(checkpoint, out, "--max-shard-size", "5")
+    assert "--max-shard-size = '5': is not a file size" in said
         checkpoint, out, "--max-shard-size", "5"
     )
     assert "must be positive" in message(checkpoint, out, "--max-shard-size", "0GB")
