@@ -15,7 +15,6 @@ from meshwright.metrics.report.tables import (
     config_table,
     duration,
     environment_table,
-    proof_table,
     skipped_table,
     starts_table,
     texts,
@@ -42,7 +41,6 @@ def page(run: Run) -> str:
         ("Texts", texts(run)),
         ("Starts and resumes", starts_table(run)),
         ("Skipped steps", skipped_table(run)),
-        ("Proof", proof_table(run)),
         ("Environment", environment_table(run)),
         ("Config", config_table(run, config)),
     )
