@@ -108,6 +108,17 @@ def test_a_report_is_one_whole_file_with_everything_in_it(folder, capsys) -> Non
     assert re.search("forward \\+ backward16.0 s51.6%", checked.text)
 
 
+def test_a_proof_in_the_folder_is_shown(folder) -> None:
+    (folder / "proof").mkdir()
+    case = {"name": "tp 2", "ranks": 2, "loss_error": 1e-7, "gradient_error": 0.5}
+    proof = {"proved": False, "cases": [case | {"failures": ["gradient"]}]}
+    (folder / "proof" / "proof.json").write_text(json.dumps(proof))
+    report([str(folder), "--output", str(folder / "a.html")])
+    text = (folder / "a.html").read_text()
+    assert "0 of 1 cases equal one process" in text
+    assert "FAILED" in text
+
+
 def test_values_of_other_writers_that_are_not_finite_are_left_out(folder) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('\n{"step": 42, "loss/train": NaN, "time/step_s": Infinity, "a": 1e999}\n')

@@ -15,6 +15,7 @@ from meshwright.metrics.report.tables import (
     config_table,
     duration,
     environment_table,
+    proof_table,
     skipped_table,
     starts_table,
     texts,
@@ -41,6 +42,7 @@ def page(run: Run) -> str:
         ("Texts", texts(run)),
         ("Starts and resumes", starts_table(run)),
         ("Skipped steps", skipped_table(run)),
+        ("Proof", proof_table(run)),
         ("Environment", environment_table(run)),
         ("Config", config_table(run, config)),
     )

@@ -27,6 +27,8 @@ class Run:
     """Texts that the model wrote at validations."""
     config_text: str
     """TOML."""
+    proof: Row | None
+    """`proof.json` of `meshwright prove`."""
 
     @property
     def starts(self) -> list[Row]:
@@ -87,6 +89,7 @@ def read_run(folder: Path) -> Run:
         skipped=_rows(folder / "skipped_steps.jsonl"),
         texts=[row for row in _rows(folder / "samples.jsonl") if "text" in row],
         config_text=_read(folder / "config.toml"),
+        proof=_table(folder / "proof" / "proof.json"),
     )
 
 
@@ -101,6 +104,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def _table(file: Path) -> Row | None:
+    try:
+        table = json.loads(_read(file))
+    except ValueError:
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def _read(file: Path) -> str:

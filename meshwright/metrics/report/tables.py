@@ -96,6 +96,27 @@ def skipped_table(run: Run) -> str:
     return table(("step", "reason", "loss", "gradient norm", "samples"), rows)
 
 
+def proof_table(run: Run) -> str:
+    if run.proof is None:
+        return ""
+    cases = run.proof.get("cases", [])
+    num_equal = sum(_verdict(case) == "equal" for case in cases)
+    num_cases = run.proof.get("num_cases", len(cases))
+    kind = "good" if run.proof.get("proved") else "bad"
+    text = f"{num_equal} of {num_cases} cases equal one process"
+    rows = [
+        [case["name"], str(case["ranks"]), number(case.get("loss_error")),
+         number(case.get("gradient_error")), _verdict(case)]
+        for case in cases
+    ]  # fmt: skip
+    cells = table(("case", "ranks", "loss error", "gradient error", "verdict"), rows)
+    return f'<p class="{kind}">{text}</p><details><summary>Every case</summary>{cells}</details>'
+
+
+def _verdict(case: dict[str, Any]) -> str:
+    return "FAILED" if case.get("failures") else "not run" if case.get("not_run") else "equal"
+
+
 def environment_table(run: Run) -> str:
     if not run.starts:
         return ""
