@@ -1,7 +1,6 @@
 """A run on the console: one line per logged step, and on a terminal a progress bar."""
 
 import json
-from collections import deque
 from contextlib import suppress
 
 from tqdm import tqdm
@@ -16,12 +15,9 @@ from meshwright.system.log import (
     set_bar,
 )
 
-NUM_RECENT = 10
-"""Records whose steps the time of a step is averaged over."""
-
 
 class Eta:
-    """Seconds to the end: steps as long as the last ones, and pauses as in all steps so far.
+    """Seconds to the end, if the rest takes as long per step as the steps so far, pauses included.
 
     The first record of a process is left out: compilation and warm-up are in it.
 
@@ -30,9 +26,7 @@ class Eta:
     """
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._step, self._first = steps, 0, 0
-        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT)
-        self._paused_s = 0.0
+        self._steps, self._first, self._step, self._passed_s = steps, 0, 0, 0.0
 
     def add(self, record: Record) -> None:
         """Take the times of a record in."""
@@ -40,19 +34,16 @@ class Eta:
         if not before:
             self._first = self._step
             return
-        self._recent.append((self._step - before, record["time/step_s"]))
-        self._paused_s += record.get("time/validation_s", 0.0) + record.get(
-            "time/checkpoint_s", 0.0
-        )
+        pauses = (record.get(f"time/{pause}_s", 0.0) for pause in ("validation", "checkpoint"))
+        self._passed_s += (self._step - before) * record["time/step_s"] + sum(pauses)
 
     @property
     def seconds(self) -> float | None:
         """Seconds from the last record on; None until steps have been timed."""
-        left, num_steps = self._steps - self._step, sum(count for count, _ in self._recent)
-        if left == 0 or num_steps == 0:
+        left, taken = self._steps - self._step, self._step - self._first
+        if left == 0 or taken == 0:
             return None if left else 0.0
-        step_s = sum(count * seconds for count, seconds in self._recent) / num_steps
-        return left * (step_s + self._paused_s / (self._step - self._first))
+        return left * self._passed_s / taken
 
 
 HEADER_EVERY = 25

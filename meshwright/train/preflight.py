@@ -7,7 +7,7 @@ calls it again, for users who start torchrun themselves.
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.checkpoint import commit, find
@@ -74,7 +74,6 @@ class Plan:
     family: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
-    dims: ParallelDims
     frozen: frozenset[str]
     """Names of the parameters that are not trained."""
     stage_modules: list[list[str]]
@@ -85,11 +84,27 @@ class Plan:
     """Names of the layers that multiply in float8."""
     least_bytes: dict[str, float]
     """Memory that the rank with most parameters surely needs on its device, by purpose."""
-    checkpoint_folder: Path
     resume_step: int
     """Step of the checkpoint to resume from; 0: there is none."""
     own_code: str
     """Hash of the module of `experimental.custom_import`, as it runs here; "": there is none."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degrees of the mesh."""
+        degrees = self.config.parallelism
+        return ParallelDims(
+            dp_replicate=degrees.data_parallel_replicate_degree,
+            dp_shard=degrees.data_parallel_shard_degree,
+            cp=degrees.context_parallel_degree,
+            tp=degrees.tensor_parallel_degree,
+            pp=degrees.pipeline_parallel_degree,
+        )
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the job's checkpoints are."""
+        return Path(self.config.job.dump_folder) / self.config.checkpoint.folder
 
     @property
     def data_identity(self) -> dict[str, object]:
@@ -190,10 +205,6 @@ def preflight(
         f"{model_args.vocab_size}",
         f"set model.args.vocab_size = {tokenizer.vocab_size}",
     )
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    resume_step = None
-    if config.checkpoint.enable and looks_at_files:
-        resume_step = find.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
         compile_line=compile_line,
@@ -201,26 +212,28 @@ def preflight(
         family=family,
         model_args=model_args,
         tokenizer=tokenizer,
-        dims=ParallelDims(
-            dp_replicate=config.parallelism.data_parallel_replicate_degree,
-            dp_shard=config.parallelism.data_parallel_shard_degree,
-            cp=config.parallelism.context_parallel_degree,
-            tp=config.parallelism.tensor_parallel_degree,
-            pp=config.parallelism.pipeline_parallel_degree,
-        ),
         frozen=frozen,
         stage_modules=stage_modules,
         fp32_modules=fp32_modules,
         float8_layers=float8_layers,
         least_bytes=least_bytes,
-        checkpoint_folder=folder,
-        resume_step=resume_step or 0,
+        resume_step=0,
         own_code=code_of(config.experimental.custom_import),
     )
-    if resume_step is not None:
-        resume_diff(plan).check()
-    elif looks_at_files:
-        check_initial(config.checkpoint, model_args, family)
+    return _look_at_files(plan) if looks_at_files else plan
+
+
+def _look_at_files(plan: Plan) -> Plan:
+    """Check the checkpoint to resume from, or the weights to start from; return the plan with the
+    step."""
+    step, config = None, plan.config.checkpoint
+    if config.enable:
+        step = find.choose_step(plan.checkpoint_folder, config.load_step)
+    if step is None:
+        check_initial(config, plan.model_args, plan.family)
+        return plan
+    plan = replace(plan, resume_step=step)
+    resume_diff(plan).check()
     return plan
 
 

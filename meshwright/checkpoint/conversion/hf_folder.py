@@ -16,8 +16,8 @@ from meshwright.models.family import Dimension, Family, ForeignTensor, HuggingFa
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of an element, of the types that a model's weights may have."""
+WEIGHT_TYPES = ("F32", "BF16", "F16")
+"""Types that a model's weights may have, as safetensors names them."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ def check_tensors(
                 "its config.json is of another model",
             )
             place.check(
-                tensor.dtype in ITEM_BYTES,
+                tensor.dtype in WEIGHT_TYPES,
                 f"{name} in {tensor.file.name} is of type {tensor.dtype}, not "
-                f"{', '.join(ITEM_BYTES)}",
+                f"{', '.join(WEIGHT_TYPES)}",
             )
     known = {name for theirs in wanted.values() for name in (theirs.name, *theirs.copies)}
     others = [name for name in stored if name not in known and not form.is_needless(name)]
