@@ -28,7 +28,7 @@ from meshwright.system.files import Place
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 
-ROLES = ("model", "optimizer", "rng")
+ROLES = ("model", "average", "optimizer", "rng")
 """First parts of tensors' names."""
 
 

@@ -26,6 +26,10 @@ modules of a block, and its part of the heads or of the inner width inside them.
 """
 
 
+Role = Literal["embedding", "output", "norm", "bias", "matrix", "experts"]
+"""The use of a parameter. experts: matrices (E, R, C), one for each expert."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a module."""
@@ -43,6 +47,15 @@ class Parameter:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def role(self) -> Role | None:
+        """Its use, if its shape and layout tell."""
+        if self.layout == "embedding" or self.layout == "output":
+            return self.layout
+        vector: Role = "norm" if self.std is None else "bias"
+        by_dimensions: dict[int, Role] = {1: vector, 2: "matrix", 3: "experts"}
+        return by_dimensions.get(len(self.shape))
 
 
 @dataclass(frozen=True)

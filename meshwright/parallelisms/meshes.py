@@ -40,6 +40,8 @@ class Meshes:
     """Who holds which part of each matrix, and of the sequence between them."""
     pp: DeviceMesh
     """Who has which layers."""
+    stage: DeviceMesh
+    """All axes but pp as one: the ranks that together hold, and update, the same layers."""
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
@@ -87,6 +89,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         fsdp=parameters[(*copies, "fsdp")],
         tp=parameters["tp"],
         pp=parameters["pp"],
+        stage=line("stage", "dp_replicate", "dp_shard", "cp", "tp"),
     )
 
 
@@ -126,7 +129,14 @@ def set_timeout(meshes: Meshes, timeout_s: int) -> None:
     """From now on no collective, in any group of `meshes` or in the whole job, may take longer."""
     groups = {
         group.group_name: group
-        for mesh in (meshes.world, meshes.parameters, meshes.dp, meshes.cp, meshes.loss)
+        for mesh in (
+            meshes.world,
+            meshes.parameters,
+            meshes.dp,
+            meshes.cp,
+            meshes.loss,
+            meshes.stage,
+        )
         for group in mesh.get_all_groups()
     }
     for group in groups.values():

@@ -43,7 +43,13 @@ from meshwright.parallelisms.rules.precision import (
 from meshwright.system.errors import Mistakes, check
 from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
-from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
+from meshwright.train.optim.groups import (
+    average_decay,
+    check_optimizers,
+    find_names,
+    idle_groups,
+    names_by_group,
+)
 from meshwright.train.resolve_model import extend_by, resolve_model
 
 
@@ -196,7 +202,9 @@ def preflight(
     frozen = _find_frozen(config.model.frozen, model_args)
     config, least_bytes = _plan_memory(config, model_args, stage_modules, frozen, checks_memory)
     names_by_group(config.optimizer.groups, list(model_args.parameter_names()))
+    check_optimizers(config.optimizer, model_args.table.parameters)
     check_budgets(config.training)
+    average_decay(config)
     check(
         tokenizer.vocab_size <= model_args.vocab_size,
         "model.tokenizer_path",

@@ -271,6 +271,8 @@ def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
     """Load the checkpoint `found`, or set the first values; return where its data begins."""
     if found is None:
         initialize_weights(met.plan, trainer.model)
+        if trainer.average is not None:
+            trainer.average.begin()
         return Cursor()
     cursor = place_in_data(met.plan, found, met.sources)
     met.checkpoints.load(trainer.tensors, found)

@@ -141,7 +141,8 @@ def least_memory(config: JobConfig, load: Load, num_microbatches: int) -> dict[s
     shard = load.trained * width / shards
     kept = {
         "weights": load.parameters * width / shards,
-        "optimizer": 2 * shard,  # two moments
+        # two moments; of a matrix-wise optimizer, one
+        "optimizer": (2 if config.optimizer.name in ("AdamW", "Adam") else 1) * shard,
     }
     in_step = 0 if config.optimizer.early_step_in_backward else shard
     return kept | (in_backward if gathered + whole > in_step else {"gradients": in_step})
