@@ -78,9 +78,14 @@ class ModelTensors:
         self._model, self._dtype = model, dtype
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies where the type differs, under the names that `TrainingTensors` gives."""
+        """Copies where the type differs, under the names that `TrainingTensors` gives. Tensors that
+        are no parameters keep their types."""
         state: dict[str, Any] = get_model_state_dict(self._model)
-        return {MODEL + name: tensor.detach().to(self._dtype) for name, tensor in state.items()}
+        kept = {name for name, _ in self._model.named_buffers()}
+        return {
+            MODEL + name: tensor.detach() if name in kept else tensor.detach().to(self._dtype)
+            for name, tensor in state.items()
+        }
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def add_options(parser: Parser) -> None:
         default="5GB",
         help="most bytes per file: a number and KB, MB or GB (default: 5GB)",
     )
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="stack experts, as transformers 5 has them in memory, where the hub has one by one",
+    )
     add_saved_model(parser)
     parser.add_argument(
         "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
@@ -68,6 +73,7 @@ def run(given: Namespace) -> None:
             files,
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,
+            is_fused=given.fused,
         )
         export(job, given.out.absolute(), _say)
 

@@ -28,7 +28,8 @@ def transformers_model(args: DecoderArgs = SMALL, seed: int = 0) -> PreTrainedMo
     """With weights large enough that attention is not flat, norms among them."""
     written = family_of(args).hf.write_config(args, 64)
     written |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
-    config = AutoConfig.for_model(written.pop("model_type"), **written)
+    kind = written.pop("model_type")
+    config = AutoConfig.for_model(kind, **written, experts_implementation="eager")
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

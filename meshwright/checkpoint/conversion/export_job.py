@@ -37,6 +37,7 @@ def export_job(
     *,
     dtype: torch.dtype,
     max_shard_bytes: int,
+    is_fused: bool = False,
 ) -> Job:
     """Return the job of exporting a checkpoint.
 
@@ -55,6 +56,7 @@ def export_job(
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        is_fused=is_fused,
         special_tokens={key: token for key, token in special.items() if token is not None},
         other_files=files,
         encode=tokenizer.encode if files else None,
