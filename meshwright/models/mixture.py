@@ -90,12 +90,13 @@ class Mixture(nn.Module):
         self.experts = Experts(spec)
         self.shared = FeedForward(spec.shared) if spec.shared else None
         for name, state in spec.state.items():
-            self.register_buffer(name, torch.empty(state.shape, dtype=getattr(torch, state.dtype)))
+            dtype = getattr(torch, state.dtype)
+            self.register_buffer(name, torch.full(state.shape, state.value, dtype=dtype))
         for name, width, dtype in (
             ("counts", spec.n_experts, torch.int64),
             ("figures", 4, torch.float32),
         ):
-            self.register_buffer(name, torch.empty(width, dtype=dtype), persistent=False)
+            self.register_buffer(name, torch.zeros(width, dtype=dtype), persistent=False)
         self.losses = BalanceLosses()
         self.sum_over_ranks: SumOverRanks = lambda counts: counts
 

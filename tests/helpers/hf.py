@@ -70,7 +70,7 @@ def save_checkpoint(
     prefix: str = "model.",
 ) -> Path:
     """The model's part of a checkpoint. Collective, if there are ranks."""
-    state = {f"{prefix}{name}": p.detach() for name, p in model.named_parameters()}
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     writer = dcp.FileSystemWriter(commit.unfinished_folder(folder, step))
     dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     tokenizer = build_tokenizer(tokenizer_path)

@@ -337,8 +337,13 @@ def _logits_of_transformers(place: Place, tokens: Tensor) -> tuple[Tensor, str]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with quiet_torchao():  # which transformers imports here
+        # one expert after the other: its grouped matmul takes aligned widths alone
+        config = transformers.AutoConfig.from_pretrained(
+            place.path, local_files_only=True, experts_implementation="eager"
+        )
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             place.path,
+            config=config,
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,
