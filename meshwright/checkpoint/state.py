@@ -96,11 +96,16 @@ class ModelTensors:
         self._model, self._dtype, self._average = model, dtype, average or {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies where the type differs, under the names that `TrainingTensors` gives."""
+        """Copies where the type differs, under the names that `TrainingTensors` gives. Tensors that
+        are no parameters keep their types."""
         state: dict[str, Any] = get_model_state_dict(self._model)
+        kept = {MODEL + name for name, _ in self._model.named_buffers()}
         named = {MODEL + name: tensor for name, tensor in state.items()}
         named |= {AVERAGE + name: tensor for name, tensor in self._average.items()}
-        return {name: tensor.detach().to(self._dtype) for name, tensor in named.items()}
+        return {
+            name: tensor.detach() if name in kept else tensor.detach().to(self._dtype)
+            for name, tensor in named.items()
+        }
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Any]:

@@ -34,6 +34,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--average", action="store_true", help="export the mean of checkpoint.average"
     )
+    parser.add_argument(
+        "--fused",
+        action="store_true",
+        help="stack experts, as transformers 5 has them in memory, where the hub has one by one",
+    )
     add_saved_model(parser)
     parser.add_argument(
         "--without-tokenizer", action="store_true", help="leave the tokenizer's files out"
@@ -73,6 +78,7 @@ def run(given: Namespace) -> None:
             dtype=getattr(torch, given.dtype),
             max_shard_bytes=max_shard_bytes,
             prefix=AVERAGE if given.average else MODEL,
+            is_fused=given.fused,
         )
         export(job, given.out.absolute(), _say)
 

@@ -18,7 +18,14 @@ from meshwright.config.section import (
     OfTraining,
     Section,
 )
-from meshwright.config.training import BadSteps, LRScheduler, Optimizer, Training, Validation
+from meshwright.config.training import (
+    BadSteps,
+    Experts,
+    LRScheduler,
+    Optimizer,
+    Training,
+    Validation,
+)
 
 
 class Job(Section, on_resume="none"):
@@ -249,6 +256,7 @@ class JobConfig(Section):
     optimizer: Optimizer = Optimizer()
     bad_steps: BadSteps = BadSteps()
     lr_scheduler: LRScheduler = LRScheduler()
+    experts: Experts = Experts()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

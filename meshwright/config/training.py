@@ -304,6 +304,29 @@ class BadSteps(Section, on_resume="training"):
     many, no step is a spike."""
 
 
+class Experts(Section, on_resume="training"):
+    """[experts] How tokens are spread over the experts of a layer, in models that have some. No
+    setting depends on the mesh or on microbatches."""
+
+    balance_loss: NonNegativeFloat = 0.01
+    """Weight of the loss that evens loads out: mean over tokens, sum over experts, of load x share
+    of the score. An expert's load is its number of tokens over the mean, in the last step's global
+    batch. transformers' `router_aux_loss_coef` is stronger by the number of experts of a token."""
+
+    sequence_balance_loss: NonNegativeFloat = 0.0
+    """Weight of the same loss with the loads of each whole sequence, as DeepSeek-V3 has it. With
+    context or tensor parallelism it costs a small all-reduce per layer."""
+
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Per step, add this to the bias of each expert with fewer tokens than the mean, and subtract
+    it from that of others; biases count in the choice of experts alone. DeepSeek-V3 has 0.001. Only
+    families whose files have a place for biases can be exported then."""
+
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared logarithm of the sum of exponentials of router logits, which keeps
+    them small. OLMoE has 0.001."""
+
+
 class LRScheduler(Section, on_resume="training"):
     """[lr_scheduler] The learning rate as a fraction of `optimizer.lr`: warm up, stay, decay."""
 

@@ -53,6 +53,7 @@ BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 
 COLUMNS = (  # header, width, colour
     ("loss", 9, BOLD),
+    ("load", 6, ""),
     ("grad_norm", 10, ""),
     ("lr", 9, DIM),
     ("wps", 10, CYAN),
@@ -61,6 +62,11 @@ COLUMNS = (  # header, width, colour
     ("GiB", 7, ""),
     ("eta", 12, ""),
 )
+
+
+LOAD = "experts/load_max"
+"""Figure of the column "load", which is there for models that have it."""
+
 
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
 """Columns that a narrow console drops, in this order; metrics.jsonl has them."""
@@ -97,11 +103,7 @@ class Console:
         """
         self._steps, self._eta = steps, Eta(steps)
         self._num_lines = 0
-        self._columns = [*COLUMNS]
-        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
-        for name in LEFT_OUT:
-            if sum(columns for _, columns, _ in self._columns) > room:
-                self._columns = [column for column in self._columns if column[0] != name]
+        self._columns: list[tuple[str, int, str]] = []
         self._bar: tqdm[None] | None = None
         stream = console_stream()
         if is_terminal(stream):
@@ -132,6 +134,8 @@ class Console:
         if self._bar is not None:
             self._bar.set_postfix_str(f"eta {left}", refresh=False)
         step, width = f"{record['step']}/{self._steps}", self._step_width
+        if self._num_lines == 0:
+            self._columns = self._fitting(record)
         if self._num_lines % HEADER_EVERY == 0:
             names = "".join(name.rjust(columns) for name, columns, _ in self._columns)
             logger.info("%s", f"{'step':>{width + 5}}{names}")
@@ -139,6 +143,7 @@ class Console:
         mfu = record.get("time/mfu_pct")
         texts = {
             "loss": _short(record["loss/train"]),
+            "load": f"{record.get(LOAD, 0):.2f}",
             "grad_norm": _short(record["optim/grad_norm"]),
             "lr": f"{record['optim/lr']:.2e}",
             "wps": f"{record['time/wps']:,.0f}",
@@ -154,6 +159,15 @@ class Console:
             coloured += f"{colour}{cell}{RESET}" if colour else cell
         logger.info("%s", plain, extra={"coloured": coloured})
         self._write_validation(record)
+
+    def _fitting(self, record: Record) -> list[tuple[str, int, str]]:
+        """Return the columns of which the record has figures, and for which there is room."""
+        found = [column for column in COLUMNS if column[0] != "load" or LOAD in record]
+        room = console_width(console_stream()) - len(f"{INDENT}step ") - self._step_width
+        for name in LEFT_OUT:
+            if sum(columns for _, columns, _ in found) > room:
+                found = [column for column in found if column[0] != name]
+        return found
 
     def _write_validation(self, record: Record) -> None:
         sets: dict[str, list[str]] = {}

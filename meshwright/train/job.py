@@ -267,6 +267,7 @@ def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
         "optim/lr": job.trainer.lr_at(step),
     }
     figures |= {f"data/epochs/{name}": count for name, count in data.epochs.items()}
+    figures |= {name: figure.item() for name, figure in result.figures.items()}
     figures |= job.bad_steps.figures
     if result.group_norms is not None:
         norms = zip(job.trainer.norm_groups, result.group_norms.tolist(), strict=True)

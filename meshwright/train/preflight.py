@@ -33,6 +33,7 @@ from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.degrees import (
     ParallelDims,
     check_divisible,
+    check_experts,
     resolve_auto_values,
 )
 from meshwright.parallelisms.rules.precision import (
@@ -105,6 +106,7 @@ class Plan:
             cp=degrees.context_parallel_degree,
             tp=degrees.tensor_parallel_degree,
             pp=degrees.pipeline_parallel_degree,
+            ep=degrees.expert_parallel_degree if self.model_args.table.mixtures else 0,
         )
 
     @property
@@ -194,6 +196,7 @@ def preflight(
     family, model_args = resolve_model(config)
     config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
+    check_experts(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
     check_fp32_modules(config, fp32_modules)
@@ -350,8 +353,7 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     )
     return stages.assign_modules(
         parallelism,
-        args.n_layers,
-        layer=args.table.num_params_of("layers.0"),
+        [args.table.num_params_of(f"layers.{index}") for index in range(args.n_layers)],
         embedding=args.table.num_params_of("tok_embeddings"),
         output=args.table.num_params_of("output"),
     )
@@ -369,7 +371,7 @@ def _plan_memory(
     Returns:
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
-    load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
+    load = memory.heaviest_load(config, args.table.parameters, stage_modules, frozen)
     config = memory.choose_reduction(config, load, config.num_microbatches)
     needed = memory.least_memory(config, load, config.num_microbatches)
     if config.job.device_memory_gib and checks_memory:

@@ -153,7 +153,7 @@ def _order_attention(plan: Plan, device: torch.device) -> list[str]:
     has_own = training.mask_documents or parallelism.context_parallel_degree > 1
     if device.type != "cuda" or has_own:
         return []
-    spec = plan.model_args.table.blocks[0].attention
+    spec = plan.model_args.table.layers[0].attention
     tp = parallelism.tensor_parallel_degree
     order, line = hardware.choose_attention(
         training.attention_kernel,

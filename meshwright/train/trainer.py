@@ -1,8 +1,8 @@
 """One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ class StepResult:
     """() fp32: global norm before clipping, the same on every rank."""
     num_labels: Tensor
     """() int64: labels counted in the global batch."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further ones of the model, by name, each (); the same on every rank."""
     group_norms: Tensor | None = None
     """(G,) fp32: norms of groups of gradients before clipping, the same on every rank."""
 
@@ -56,6 +58,8 @@ class Sums(NamedTuple):
     """() fp32: mean over all counted labels of the global batch."""
     squares: Tensor
     """(1 + G,) fp32: squared norms of all gradients and of those of each group."""
+    of_model: Tensor
+    """fp32: of `Balance.sums`."""
 
     def over_ranks(self) -> "Sums":
         """Return the sums over the whole job. Collective: a single one, for every axis."""
@@ -137,7 +141,8 @@ def train_step(
         squares = early.square_sum.unsqueeze(0)
     mark("communication")
     # ranks of a tp group have the same loss; ranks without the last stage have none
-    sums = Sums(loss / meshes.tp.size(), squares).over_ranks()
+    balance, copies = model.balance, meshes.world.size() // meshes.pp.size()
+    sums = Sums(loss / meshes.tp.size(), squares, balance.sums(loss.device, copies)).over_ranks()
     mark("optimizer")
     loss, grad_norm = sums.loss, sums.squares[0].sqrt()
     is_held_back = detector.judge(step, loss, grad_norm, is_finite_here, num_labels)
@@ -148,9 +153,10 @@ def train_step(
         optimizer.zero_grad()
     if average is not None:
         average.update(is_held_back)
+    figures = balance.after_step(sums.of_model, is_held_back)
     mark(None)
     group_norms = sums.squares[1:].sqrt() if options.norm_groups else None
-    return StepResult(loss, grad_norm, num_labels, group_norms)
+    return StepResult(loss, grad_norm, num_labels, figures, group_norms)
 
 
 def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:

@@ -39,6 +39,7 @@ def export_job(
     dtype: torch.dtype,
     max_shard_bytes: int,
     prefix: str = state.MODEL,
+    is_fused: bool = False,
 ) -> Job:
     """Return the job of exporting a checkpoint.
 
@@ -58,6 +59,7 @@ def export_job(
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        is_fused=is_fused,
         special_tokens={key: token for key, token in special.items() if token is not None},
         other_files=files,
         encode=tokenizer.encode if files else None,
