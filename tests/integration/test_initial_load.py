@@ -229,6 +229,7 @@ def sound(tmp_path_factory) -> Path:
             config(head_dim=16),
             ("model.args.head_dim = 8: ", "has head_dim = 16\n  fix: set model.args.head"),
         ),
+        (config(rms_norm_eps="a"), ("rms_norm_eps is 'a', not a number",)),
         (config(hidden_size="32"), ("hidden_size is '32', not a positive integer",)),
         (config(quantization_config={"bits": 4}), ("the weights are quantized",)),
         (config(rope_parameters={"rope_type": "yarn"}), ("rope_type is 'yarn'",)),

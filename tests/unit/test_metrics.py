@@ -13,6 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.metrics.console import Console, Eta
 from meshwright.metrics.planned import PLAN, job_identity, planned_memory
@@ -23,7 +24,7 @@ from meshwright.metrics.weights_and_biases import WeightsAndBiases
 from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
-from meshwright.train.build import _peak_flops_per_s
+from meshwright.train.build import _files, _peak_flops_per_s
 
 
 class Kept(list):
@@ -309,6 +310,17 @@ def test_a_resumed_job_continues_its_wandb_run(wandb, tmp_path) -> None:
     assert {call["resume"] for call in wandb.calls} == {"allow"}
     train(1, 2, is_resumed=False)  # started over: another run
     assert len(wandb.runs) == 2
+
+
+def test_a_job_with_wandb_gives_its_run_config_and_figures(wandb, tmp_path) -> None:
+    metrics = {"enable_wandb": True, "wandb_project": "p", "enable_tensorboard": False}
+    job = {"dump_folder": str(tmp_path)}
+    config = changed(JobConfig(), {"job": job, "metrics": metrics})
+    for sink in _files(config, resumed_step=0):
+        sink.write({"step": 1, "loss/train": 2.0})
+    (call,) = wandb.calls
+    assert (call["project"], call["config"]) == ("p", to_json(config))
+    assert [*wandb.runs.values()] == [[(1, {"loss/train": 2.0})]]
 
 
 def test_every_logger_is_closed_and_a_run_that_fails_is_shown_as_failed(wandb, tmp_path) -> None:
