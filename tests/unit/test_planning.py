@@ -21,11 +21,13 @@ from meshwright.commands.plan.devices import (
     on_gpu,
     verdict,
 )
-from meshwright.commands.plan.figures import StepTime, bubble
+from meshwright.commands.plan.figures import Memory, Peak, StepTime, bubble
+from meshwright.commands.plan.ledger import AT_START, HOST, PURPOSES, Event, Item, Record
 from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
 from meshwright.commands.plan.report import _parameters, mfu, slowest, tokens_per_step
 from meshwright.commands.plan.simulate import as_gpu, plan_job
 from meshwright.commands.plan.torch_names import FakeTensorMode
+from meshwright.commands.plan.trace import Moment
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.metrics.planned import job_identity
@@ -166,6 +168,30 @@ def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch)
 def test_frames_are_told_apart_by_the_packages_own_folders(file, kind) -> None:
     """Those of our own files: tests/unit/test_house.py."""
     assert scope._kind_of(file, "f")[0] == kind
+
+
+def test_bytes_of_a_step_are_told_by_purpose_module_and_place() -> None:
+    """Tensors in host memory have no events, and no row."""
+    forward, last, after = (
+        Moment(*place, 1)
+        for place in (("forward", "layers.0"), ("backward", "layers.1"), ("backward", "layers.0"))
+    )
+    items = [
+        Item("parameters", "", AT_START),
+        Item(HOST, "", AT_START),
+        Item("activations", "mm", forward),
+        Item("temporary", "mul", last),
+    ]
+    deltas = [(0, 4, AT_START), (2, 6, forward), (3, 5, last), (3, -5, after), (2, -6, after)]
+    memory = Memory(Record(items, [Event(*delta) for delta in deltas]))
+    found = {"parameters": 4, "activations": 6, "temporary": 5}
+    assert memory.peak == Peak(
+        15, dict.fromkeys(PURPOSES, 0) | found, {"layers.*": 6}, "layers.1", "mul", "backward", 1
+    )
+    assert memory.most() == dict.fromkeys(PURPOSES, 0) | found
+    assert [sum(moment.values()) for moment in memory.curve()] == [10, 15, 15, 10]
+    assert set(memory.by_place().values()) == {4, 10, 15}
+    assert memory.rounded_peak() == 3 * 512
 
 
 def test_parameters_have_a_unit_of_their_size() -> None:

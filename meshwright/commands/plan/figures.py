@@ -53,8 +53,8 @@ class Memory:
     def __init__(self, record: Record) -> None:
         self._record = record
         deltas = np.array([event.delta for event in record.events])
-        purposes = np.array([PURPOSES.index(item.purpose) for item in record.items])
-        purposes = purposes[[event.item for event in record.events]]
+        names = [record.items[event.item].purpose for event in record.events]
+        purposes = np.array([PURPOSES.index(name) for name in names])
         rows = [np.cumsum(np.where(purposes == row, deltas, 0)) for row in range(len(PURPOSES))]
         self._by_purpose = np.stack(rows)  # (P, E)
         self._total = np.cumsum(deltas)  # (E,)
