@@ -262,7 +262,7 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
             "--training.dtype bfloat16 --training.mixed_precision_param float32",
             'set training.mixed_precision_param = "bfloat16"',
         ),
-        (f"{PIPELINE} --parallelism.fsdp_prefetch_layers 2", "there is nothing to gather ahead"),
+        (f"{PIPELINE} --parallelism.fsdp_prefetch_layers 2", "so nothing is gathered ahead"),
         (
             f"{PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch",
             "a pipeline's schedule reduces gradients once",
