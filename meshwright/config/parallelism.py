@@ -15,7 +15,7 @@ class Parallelism(Section, on_resume="none"):
     """Replicas of the sharded model (HSDP when above 1)."""
 
     data_parallel_shard_degree: OrFilledIn = -1
-    """Ranks that share one replica's parameters (FSDP2). -1: every rank that the others leave over."""
+    """Ranks that share one replica's parameters (FSDP2). -1: all that the other degrees leave."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that share every matrix, and the sequence between matmuls; best within a node."""

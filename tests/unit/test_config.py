@@ -293,11 +293,11 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
         ),
         (
             "--activation_checkpoint.mode memory_budget --compile.backend=eager",
-            "backend eager decides nothing",
+            "backend eager does not",
         ),
         (
             f"{BUDGET} --compile.enable=true --compile.backend=eager",
-            "backend eager decides nothing",
+            "backend eager does not",
         ),
         ("--activation_checkpoint.memory_budget 1.5", "memory_budget = 1.5"),
         ('--activation_checkpoint.saved_ops ["mm"]', "saved_ops.0 = 'mm': string should"),
