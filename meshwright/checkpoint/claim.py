@@ -99,7 +99,7 @@ class Claim:
             owner = None if state is None else state.owner
             if owner is None:  # between a job that ends and one that begins; or it is a user's
                 if now - begun > GRACE_S:
-                    raise FileExistsError(f"{self._file} is in the way, and not of a job")
+                    raise FileExistsError(f"{self._file} exists, and no job wrote it")
                 continue
             if state != seen:
                 has_beaten, changed, seen = seen is not None, now, state
@@ -163,7 +163,7 @@ class Claim:
         raise ConfigError(
             "job.dump_folder",
             f"job.dump_folder: another job writes checkpoints to {self._folder}: "
-            f"{owner or 'it has not said which'}\n  fix: wait until it has ended, or use another "
+            f"{owner or 'unknown'}\n  fix: wait until it has ended, or use another "
             f"job.dump_folder; if you know that it has ended, remove {self._file}",
         )
 

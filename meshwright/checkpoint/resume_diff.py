@@ -85,8 +85,8 @@ class ResumeDiff:
         lines += [f"  {what}: it {how}" for _, what, how in others]
         if self.data:
             lines.append(
-                "  its place in the data means something only for the same samples in the same "
-                "order: going on would repeat some, and skip others"
+                "  its place in the data is valid only for the same samples in the same "
+                "order: a resume would repeat some and skip others"
             )
         lines.append(
             f"  fix: use another job.dump_folder, or the values it was saved with{self._except}"

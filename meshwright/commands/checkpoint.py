@@ -96,7 +96,7 @@ def add_options_show(parser: Parser) -> None:
 
 
 def _num_ranks(mesh: dict[str, int]) -> int:
-    return math.prod(mesh[axis] for axis in AXES)  # others arrange the same ranks again
+    return math.prod(mesh.get(axis, 1) for axis in AXES)  # others arrange the same ranks again
 
 
 @readable()

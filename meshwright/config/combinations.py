@@ -61,7 +61,7 @@ def _checkpoints(c: JobConfig) -> Iterator[ConfigError]:
     if checkpoint.exclude_from_loading and is_off:
         yield _error(c, "checkpoint.exclude_from_loading", nothing_is_loaded, ENABLE_CHECKPOINTS)
     if checkpoint.keep_best and not c.validation.enable:
-        rule, fix = "no checkpoint is the best one while nothing is validated", "or leave it out"
+        rule, fix = "without validation no checkpoint is the best", "or leave it out"
         yield _error(c, "checkpoint.keep_best", rule, f"set validation.enable = true, {fix}")
     if c.job.max_run_seconds and (is_off or checkpoint.load_only):
         key, value = ("enable", "false") if is_off else ("load_only", "true")
@@ -108,7 +108,7 @@ def _compiler(c: JobConfig) -> Iterator[ConfigError]:
     use_inductor = 'set compile.enable = true and compile.backend = "inductor"'
     has_budget = c.activation_checkpoint.mode == "memory_budget"
     if has_budget and backend not in ("inductor", "aot_eager"):
-        rule = "it is the compiler that decides, and backend eager decides nothing"
+        rule = "the compiler chooses, and backend eager does not"
         fix = f"{use_inductor}, or choose another mode"
         yield _error(c, "activation_checkpoint.mode", rule, fix)
     unknown = "is not known to work with float8.enable"
@@ -117,7 +117,7 @@ def _compiler(c: JobConfig) -> Iterator[ConfigError]:
     key, p = "parallelism.enable_async_tensor_parallel", c.parallelism
     if p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1:
         if backend != "inductor":
-            rule = "inductor does it, and nothing is compiled by inductor"
+            rule = "it needs inductor, and nothing is compiled by inductor"
             yield _error(c, key, rule, f"{use_inductor}, or leave it out")
         if c.float8.enable:
             yield _error(c, key, unknown, ONE_OF_TWO)
@@ -137,7 +137,7 @@ def _pipeline(c: JobConfig) -> Iterator[ConfigError]:
     if c.parallelism.pipeline_parallel_degree == 1:
         return
     if c.parallelism.fsdp_prefetch_layers > 1:
-        rule = "a pipeline's stages stay gathered, there is nothing to gather ahead"
+        rule = "a pipeline's stages stay gathered, so nothing is gathered ahead"
         yield _error(c, "parallelism.fsdp_prefetch_layers", rule, WITHOUT_PIPELINE)
     if c.parallelism.fsdp_reduce_gradients == "every_microbatch":
         rule = "a pipeline's schedule reduces gradients once, after its last microbatch"

@@ -12,13 +12,13 @@ class Parallelism(Section, on_resume="none"):
     """[parallelism] Degrees of the mesh; their product is the number of ranks."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    """Copies of the sharded model (HSDP when above 1)."""
+    """Replicas of the sharded model (HSDP when above 1)."""
 
     data_parallel_shard_degree: OrFilledIn = -1
-    """Ranks that share one copy's parameters (FSDP2). -1: every rank that the others leave over."""
+    """Ranks that share one replica's parameters (FSDP2). -1: all that the other degrees leave."""
 
     tensor_parallel_degree: PositiveInt = 1
-    """Ranks that share every matrix, and the sequence between matrices; best within a node."""
+    """Ranks that share every matrix, and the sequence between matmuls; best within a node."""
 
     enable_async_tensor_parallel: bool = False
     """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut

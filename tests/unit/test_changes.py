@@ -138,7 +138,7 @@ def error_of(resume, *words: str, **saved: object) -> str:
     return str(error.value)
 
 
-DATA = "  its place in the data means something only for the same samples in the same order: "
+DATA = "  its place in the data is valid only for the same samples in the same order: "
 
 
 def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
@@ -154,7 +154,7 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
         "  training.dataset_split = 'validation': it was saved with 'train'",
         "  training.seed = 1: it was saved with 0",
         "  model.frozen = []: it has no optimizer state for what was frozen: norm.weight",
-        f"{DATA}going on would repeat some, and skip others",
+        f"{DATA}a resume would repeat some and skip others",
         "  fix: use another job.dump_folder, or the values it was saved with",
     ]
     error = error_of(resume, "--training.seed", "1")

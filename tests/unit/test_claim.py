@@ -150,7 +150,7 @@ def test_of_two_that_replace_the_same_one_job_remains(tmp_path: Path) -> None:
 
 def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("a user's")
-    with pytest.raises(FileExistsError, match="is in the way"):
+    with pytest.raises(FileExistsError, match="no job wrote it"):
         Claim(tmp_path, new_nonce()).take()
     assert (tmp_path / FILE).read_text() == "a user's"
     save(tmp_path, 5)  # and keeps nothing from being saved

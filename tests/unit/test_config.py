@@ -262,7 +262,7 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
             "--training.dtype bfloat16 --training.mixed_precision_param float32",
             'set training.mixed_precision_param = "bfloat16"',
         ),
-        (f"{PIPELINE} --parallelism.fsdp_prefetch_layers 2", "there is nothing to gather ahead"),
+        (f"{PIPELINE} --parallelism.fsdp_prefetch_layers 2", "so nothing is gathered ahead"),
         (
             f"{PIPELINE} --parallelism.fsdp_reduce_gradients every_microbatch",
             "a pipeline's schedule reduces gradients once",
@@ -293,11 +293,11 @@ BUDGET = "--activation_checkpoint.mode memory_budget"
         ),
         (
             "--activation_checkpoint.mode memory_budget --compile.backend=eager",
-            "backend eager decides nothing",
+            "backend eager does not",
         ),
         (
             f"{BUDGET} --compile.enable=true --compile.backend=eager",
-            "backend eager decides nothing",
+            "backend eager does not",
         ),
         ("--activation_checkpoint.memory_budget 1.5", "memory_budget = 1.5"),
         ('--activation_checkpoint.saved_ops ["mm"]', "saved_ops.0 = 'mm': string should"),

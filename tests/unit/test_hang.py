@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -198,6 +199,39 @@ WORKS = WAITS.replace("/site-packages/torch/distributed/distributed_c10d.py", "/
 BEAT = Beat(0, 1, 5, 3, "save", 1e9, LIMIT_S, "comm.k", "", {"machines": 1})
 ONE = Evidence(**vars(BEAT), host="a", age_s=9.0, state="S", stacks=WAITS, collectives="")
 SAME = [replace(ONE, rank=rank) for rank in range(4)]
+
+
+class SlowReads:
+    """A store whose answers take longer than the others wait between two looks."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.4)
+        return self._store.get(key)
+
+
+def test_a_launcher_stays_until_the_others_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store ends with the launcher that has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {"store": ["127.0.0.1", store.port], "machines": 2}
+    first, late = (
+        watch.Machines(replace(BEAT, facts={**facts, "machine": machine})) for machine in (0, 1)
+    )
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(late, "_store", SlowReads(late._store))
+    read = []
+    thread = threading.Thread(target=lambda: read.extend(late.exchange([replace(ONE, rank=1)])))
+    thread.start()
+    told = first.exchange([replace(ONE, rank=0)])
+    assert [rank.rank for rank in told] == [0, 1]
+    assert int(store.get("meshwright_hang/done")) == 2
+    thread.join()
+    assert [rank.rank for rank in read] == [0, 1]
 
 
 @pytest.mark.parametrize(

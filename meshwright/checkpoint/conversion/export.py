@@ -301,7 +301,7 @@ def _verify_logits(job: Job, place: Place, say: Callable[[str], None]) -> None:
     difference, largest = (got - want).abs().max().item(), want.abs().max().item()
     place.check(
         largest > 0,  # equal on both sides, and no comparison
-        "the checkpoint's logits are all 0: its weights are not those of a model that was trained",
+        "the checkpoint's logits are all 0: the model was not trained",
         "export another checkpoint",
     )
     place.check(
