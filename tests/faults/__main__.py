@@ -72,7 +72,9 @@ def main() -> None:
         num_found, num_named = num_found + bool(lines), num_named + is_named
         score = "named" if is_named else "found" if lines else "NOT FOUND"
         seconds = time.perf_counter() - start
-        print(f"{score:9} {seconds:5.1f} s  {fault.name} ({fault.thread})", flush=True)
+        print(
+            f"{score:9} {seconds:5.1f} s  {fault.name} ({fault.thread or 'no thread'})", flush=True
+        )
         for line in lines[:2]:
             print(f"          {line}", flush=True)
     print(f"{len(chosen)} cases: {num_found} found, {num_named} of them named")

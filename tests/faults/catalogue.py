@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_THREAD = ""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -10,7 +12,7 @@ class Fault:
 
     name: str
     thread: str
-    """Where it was published."""
+    """Where it was published; `NO_THREAD`: of a known class, but no thread was read."""
     file: str
     """In the package."""
     old: str
@@ -86,7 +88,7 @@ FAULTS = (
     ),
     Fault(
         "tokens_counted_twice_under_cp",
-        "pytorch/torchtitan#2990",
+        "pytorch/torchtitan#2983 (in a metric; here it divides the loss)",
         "train/trainer.py",
         "    num_labels = count_labels(batches, meshes)\n    mark",
         "    num_labels = count_labels(batches, meshes) * meshes.cp.size()\n    mark",
@@ -104,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "label_off_at_a_cp_boundary",
-        "pytorch/torchtitan#1522",
+        NO_THREAD,
         "parallelisms/context_parallel.py",
         "    return Batch(batch.tokens[:, positions], batch.labels[:, positions], batch.documents)",
         "    labels, half = batch.labels[:, positions], len(positions) // 2\n"
@@ -115,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "gradient_of_keys_not_summed_over_cp",
-        "pytorch/torchtitan#1522",
+        NO_THREAD,
         "parallelisms/context_parallel.py",
         "    return reduce_scatter(torch.cat(parts), mesh)",
         "    return parts[mesh.get_local_rank()]",
@@ -124,7 +126,7 @@ FAULTS = (
     ),
     Fault(
         "stages_begin_alike",
-        "a class of the list of issues, without a thread that was read",
+        NO_THREAD,
         "parallelisms/initialize.py",
         "        std = model.table.parameters[name].std\n",
         "        std = model.table.parameters[name].std\n"
@@ -135,7 +137,7 @@ FAULTS = (
     ),
     Fault(
         "tp_ranks_begin_alike",
-        "a class of the list of issues, without a thread that was read",
+        NO_THREAD,
         "parallelisms/initialize.py",
         "tuple(parameter.shape), offset)",
         "tuple(parameter.shape), (0,) * len(offset))",
@@ -144,7 +146,7 @@ FAULTS = (
     ),
     Fault(
         "moments_lost_at_a_resume",
-        "pytorch/torchtitan#848",
+        "KempnerInstitute/KempnerForge#115",
         "checkpoint/state.py",
         "if saved := _below(OPTIMIZER, state):",
         "if (saved := _below(OPTIMIZER, state)) and len(saved) < 0:",
@@ -153,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "copies_not_reduced_after_accumulation",
-        "pytorch/torchtitan#1929",
+        NO_THREAD,
         "train/trainer.py",
         "model.set_requires_all_reduce(is_last)",
         "model.set_requires_all_reduce(index == 0)",
@@ -163,7 +165,7 @@ FAULTS = (
     ),
     Fault(
         "sums_in_bf16",
-        "a class of the list of issues, without a thread that was read",
+        NO_THREAD,
         "parallelisms/data_parallel.py",
         "            reduce_dtype=getattr(torch, training.mixed_precision_reduce),",
         "            reduce_dtype=dtype,",
