@@ -45,6 +45,8 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, ahead: int) -> bool:
         return False
     # the most that a gradient in fp32 takes on all ranks; the first has the largest shards
     groups = [own for own in fsdp_groups(model) if own.mesh_info.shard_process_group == group]
+    if not groups:  # a stage without experts
+        return False
     parameters = [own.sharded_param for of_group in groups for own in of_group.fsdp_params]
     largest = sum(_padded_size(parameter, group.size()) for parameter in parameters)
     slot_bytes = -(-4 * group.size() * largest // mmap.PAGESIZE) * mmap.PAGESIZE
