@@ -14,8 +14,11 @@ from meshwright.datasets.files import ChangedError, DataFile, open_file
 
 Row = dict[str, Any]
 
-CHUNK = 1 << 20
-"""Bytes that are read at once."""
+CHUNK = 1 << 18
+"""Bytes that are read at once. Of a damaged compressed file, so many before the damage are lost."""
+
+MOST_JOINED = 1 << 24
+"""Bytes of a long piece that are gathered before they are joined to it."""
 
 LONGEST = 1 << 28
 """Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
@@ -179,13 +182,8 @@ def _has_lines(file: DataFile) -> bool:
 
 def _json_value(part: Range, after: Place | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
-    with closing(_opened(part.file, 0)) as stream:
-        content = stream.read(LONGEST + 1).removeprefix(codecs.BOM_UTF8)
-    if len(content) > LONGEST:
-        what = f"a single JSON value of more than {LONGEST >> 20} MiB"
-        raise ValueError(f"{what}; write one object per line")
     try:
-        value = json.loads(content.decode())
+        value = json.loads(_content(part.file).decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     for number, row in enumerate(value if isinstance(value, list) else [value]):
@@ -201,10 +199,7 @@ def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield {"text": document}: a file as it is, or the text between separators without the line
     ends around it."""
     if not layout.separator:
-        with closing(_opened(part.file, 0)) as stream:
-            content = stream.read(LONGEST + 1)
-        whole = content.removeprefix(codecs.BOM_UTF8) if len(content) <= LONGEST else None
-        yield Place(0, 0), _row(_text_of, whole, part, layout, Place(0, 0))
+        yield Place(0, 0), _row(_text_of, _content(part.file), part, layout, Place(0, 0))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
@@ -245,53 +240,92 @@ def _pieces(
     part: Range, separator: bytes, after: Place | None = None
 ) -> Iterator[tuple[Place, bytes | None]]:
     """Yield the pieces that begin in a range, without separators; None for one too long."""
-    begin = at = after.at if after else part.begin
-    number = after.number if after else 0
-    is_cut = after is None and begin > 0  # it may begin in the middle of a piece
-    if is_cut:
-        at = max(begin - len(separator), 0)
-    rest, dropped = b"", 0
-    with closing(_opened(part.file, at)) as stream:
-        while chunk := stream.read(min(max(CHUNK, len(rest)), 16 * CHUNK)):
-            if at == 0 and not rest and not dropped:
-                bom = len(codecs.BOM_UTF8) * chunk.startswith(codecs.BOM_UTF8)
-                at, chunk = bom, chunk[bom:]
-            *whole, rest = (rest + chunk).split(separator)
-            for piece in whole:
-                if part.end is not None and at >= part.end:
-                    return
-                if is_cut:
-                    is_cut = False
-                else:
-                    yield Place(at, number), None if dropped else piece
-                    number += 1
-                at += dropped + len(piece) + len(separator)
-                dropped = 0
-            if len(rest) > LONGEST:
-                kept = len(separator) - 1
-                dropped += len(rest) - kept
-                rest = rest[len(rest) - kept :]
+    at, number = (after.at, after.number) if after else (part.begin, 0)
+    is_cut = after is None and at > 0  # it may begin in the middle of a piece
+    at = max(at - len(separator), 0) if is_cut else at
+    rest, dropped, pending = b"", 0, list[bytes]()
+    for chunk in _chunks(part.file, at):
+        pending += [chunk] if isinstance(chunk, bytes) else []
+        # joined when they are as long as the rest, so that a long piece is not copied for each
+        if (
+            isinstance(chunk, bytes)
+            and chunk
+            and len(pending) * CHUNK < min(len(rest), MOST_JOINED)
+        ):
+            continue
+        content = b"".join([rest, *pending])
+        pending.clear()
+        if at == 0 and not dropped and content.startswith(codecs.BOM_UTF8):
+            at, content = len(codecs.BOM_UTF8), content[len(codecs.BOM_UTF8) :]
+        *whole, rest = content.split(separator)
+        for piece in whole:
+            if part.end is not None and at >= part.end:
+                return
+            if not is_cut:
+                yield Place(at, number), None if dropped else piece
+                number += 1
+            is_cut = False
+            at += dropped + len(piece) + len(separator)
+            dropped = 0
+        if len(rest) > LONGEST:
+            kept = len(separator) - 1
+            dropped += len(rest) - kept
+            rest = rest[len(rest) - kept :]
+        if isinstance(chunk, Exception):
+            raise chunk
     if (rest or dropped) and not is_cut and (part.end is None or at < part.end):
         yield Place(at, number), None if dropped else rest
 
 
-def _opened(file: DataFile, at: int) -> Any:
-    """Open a file, decompressed if its name says so, at a byte of its content."""
-    opened = open_file(file)
-    codec = CODECS.get(file.path[file.path.rfind(".") :])
-    if codec is None:
-        opened.seek(at)
-        return opened
-    import pyarrow  # here: most files need it not, and it takes a tenth of a second
+def _chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
+    """Yield the content of a file from a byte on, decompressed if its name says so. At the end
+    comes b"", or the error of a damaged file.
 
-    stream = pyarrow.input_stream(opened, compression=codec)
-    while at > 0 and (passed := len(stream.read(min(at, CHUNK)))):
-        at -= passed
-    return stream
+    Compressed files are read from their beginning, always by the same pieces: where the error comes
+    does not depend on the place.
+    """
+    codec = CODECS.get(file.path[file.path.rfind(".") :])
+    with open_file(file) as opened:
+        if codec is None:
+            opened.seek(at)
+            while chunk := opened.read(CHUNK):
+                yield chunk
+            yield b""
+            return
+        import pyarrow  # here: most files need it not, and it takes a tenth of a second
+
+        try:
+            with pyarrow.input_stream(opened, compression=codec) as stream:
+                while chunk := stream.read(CHUNK):
+                    if at < len(chunk):
+                        yield chunk[at:]
+                    at = max(at - len(chunk), 0)
+            yield b""
+        except OSError as error:
+            if error.errno is not None:  # the system's, not of pyarrow
+                raise
+            yield error
+
+
+def _content(file: DataFile) -> bytes:
+    """Return a file of at most `LONGEST` bytes, without a byte-order mark.
+
+    Raises:
+        ValueError: if it is longer.
+    """
+    found, size = list[bytes](), 0
+    for chunk in _chunks(file, 0):
+        if isinstance(chunk, Exception):
+            raise chunk
+        found.append(chunk)
+        size += len(chunk)
+        if size > LONGEST:
+            raise ValueError(f"longer than {LONGEST >> 20} MiB")
+    return b"".join(found).removeprefix(codecs.BOM_UTF8)
 
 
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
-    import pyarrow.parquet as parquet  # as above
+    import pyarrow.parquet as parquet  # here, as above
 
     with open_file(part.file) as opened, parquet.ParquetFile(opened, buffer_size=CHUNK) as file:
         columns = _present(layout, file.schema_arrow.names)
