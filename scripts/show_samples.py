@@ -12,8 +12,8 @@ from pathlib import Path
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
 from meshwright.datasets.opening import open_training_data
-from meshwright.datasets.sample import SampleRules
-from meshwright.datasets.sample_stream import Cursor, find_samples
+from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.stream import Cursor, find_samples
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

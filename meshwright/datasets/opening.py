@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.documents import Documents, Entry
 from meshwright.datasets.named_sources import entries, is_streamed
-from meshwright.datasets.sample import Encoder
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.sources.files import fingerprint, revision, sampled
 from meshwright.datasets.sources.token_files import TokenFiles
 from meshwright.datasets.token_cache.cache import TokenCache

@@ -15,8 +15,8 @@ from meshwright.config.loader import to_toml
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.sample import SampleRules
-from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import peak_flops as hardware
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console

@@ -18,7 +18,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
 from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import records as history
 from meshwright.metrics.records import Sink

@@ -10,7 +10,7 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.documents import Document, Entry, IndexedDocuments, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.sample import Encoder
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 

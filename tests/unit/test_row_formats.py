@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.config.training import Source
 from meshwright.datasets.documents import Entry
-from meshwright.datasets.sources.rows import row_reader
+from meshwright.datasets.rows import row_reader
 from meshwright.system.errors import ConfigError, RecordError
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

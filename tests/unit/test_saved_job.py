@@ -13,7 +13,7 @@ from meshwright.config.training import Source
 from meshwright.datasets import DATASETS
 from meshwright.datasets.documents import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.preflight import Plan, preflight

@@ -14,12 +14,12 @@ from pyarrow import parquet
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
-from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.documents import Document, Documents, Entry, IndexedDocuments
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.sources import faults as faulty_files
 from meshwright.datasets.sources.files import fingerprint, revision
-from meshwright.datasets.sources.huggingface import _reason, may_pass
+from meshwright.datasets.hub import _reason, may_pass
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer

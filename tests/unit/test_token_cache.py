@@ -22,9 +22,9 @@ import pytest
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.documents import Entry, IndexedDocuments
-from meshwright.datasets.sample import Encoder
+from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache, map_file
 from meshwright.datasets.token_cache.spec import TokenizationSpec

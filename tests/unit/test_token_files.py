@@ -11,7 +11,7 @@ import pytest
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
-from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.documents import Entry
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache.cache import TokenCache

@@ -9,7 +9,7 @@ from meshwright.config.training import Source
 from meshwright.datasets.documents import Entry
 from meshwright.datasets.sources import open_local
 from meshwright.datasets.sources.faults import MAGIC, CutError, check_whole
-from meshwright.datasets.sources.huggingface import StreamedRows
+from meshwright.datasets.hub import StreamedRows
 from meshwright.system.errors import ConfigError
 
 

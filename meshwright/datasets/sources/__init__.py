@@ -22,8 +22,8 @@ from meshwright.datasets.sources.files import (
     subset_of,
     token_paths,
 )
-from meshwright.datasets.sources.huggingface import check_files, load_rows
-from meshwright.datasets.sources.rows import line_reader, row_reader
+from meshwright.datasets.hub import check_files, load_rows
+from meshwright.datasets.rows import line_reader, row_reader
 from meshwright.system.errors import check, config_error, where_it_ends
 
 if TYPE_CHECKING:

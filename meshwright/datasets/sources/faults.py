@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from meshwright.datasets.documents import Entry
-from meshwright.datasets.sources.rows import is_document, no_document, shortened
+from meshwright.datasets.rows import is_document, no_document, shortened
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 """Each with its place: `path:line`, or `path, row n`."""

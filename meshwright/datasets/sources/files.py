@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.datasets.documents import Entry
-from meshwright.datasets.sources.huggingface import openable
+from meshwright.datasets.hub import openable
 from meshwright.system.errors import where_it_ends
 
 SUFFIXES = {

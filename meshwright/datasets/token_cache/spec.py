@@ -9,7 +9,7 @@ from datetime import datetime
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.sample import Conversation, Encoder
+from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.sources.files import fingerprint
 from meshwright.datasets.sources.token_files import TokenFiles

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.sample import NO_LOSS, Encoder
+from meshwright.datasets.encoding import NO_LOSS, Encoder
 from meshwright.datasets.sources.token_files import FormatError, TokenFile, TokenFiles
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,

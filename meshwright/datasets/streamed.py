@@ -12,8 +12,8 @@ import numpy.typing as npt
 from meshwright.datasets.documents import Document, Reader
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
-from meshwright.datasets.sample import Sample, SampleRules, to_sample
-from meshwright.datasets.sources.huggingface import may_pass
+from meshwright.datasets.encoding import Sample, SampleRules, to_sample
+from meshwright.datasets.hub import may_pass
 from meshwright.system.errors import RecordError
 from meshwright.system.files import RETRY_AFTER_S
 from meshwright.system.log import logger

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.datasets.documents import Document, Documents, Entry, IndexedDocuments, Reader
 from meshwright.datasets.sources.faults import CutError, check_whole, find_fault
-from meshwright.datasets.sources.rows import ToDocument, row_reader
+from meshwright.datasets.rows import ToDocument, row_reader
 from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
 
 NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
