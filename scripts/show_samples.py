@@ -11,8 +11,8 @@ from pathlib import Path
 
 from meshwright.checkpoint import commit
 from meshwright.config.loader import load_config
-from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.opening import open_training_data
 from meshwright.datasets.stream import Cursor, find_samples
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 

@@ -42,6 +42,19 @@ class Source(Section, on_resume="data"):
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the
     assistant's tokens count in the loss."""
 
+    dataset_separator: str = ""
+    """Of dataset "text": the words between two documents of a file, e.g. "<|endoftext|>". With
+    "\\n" each line is a document, with "\\n\\n" each paragraph. Line ends around a document are
+    dropped. Absent: each file is a document, as it is."""
+
+    dataset_where: list[str] = []
+    """Rows that are taken, by conditions of which all must hold: a column or its length, a
+    comparison and a value, e.g. ["language == 'en'", "meta.score >= 3", "len(text) > 200"]."""
+
+    max_documents: NonNegativeInt = 0
+    """Documents that are taken, the first ones in the order of the files; of a streamed source
+    each shard gives an equal part. 0: all."""
+
     dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
     """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
     "messages"; or a function of yours from a row (a dict), "package.module:function" or

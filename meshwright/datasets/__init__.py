@@ -6,8 +6,9 @@ keys that choose one are in `config/training.py`.
 
 from functools import partial
 
+from meshwright.datasets.files import local_files, stdlib_files, token_files
+from meshwright.datasets.hub import hub_files
 from meshwright.datasets.sources import DatasetSpec, open_hub, open_local, open_stdlib, open_tokens
-from meshwright.datasets.sources.files import hub_files, local_files, stdlib_files, token_files
 
 
 def _on_hub(repository: str, subset: str = "") -> DatasetSpec:

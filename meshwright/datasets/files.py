@@ -2,12 +2,67 @@
 
 import fnmatch
 import glob
+import hashlib
+import importlib.util
 import os
+import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
+from meshwright.config.section import MODULE_OBJECT
+from meshwright.config.training import Source
+from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
 from meshwright.system.log import logger
+
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+"""Endings of compressed files, and pyarrow's names of the methods."""
+
+
+def _packed_or_not(*suffixes: str) -> tuple[str, ...]:
+    return tuple(suffix + packed for packed in ("", *PACKED) for suffix in suffixes)
+
+
+SUFFIXES = {
+    "json": _packed_or_not(".json", ".jsonl"),
+    "parquet": (".parquet",),
+    "text": _packed_or_not(".txt", ".md"),
+    "arrow": (".arrow",),
+    "megatron": (".bin",),
+    "tokens": (".npy", ".bin"),
+}
+
+ROW_FORMATS = ("json", "parquet", "text", "arrow")
+"""Of files that hold rows: names of datasets."""
+
+READERS_VERSION = 1
+"""Of the documents that `readers.py` makes of local files, and of the parts they are cut into."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as the config names it."""
+
+    key: str
+    """The table that holds its keys: `training`, or `training.datasets.1`."""
+    name: str
+    """In figures."""
+    source: Source
+    held_out: float = 0.0
+    """Part of its documents that is kept for validation,"""
+    is_held_out: bool = False
+    """and whether that part is meant, not the rest."""
+
+    def error(self, key: str, what: str, fix: str = "") -> ConfigError:
+        """That `key` of this source is at fault."""
+        return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
+
+    def record_error(self, key: str, what: str) -> RecordError:
+        """That a record is at fault, as `key` of this source has it read."""
+        error = self.error(key, what)
+        return RecordError(error.key, str(error))
 
 
 @dataclass(frozen=True)
@@ -112,3 +167,126 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return _fits(names, pattern[1:]) or _fits(names[1:], pattern)
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
+
+
+def stdlib_files(entry: Entry) -> list[DataFile]:
+    """Return the running Python's own standard library, without its tests; of that, one split."""
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
+        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        files += [path for path in paths if os.path.getsize(path) > 0]
+    files.sort()
+    held_out = entry.source.dataset_split == "validation"
+    return [described(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
+
+
+def local_files(kind: str, entry: Entry) -> list[DataFile]:
+    """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    path = entry.source.dataset_path
+    if found := resolve(path, SUFFIXES[kind]):
+        return found
+    wanted = "such file or folder"
+    if os.path.isdir(path):
+        wanted = f"file ending in {' or '.join(SUFFIXES[kind])}"
+    fixed = path  # as much of it as is no pattern
+    while glob.has_magic(fixed):
+        fixed = os.path.dirname(fixed)
+    fix = f"check the path: {fixed or '.'} holds none"
+    if not os.path.exists(fixed):
+        fix = where_it_ends(fixed)
+    raise entry.error("dataset_path", f"no {wanted}", fix)
+
+
+def token_files(kind: str, entry: Entry) -> list[DataFile]:
+    """Return the files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
+    found = token_paths(kind, entry)
+    indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
+    for index in indices:
+        if not Path(index).is_file():
+            raise entry.error("dataset_path", f"there is no {index}")
+    return [described(path) for path in (*found, *indices)]
+
+
+def token_paths(kind: str, entry: Entry) -> list[str]:
+    """Return the files of tokens that `dataset_path` stands for."""
+    path = entry.source.dataset_path
+    if kind == "megatron" and Path(f"{path}.bin").is_file():
+        return [str(Path(f"{path}.bin"))]  # Megatron names both files without their endings
+    found = [file.path for file in local_files(kind, entry) if not file.path.endswith(".idx")]
+    if kind == "megatron":
+        return sorted({str(Path(path).with_suffix(".bin")) for path in found})
+    return found
+
+
+ALWAYS = {"dataset", "dataset_subset", "dataset_split", "dataset_column"}
+"""Settings that name the documents, and have stood in the names of caches from the beginning."""
+
+LATER = {"dataset_separator", "dataset_where", "max_documents"}
+"""As above; they stand there only if they are set."""
+
+
+def fingerprint(
+    entry: Entry,
+    files: Sequence[DataFile],
+    *,
+    is_portable: bool = False,
+    version: int = READERS_VERSION,
+) -> str:
+    """Changes with whatever changes the documents: settings, files, the formatting function.
+
+    Local files count with their paths, sizes and times of change, not their content.
+
+    Args:
+        is_portable: they count with names and sizes, which a copy on another machine has too.
+        version: of the readers of local files; 0: before they had a number.
+    """
+    source = entry.source
+    parts = [repr(sorted(source.model_dump(include=ALWAYS).items()))]
+    for file in files:
+        exact = f"{file.path} {file.changed}"
+        name = os.path.basename(file.path) if is_portable else exact
+        parts.append(f"{name} {file.size}" if file.size >= 0 else file.path)
+    if name := source.dataset_format:
+        place, _, function = name.rpartition(":")
+        if MODULE_OBJECT.fullmatch(name):
+            spec = importlib.util.find_spec(place)
+            place = (spec.origin if spec else None) or place
+        parts.append(function)
+        parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
+    if source.dataset in ROW_FORMATS and version:
+        parts.append(f"readers {version}")
+    if later := source.model_dump(include=LATER, exclude_defaults=True):
+        parts.append(repr(sorted(later.items())))
+    if entry.held_out:
+        parts.append(f"held out {entry.held_out} {entry.is_held_out}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+
+def revision(files: Sequence[DataFile]) -> str:
+    """Return the commit that addresses of the hub name; "" if they are local."""
+    found = {match[1] for file in files if (match := COMMIT.search(file.path))}
+    return " ".join(sorted(found))
+
+
+SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
+
+
+def sampled(files: Sequence[DataFile]) -> str:
+    """Hash of the first and the last bytes of some of the files, evenly spread, that are local."""
+    files = [file for file in files if file.size >= 0]
+    found, step = hashlib.sha256(), -(-len(files) // SAMPLED_FILES) or 1
+    for file in files[::step]:
+        with open_file(file) as opened:
+            found.update(opened.read(SAMPLED_BYTES))
+            opened.seek(max(opened.seek(0, os.SEEK_END) - SAMPLED_BYTES, 0))
+            found.update(opened.read())
+    return found.hexdigest()[:16]

@@ -1,23 +1,32 @@
-"""Rows that Hugging Face `datasets` reads, as documents; and its errors."""
+"""Data sets of the Hugging Face hub, and local copies of them, by its library `datasets`."""
 
 import copy
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from gzip import BadGzipFile
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from meshwright.datasets.documents import Document, Documents, Entry, IndexedDocuments, Reader
-from meshwright.datasets.sources.faults import CutError, check_whole, find_fault
-from meshwright.datasets.rows import ToDocument, row_reader
-from meshwright.system.errors import PASSED_ON, ConfigError, RecordError
+from meshwright.datasets.files import ChangedError, DataFile, Entry, described
+from meshwright.datasets.filters import Document, NoDocumentError
+from meshwright.datasets.rows import (
+    Documents,
+    IndexedDocuments,
+    Item,
+    Reader,
+    ToDocument,
+    row_reader,
+)
+from meshwright.system.errors import PASSED_ON, ConfigError
 
 NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 
 
-STAYS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, BadGzipFile)
+STAYS = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(BadGzipFile, ChangedError),
+)
 """Errors of the operating system that another attempt does not mend."""
 
 
@@ -35,176 +44,108 @@ def may_pass(error: BaseException | None) -> bool:
 class StreamedRows:
     """Rows of a Hugging Face `IterableDataset`, its files dealt out to shards."""
 
-    def __init__(
-        self, rows: Any, entry: Entry, to_document: ToDocument, files: Sequence[str]
-    ) -> None:
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument) -> None:
         self._rows, self._entry, self._to_document = rows, entry, to_document
         self.max_shards = self.parts = rows.num_shards
-        self._files = files
+
+    def read_part(self, number: int) -> Iterator[Item]:
+        return self.read(number, self.parts)
 
     def read(self, shard: int, num_shards: int, state: Any = None) -> Reader:
         rows = self._rows.shard(num_shards, shard)
         if state is not None:
             rows.load_state_dict(copy.deepcopy(state))
-        # as `datasets` deals them out: in order, the first shards one more
-        size, more = divmod(len(self._files), num_shards)
-        begin = shard * size + min(shard, more)
-        files = self._files[begin : begin + size + (shard < more)]
-        return _RowReader(rows, self._entry, self._to_document, files, begun=state)
+        return _RowReader(rows, self._entry, self._to_document, begun=state)
 
 
 class _RowReader:
-    def __init__(
-        self,
-        rows: Any,
-        entry: Entry,
-        to_document: ToDocument,
-        files: Sequence[str],
-        *,
-        begun: Any,
-    ) -> None:
+    def __init__(self, rows: Any, entry: Entry, to_document: ToDocument, *, begun: Any) -> None:
         """
         Args:
             begun: the state that `rows` has loaded; None: it is at its beginning.
         """
         self._rows, self._entry, self._to_document = rows, entry, to_document
-        self._iterator, self._count, self._files = iter(rows), 0, files
-        self._begun = begun
-        # files are searched for the first bad record: others cannot be told from it
-        self._is_first_bad = begun is None and not entry.source.dataset_format
-        self._num_checked: int | None = None
+        self._iterator, self._count, self._begun = iter(rows), 0, begun
 
     @property
     def state(self) -> Any:
-        state = self._state()
-        number = _file_number(state)
-        if self._num_checked is None:  # of a resume, files before this one are read no more
-            self._num_checked = max(number - 1, 0)
-        self._check_files(number + 2)  # rows are read ahead
-        return state
-
-    def _state(self) -> Any:
         # up to the first row `datasets` gives the state of the beginning, whatever it has loaded
         if self._count == 0 and self._begun is not None:
             return self._begun
         return self._rows.state_dict()
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Item]:
         return self
 
-    def __next__(self) -> Document:
-        with openable(self._entry, self._near_files):
+    def __next__(self) -> Item:
+        with openable(self._entry):
             row = next(self._iterator, None)
         if row is None:
-            self._check_files(len(self._files))
             raise StopIteration
         self._count += 1
         try:
-            return self._to_document(row, f"row {self._count} since the start")
-        except RecordError as error:
-            fault = find_fault(self._entry, self._near_files()) if self._is_first_bad else ""
-            self._is_first_bad = False
-            key = error.key.rpartition(".")[2]
-            raise (self._entry.record_error(key, fault) if fault else error) from error
-
-    def _check_files(self, end: int) -> None:
-        """Check the files before number `end` that were not checked yet."""
-        begin = self._num_checked or 0
-        check_files(self._entry, self._files[begin:end])
-        self._num_checked = max(begin, end)
-
-    def _near_files(self) -> Sequence[str]:
-        """Return the file that is being read and its neighbours: rows are read ahead."""
-        number = _file_number(self._state())
-        return self._files[max(number - 1, 0) : number + 2]
+            return self._to_document(row)
+        except NoDocumentError as error:
+            return error.of(self._entry, f"row {self._count} since the start")
 
 
-def check_files(entry: Entry, files: Sequence[str]) -> None:
-    """Raise `ConfigError` if one of these files was cut off, and its format does not show that."""
-    for file in files:
-        if file.endswith(".zst"):
-            try:
-                check_whole(file)
-            except CutError as error:
-                raise entry.error("dataset_path", f"{file}: cannot be read: {error}") from error
-
-
-def _file_number(state: Any) -> int:
-    """Return the file that a state of `datasets` is in, among the shard's; 0 if it says none."""
-    while "shard_idx" not in state:
-        state = state.get("examples_iterable")
-        if not isinstance(state, dict):
-            return 0
-    return int(state["shard_idx"])
-
-
-def load_rows(
-    entry: Entry,
-    streamed: bool,
-    path: str,
-    files: Sequence[str] = (),
-    from_line: ToDocument | None = None,
-    **options: Any,
-) -> Documents:
-    """`datasets.load_dataset`, with its failures as ours.
-
-    Args:
-        files: local ones that it reads, in order, to find one that is at fault.
-        from_line: makes documents of lines that `path` reads as rows.
-    """
+def load_rows(entry: Entry, streamed: bool, path: str, **options: Any) -> Documents:
+    """`datasets.load_dataset`, with its failures as ours."""
     import datasets  # here, because it takes a second that other sources need not wait for
 
     datasets.disable_progress_bars()
     to_document = row_reader(entry)
-    with openable(entry, lambda: files):
+    with openable(entry):
         rows = datasets.load_dataset(path, streaming=streamed, **options)
-        columns = None if from_line else rows.column_names
-        if not columns:
-            first: dict[str, Any] = next(iter(rows), {})
-            columns = _columns_in(first) if from_line else list(first)
+        columns = rows.column_names or list(next(iter(rows), {}))
     column = entry.source.dataset_column
     if columns and not entry.source.dataset_format and column not in columns:
-        fault = find_fault(entry, files[:1]) or "no such column"
-        raise entry.error("dataset_column", fault, f"choose from {', '.join(columns)}")
+        raise entry.error("dataset_column", "no such column", f"choose from {', '.join(columns)}")
     if streamed:
-        return StreamedRows(rows, entry, from_line or to_document, files)
+        return StreamedRows(rows, entry, to_document)
 
     def get(index: int) -> Document:
-        with openable(entry, lambda: files):  # JSON is decoded only now
-            return (from_line or to_document)(rows[index], f"row {index}")
+        with openable(entry):
+            row = rows[index]
+        try:
+            return to_document(row)
+        except NoDocumentError as error:
+            raise error.of(entry, f"row {index}") from error
 
     return IndexedDocuments(len(rows), get)
 
 
-def _columns_in(line: dict[str, str]) -> list[str]:
-    """Return the columns of a line of JSON; none if it is no JSON, which shows when it is read."""
-    try:
-        row = json.loads(line["text"])
-    except (KeyError, ValueError, RecursionError):
-        return []
-    return list(row) if isinstance(row, dict) else []
+def hub_files(repository: str, subset: str, entry: Entry) -> list[DataFile]:
+    """Addresses, with the revision, of the files of one split; or paths of a local copy."""
+    path = entry.source.dataset_path
+    if path:
+        found = sorted(str(p) for p in Path(path).rglob("*") if p.is_file()) or [path]
+        return [described(file) for file in found]
+    import datasets  # here, because it takes a second that other sources need not wait for
+
+    with openable(entry):
+        revision = entry.source.dataset_revision or None
+        builder = datasets.load_dataset_builder(
+            repository, subset_of(entry, subset), revision=revision
+        )
+        found = builder.config.data_files[entry.source.dataset_split]
+        return [DataFile(str(file)) for file in found]
+
+
+def subset_of(entry: Entry, usual: str) -> str | None:
+    return entry.source.dataset_subset or usual or None
 
 
 @contextmanager
-def openable(entry: Entry, files: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`.
-
-    Args:
-        files: local ones, in which to look for a fault that the error does not place.
-    """
+def openable(entry: Entry) -> Iterator[None]:
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`."""
     key = "dataset_path" if entry.source.dataset_path else "dataset"
     try:
         yield
-    except ConfigError as error:  # a row that holds no document
-        if entry.source.dataset_format:
-            raise
-        fault = find_fault(entry, files())
-        raise entry.error("dataset_column", fault) if fault else error from error
-    except PASSED_ON:
+    except (ConfigError, *PASSED_ON):
         raise
     except BaseException as error:
-        fault = find_fault(entry, files())
-        raise entry.error(key, f"cannot be opened: {fault or _reason(error)}") from error
+        raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -6,9 +6,9 @@ from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.sources.faults import find_head_fault
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.system.errors import ConfigError, check, did_you_mean
 
@@ -65,14 +65,11 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
         check_path(entry, spec)
-        passes_over = is_streamed(entry) and getattr(section, "max_bad_records", 0) > 0
+        passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and spec.path == "required" and not passes_over:
-            fault = find_head_fault(entry, spec.files(entry))
-            lacks_column = f"no column {entry.source.dataset_column!r}" in fault
-            fix = (
-                f"set {entry.key}.dataset_column" if lacks_column else "correct it, or leave it out"
-            )
-            check(not fault, f"{entry.key}.dataset_path", entry.source.dataset_path, fault, fix)
+            fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
+            if fault is not None:
+                raise fault
         if entry.name in names:
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")

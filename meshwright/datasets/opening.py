@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.datasets.encoding import Encoder
-from meshwright.datasets.sources.files import fingerprint, revision, sampled
-from meshwright.datasets.sources.token_files import TokenFiles
+from meshwright.datasets.files import Entry, fingerprint, revision, sampled
+from meshwright.datasets.named_sources import entries, is_streamed
+from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
+from meshwright.datasets.token_files import TokenFiles
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.opening import CachedSource, OpenSource
 from meshwright.datasets.order import Mixture
-from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.streamed import EndOfData, ShardPlace, StreamedSamples
 from meshwright.system.errors import RecordError
 from meshwright.system.log import logger

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Document, Reader
-from meshwright.datasets.opening import StreamedSource
-from meshwright.datasets.order import permutation
 from meshwright.datasets.encoding import Sample, SampleRules, to_sample
 from meshwright.datasets.hub import may_pass
+from meshwright.datasets.opening import StreamedSource
+from meshwright.datasets.order import permutation
+from meshwright.datasets.rows import Item, Reader
 from meshwright.system.errors import RecordError
 from meshwright.system.files import RETRY_AFTER_S
 from meshwright.system.log import logger
@@ -134,7 +134,7 @@ class Shard:
         self._shuffled = [documents[index] for index in order]
         self._has_documents = self._has_documents or bool(documents)
 
-    def _read_window(self) -> list[Document | RecordError]:
+    def _read_window(self) -> list[Item]:
         """Return the documents of the next window, read again from its beginning if that may
         help."""
         source = self._source
@@ -152,20 +152,18 @@ class Shard:
                 time.sleep(wait_s)
         raise AssertionError
 
-    def _try_window(self) -> list[Document | RecordError]:
+    def _try_window(self) -> list[Item]:
         if self._reader is None:
             self._reader = self._source.documents.read(
                 self._number, self._source.num_shards, self._window_state
             )
         self._window_state = self._reader.state
-        documents = list[Document | RecordError]()
+        documents = list[Item]()
         while len(documents) < self._source.window:
             try:
                 documents.append(next(self._reader))
             except StopIteration:
                 break
-            except RecordError as error:  # raised, or passed over, in its turn
-                documents.append(error)
         return documents
 
     def _encode(self, document: int) -> npt.NDArray[np.uint32]:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import row_reader
 from meshwright.system.errors import ConfigError, RecordError
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import Encoder, SampleRules
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -22,7 +23,6 @@ from meshwright.datasets.loader import (
 )
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.encoding import Encoder, SampleRules
 from meshwright.datasets.stream import (
     Cursor,
     SampleStream,

@@ -15,11 +15,12 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.documents import Document, Documents, Entry, IndexedDocuments
+from meshwright.datasets.files import Entry, fingerprint, revision
+from meshwright.datasets.filters import Document
+from meshwright.datasets.hub import _reason, may_pass
+from meshwright.datasets.rows import Documents, IndexedDocuments
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.sources import faults as faulty_files
-from meshwright.datasets.sources.files import fingerprint, revision
-from meshwright.datasets.hub import _reason, may_pass
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer

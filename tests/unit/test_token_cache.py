@@ -23,8 +23,9 @@ import pytest
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.documents import Entry, IndexedDocuments
 from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.files import Entry
+from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache, map_file
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -66,7 +67,7 @@ def test_every_document_is_there_in_order(texts, tmp_path, small_blocks) -> None
 
 
 OWN = """
-from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.sources import DatasetSpec
 
 TEXTS = {texts}

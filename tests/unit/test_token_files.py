@@ -12,7 +12,7 @@ from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
 from meshwright.datasets.cached import CachedSamples
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -123,9 +123,7 @@ def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkey
         opened.append(path)
         return open_array(path, *rest)
 
-    token_files = import_module(
-        "meshwright.datasets.sources.token_files"
-    )  # a function has its name
+    token_files = import_module("meshwright.datasets.token_files")  # a function has its name
     open_array = token_files.open_array
     monkeypatch.setattr(token_files, "open_array", note)
     for number in range(6):

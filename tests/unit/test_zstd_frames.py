@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from meshwright.datasets.sources.faults import MAGIC, CutError, check_whole
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
-from meshwright.datasets.sources import open_local
-from meshwright.datasets.sources.faults import MAGIC, CutError, check_whole
+from meshwright.datasets.files import Entry
 from meshwright.datasets.hub import StreamedRows
+from meshwright.datasets.sources import open_local
 from meshwright.system.errors import ConfigError
 
 

@@ -8,11 +8,11 @@ from datetime import datetime
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.template_file import find_template
-from meshwright.datasets.documents import Documents, Entry
 from meshwright.datasets.encoding import Conversation, Encoder
+from meshwright.datasets.files import DataFile, Entry, fingerprint
+from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.datasets.sources.files import fingerprint
-from meshwright.datasets.sources.token_files import TokenFiles
+from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
@@ -74,9 +74,9 @@ class TokenizationSpec:
 
         return Encoder(tokenizer, open_template)
 
-    def files(self) -> list[str]:
+    def files(self) -> list[DataFile]:
         """Find the files: a walk over folders, or requests to the hub."""
-        return self._spec.files(self.entry)
+        return self._spec.find(self.entry)
 
     @property
     def is_of_hub(self) -> bool:
@@ -85,7 +85,11 @@ class TokenizationSpec:
 
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
-        files = fingerprint(self.entry, self._spec.files(self.entry))
+        return short_hash([FORMAT, fingerprint(self.entry, self.files()), *self._method])
+
+    def identity_before(self) -> str:
+        """Return the same as it was before local files had readers of their own."""
+        files = fingerprint(self.entry, self.files(), version=0)
         return short_hash([FORMAT, files, *self._method])
 
     def method(self) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from meshwright.datasets.sources.token_files import TokenFiles
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,
@@ -27,6 +26,7 @@ from meshwright.datasets.token_cache.cache import (
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import is_complete, join_parts, open_source, write_part
+from meshwright.datasets.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import lock, remove_left_over
@@ -119,7 +119,7 @@ def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: b
         parts = [Part(folder, n, file.path, file.offset) for n, file in enumerate(files)]
         save_sources(folder, parts)
     else:
-        first = next(iter(documents.read(0, documents.parts)), "")
+        first = next(iter(documents.read_part(0)), "")
         dtype = _dtype(recipe, is_chat=not isinstance(first, str))
         parts = [Part(folder, number) for number in range(documents.parts)]
     missing = [

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Documents, Entry
 from meshwright.datasets.encoding import NO_LOSS, Encoder
-from meshwright.datasets.sources.token_files import FormatError, TokenFile, TokenFiles
+from meshwright.datasets.files import Entry
+from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
@@ -27,9 +27,10 @@ from meshwright.datasets.token_cache.cache import (
     map_file,
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_files import FormatError, TokenFile, TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, RecordError
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
@@ -106,7 +107,9 @@ def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
     has_flags = np.dtype(dtype).itemsize == 4
     with whole_file(part.tokens) as raw_file:
         file = _Checksummed(raw_file)
-        for document in documents.read(part.number, documents.parts):
+        for document in documents.read_part(part.number):
+            if isinstance(document, RecordError):
+                raise document
             tokens = encoder.encode(document)
             if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
                 raise recipe.entry.error(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 

@@ -6,28 +6,33 @@ Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache
 import glob
 import os
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from meshwright.datasets.documents import Documents, Entry, IndexedDocuments
-from meshwright.datasets.sources.faults import has_lines
-from meshwright.datasets.sources.files import (
-    LINES,
+from meshwright.datasets.files import (
+    DataFile,
+    Entry,
+    described,
     fingerprint,
-    hub_files,
     local_files,
     stdlib_files,
-    subset_of,
     token_paths,
 )
-from meshwright.datasets.hub import check_files, load_rows
-from meshwright.datasets.rows import line_reader, row_reader
+from meshwright.datasets.filters import is_on_side
+from meshwright.datasets.hub import hub_files, load_rows, subset_of
+from meshwright.datasets.rows import (
+    Documents,
+    IndexedDocuments,
+    LocalDocuments,
+    local_layout,
+    row_reader,
+)
 from meshwright.system.errors import check, config_error, where_it_ends
 
 if TYPE_CHECKING:
-    from meshwright.datasets.sources.token_files import TokenFiles
+    from meshwright.datasets.token_files import TokenFiles
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class DatasetSpec:
 
     open: "Callable[[Entry, bool], Documents | TokenFiles]"
     """Of a source; whether it is to be streamed."""
-    files: Callable[[Entry], list[str]]
-    """Its files, as paths or addresses: another list means other documents."""
+    files: Callable[[Entry], Sequence[DataFile | str]]
+    """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
     """The role of `dataset_path`."""
     is_large: bool = False
@@ -45,41 +50,42 @@ class DatasetSpec:
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
 
+    def find(self, entry: Entry) -> list[DataFile]:
+        """Return its files as they are now."""
+        return [
+            file
+            if isinstance(file, DataFile)
+            else described(file)
+            if os.path.exists(file)
+            else DataFile(file)
+            for file in self.files(entry)
+        ]
+
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     """Open the standard library: each file is a document."""
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
+        path = files[index].path
         try:
-            with tokenize.open(files[index]) as file:  # heeds the file's own coding line
-                return file.read()
+            with tokenize.open(path) as file:  # heeds the file's own coding line
+                text = file.read()
         except (SyntaxError, UnicodeDecodeError) as error:
-            raise entry.record_error("dataset", f"{files[index]}: {error}") from error
+            raise entry.record_error("dataset", f"{path}: {error}") from error
+        return text if not entry.held_out or is_on_side(entry, text) else ""
 
     return IndexedDocuments(len(files), read)
 
 
-def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
-    """Open files that Hugging Face `datasets` can read; each text file is one document."""
-    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
-    files = local_files(builder, entry)
-    names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
-    options |= {"data_files": names, "split": "train"}
-    if not streamed:  # a reader of a stream checks each file when it comes to it
-        options["cache_dir"] = _arrow_folder(entry, files)
-        if not os.path.isdir(options["cache_dir"]):  # else another process, which made it, has
-            check_files(entry, files)
-    if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
-        # its own reader makes text of numbers, and JSON of objects, in files after the first
-        options["sample_by"] = "line"
-        return load_rows(entry, streamed, "text", files, line_reader(entry), **options)
-    return load_rows(entry, streamed, builder, files, **options)
+def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
+    """Open local files."""
+    return LocalDocuments(entry, local_files(kind, entry), local_layout(entry))
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
-    from meshwright.datasets.sources.token_files import (
+    from meshwright.datasets.token_files import (
         TokenFiles,  # here: `check` does not wait for numpy
     )
 
@@ -97,7 +103,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
     return load_rows(entry, streamed, repository, name=name, split=split, revision=revision)
 
 
-def _arrow_folder(entry: Entry, files: list[str]) -> str:
+def _arrow_folder(entry: Entry, files: list[DataFile]) -> str:
     """Cache of `datasets` for local files, which it would not rebuild for a file
     that has changed but not its time."""
     import datasets  # here, because it takes a second that other sources need not wait for
