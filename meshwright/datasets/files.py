@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -49,7 +49,7 @@ class Entry:
     """The table that holds its keys: `training`, or `training.datasets.1`."""
     name: str
     """In figures."""
-    source: Source
+    source: Source = field(hash=False)  # it has lists
     held_out: float = 0.0
     """Part of its documents that is kept for validation,"""
     is_held_out: bool = False

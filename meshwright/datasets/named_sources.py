@@ -69,7 +69,10 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         if looks_at_files and spec.path == "required" and not passes_over:
             fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
             if fault is not None:
-                raise fault
+                fix = "correct it, or set training.max_bad_records to pass over such records"
+                if "no column" in str(fault):
+                    fix = f"set {entry.key}.dataset_column"
+                raise ConfigError(fault.key, f"{fault}\n  fix: {fix}")
         if entry.name in names:
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")

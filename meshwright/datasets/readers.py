@@ -26,6 +26,8 @@ LONGEST = 1 << 28
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
 
+NEWLINE = b"\n"
+
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
 
@@ -128,7 +130,7 @@ def _json(part: Range, layout: Layout, after: Place | None) -> Rows:
     if not _has_lines(part.file):
         yield from _json_value(part, after)
         return
-    for place, line in _pieces(part, b"\n", after):
+    for place, line in _pieces(part, NEWLINE, after):
         if line is None or line.strip():
             yield place, _row(_object_of, line, part, layout, place)
 
@@ -146,8 +148,11 @@ def _row(
     except json.JSONDecodeError as error:
         reason = f"not JSON: {error.msg}, character {error.pos + 1}"
     except UnicodeDecodeError as error:
-        byte = f"byte {error.start + 1}, 0x{error.object[error.start]:02x}"
-        reason = f"not UTF-8: {byte}: {error.reason}"
+        before = error.object[: error.start]
+        line = f"line {before.count(NEWLINE) + 1}, " if NEWLINE in before else ""
+        byte = error.start - before.rfind(NEWLINE)
+        code = f"0x{error.object[error.start]:02x}"
+        reason = f"not UTF-8: {line}byte {byte}, {code}: {error.reason}"
     except ValueError as error:
         reason = str(error)
     return Fault(where(part, layout, place), reason)
@@ -170,7 +175,7 @@ def _has_lines(file: DataFile) -> bool:
     """Return whether each line of a JSON file is a row, by its name or its first line."""
     if ".jsonl" in file.path.rpartition("/")[2]:
         return True
-    for _, line in _pieces(Range(file), b"\n"):
+    for _, line in _pieces(Range(file), NEWLINE):
         if line is None or not line.strip():
             continue
         try:
@@ -216,7 +221,7 @@ def _paragraphs(part: Range, after: Place | None) -> Iterator[tuple[Place, bytes
     before it."""
     held, size, begin = list[bytes](), 0, Place(0, 0)
     is_owned = after is not None or not part.begin
-    for place, line in _pieces(part._replace(end=None), b"\n", after):
+    for place, line in _pieces(part._replace(end=None), NEWLINE, after):
         if line is None or line.strip():
             begin = begin if size else place
             size += LONGEST + 1 if line is None else len(line) + 1
