@@ -11,7 +11,7 @@ from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
-from meshwright.datasets.token_files import TokenFiles
+from meshwright.datasets.foreign_tokens import TokenFiles
 
 
 @dataclass(frozen=True)

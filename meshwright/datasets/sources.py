@@ -32,7 +32,7 @@ from meshwright.datasets.rows import (
 from meshwright.system.errors import check, config_error, where_it_ends
 
 if TYPE_CHECKING:
-    from meshwright.datasets.token_files import TokenFiles
+    from meshwright.datasets.foreign_tokens import TokenFiles
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
-    from meshwright.datasets.token_files import (
+    from meshwright.datasets.foreign_tokens import (
         TokenFiles,  # here: `check` does not wait for numpy
     )
 

@@ -123,7 +123,7 @@ def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkey
         opened.append(path)
         return open_array(path, *rest)
 
-    token_files = import_module("meshwright.datasets.token_files")  # a function has its name
+    token_files = import_module("meshwright.datasets.foreign_tokens")  # a function has its name
     open_array = token_files.open_array
     monkeypatch.setattr(token_files, "open_array", note)
     for number in range(6):

@@ -12,7 +12,7 @@ from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.files import DataFile, Entry, fingerprint
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.datasets.token_files import TokenFiles
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module

@@ -26,7 +26,7 @@ from meshwright.datasets.token_cache.cache import (
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.writing import is_complete, join_parts, open_source, write_part
-from meshwright.datasets.token_files import TokenFiles
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import lock, remove_left_over

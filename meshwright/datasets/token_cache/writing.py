@@ -27,7 +27,7 @@ from meshwright.datasets.token_cache.cache import (
     map_file,
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.token_files import FormatError, TokenFile, TokenFiles
+from meshwright.datasets.foreign_tokens import FormatError, TokenFile, TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import ConfigError, RecordError
