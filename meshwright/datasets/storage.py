@@ -1,0 +1,479 @@
+"""Bytes of files by ranges, on a file system or in object storage: nothing is mapped, nothing read
+whole.
+
+`https://` is read by Python itself, so that each answer says which content it is of. Any other
+address (`s3://`, `gs://`, `hf://`) is read by fsspec's file system of that name.
+"""
+
+import http.client
+import io
+import itertools
+import mmap
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshwright.config.section import ADDRESS
+from meshwright.system.errors import ConfigError, StorageError
+from meshwright.system.files import RETRY_AFTER_S
+from meshwright.system.log import logger
+
+T = TypeVar("T")
+
+
+DESCRIPTORS = 256
+"""Local files that a process keeps open; it may usually have 1024."""
+
+
+TIMEOUT_S = 60.0
+"""After so long without a byte, a request to a server has failed."""
+
+
+AT_ONCE = 16
+"""Requests that look at many files."""
+
+
+AHEAD = 8 << 20
+"""Bytes that a stream reads with one request."""
+
+
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+"""That fsspec needs, by the beginning of an address."""
+
+
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""Answers of a server that another attempt may not get."""
+
+
+STAYING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""Errors that are answers."""
+
+
+class ChangedError(ConfigError):
+    """A file is not the one that it was when the job first looked at it."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A file as its storage describes it."""
+
+    size: int
+    """Bytes."""
+    stamp: str
+    """Another one, if the content has changed; "": the storage does not say."""
+
+
+def is_address(path: str) -> bool:
+    """Return whether it is one of object storage, not a path."""
+    return ADDRESS.match(path) is not None
+
+
+def stat(path: str) -> Stat:
+    """Look at one file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        StorageError: if the storage does not answer.
+        ConfigError: if it may not be read, or a package is missing.
+    """
+    if not is_address(path):
+        found = os.stat(path)
+        return Stat(found.st_size, str(found.st_mtime_ns))
+    return _patiently(path, lambda: _stat(path))
+
+
+def stat_all(paths: Sequence[str]) -> list[Stat]:
+    """Look at many files, those of object storage by many requests at once."""
+    if not any(map(is_address, paths)):
+        return list(map(stat, paths))
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return list(threads.map(stat, paths))
+
+
+def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the files that an address stands for: itself, those below it that end in one of
+    `suffixes`, or its glob. A name below it that begins with "." or "_" is left out.
+
+    Raises:
+        ConfigError: if files cannot be listed there.
+    """
+    scheme = address.partition("://")[0]
+    if scheme in ("http", "https"):
+        if not address.endswith(suffixes):
+            fix = f"name one file, which ends in {' or '.join(suffixes)}"
+            raise ConfigError("", f"{address}: a web server does not list files\n  fix: {fix}")
+        return [address]
+    files = _file_system(address)
+
+    def look() -> list[str]:
+        if "*" in address or "?" in address:
+            return list(files.glob(address))
+        return list(files.find(address))
+
+    names = [name if "://" in name else f"{scheme}://{name}" for name in _patiently(address, look)]
+    if names == [address] or "*" in address or "?" in address:
+        return sorted(names)
+    inside = [name[len(address) :].strip("/").split("/") for name in names]
+    return sorted(
+        name
+        for name, parts in zip(names, inside, strict=True)
+        if name.endswith(suffixes) and not any(part.startswith((".", "_")) for part in parts)
+    )
+
+
+class RangeFile:
+    """One file, of which any bytes can be read.
+
+    A local one takes one of `DESCRIPTORS` descriptors, which all such files share.
+
+    Args:
+        stamp: of the content that is wanted; "": the content at the first read.
+        cache: keeps what is read of object storage; None: nothing is kept.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, path: str, stamp: str = "", cache: "BlockCache | None" = None) -> None:
+        self.path, self._stamp, self._cache = path, stamp, cache
+        self.is_local = not is_address(path)
+        self._number = next(self._numbers)
+
+    def read(self, begin: int, size: int) -> bytes:
+        """Return `size` bytes from `begin` on; fewer only at the end of the file.
+
+        Raises:
+            ChangedError: if the storage says that the content is another by now.
+            StorageError: if they cannot be read, also not after some time.
+            OSError: as `stat`.
+        """
+        if size <= 0:
+            return b""
+        if self._cache is not None and not self.is_local:
+            return self._cache.read(self, self._stamp, begin, size)
+        return self.fetch(begin, size)
+
+    def read_again(self, begin: int, size: int) -> bytes:
+        """Read from where the file lies: not from a cache, nor from the system's memory."""
+        if self.is_local:
+            return _patiently(self.path, lambda: _read_from_disk(self.path, begin, size))
+        if self._cache is not None:
+            self._cache.forget(self, self._stamp, begin, size)
+        return self.fetch(begin, size)
+
+    def fetch(self, begin: int, size: int) -> bytes:
+        """Read without a cache."""
+        if self.is_local:
+            return _patiently(self.path, lambda: self._read_local(begin, size))
+        return _patiently(self.path, lambda: self._request(begin, size))
+
+    def _read_local(self, begin: int, size: int) -> bytes:
+        held = _descriptor(self.path, self._number)
+        content = os.pread(held.number, size, begin)
+        while 0 < len(content) < size:  # one call gives 2 GiB at most
+            more = os.pread(held.number, size - len(content), begin + len(content))
+            if not more:
+                break
+            content += more
+        return content
+
+    def _request(self, begin: int, size: int) -> bytes:
+        if self.path.startswith(("http://", "https://")):
+            content, stamp = _get(self.path, begin, size)
+            self._stamp = self._stamp or stamp
+            if stamp != self._stamp:
+                raise changed(self.path)
+            return content
+        if not self._stamp:
+            self._stamp = _stat(self.path).stamp
+        return bytes(_file_system(self.path).cat_file(self.path, start=begin, end=begin + size))
+
+
+class BlockCache:
+    """Blocks of files in object storage, in a folder that all processes of a machine share.
+
+    Args:
+        limit: bytes; blocks that were written first are deleted beyond it.
+    """
+
+    BLOCK = 1 << 18
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self._limit = folder, limit
+        self._written, self._guard = limit, threading.Lock()  # the first write looks at all
+
+    def read(self, file: RangeFile, stamp: str, begin: int, size: int) -> bytes:
+        """Return bytes of `file`, as `RangeFile.read`."""
+        first, last = begin // self.BLOCK, (begin + size - 1) // self.BLOCK
+        content = b"".join(self._block(file, stamp, block) for block in range(first, last + 1))
+        return content[begin - first * self.BLOCK :][:size]
+
+    def forget(self, file: RangeFile, stamp: str, begin: int, size: int) -> None:
+        """Delete the blocks that hold these bytes."""
+        for block in range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1):
+            self._place(file, stamp, block).unlink(missing_ok=True)
+
+    def _place(self, file: RangeFile, stamp: str, block: int) -> Path:
+        name = blake2b(f"{file.path}\n{stamp}".encode(), digest_size=12).hexdigest()
+        return self.folder / name[:2] / f"{name}-{block}"
+
+    def _block(self, file: RangeFile, stamp: str, block: int) -> bytes:
+        path = self._place(file, stamp, block)
+        try:
+            return path.read_bytes()
+        except OSError:
+            content = file.fetch(block * self.BLOCK, self.BLOCK)
+            self._keep(path, content)
+            return content
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        """Write a block. Where there is no room, it is read again from its storage."""
+        own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own.write_bytes(content)  # not flushed: its checksum is compared at every read
+            own.replace(path)
+        except OSError:
+            own.unlink(missing_ok=True)
+        with self._guard:
+            self._written += len(content)
+            if self._written >= self._limit // 16:
+                self._written = 0
+                self._shrink()
+
+    def _shrink(self) -> None:
+        """Delete the oldest blocks until a sixteenth of the limit is free."""
+        found = []
+        for path in self.folder.glob("??/*"):
+            try:
+                state = path.stat()
+                found.append((state.st_mtime_ns, state.st_size, path))
+            except OSError:  # another process deleted it
+                continue
+        size = sum(size for _, size, _ in found)
+        for _, of_one, path in sorted(found):
+            if size <= self._limit * 15 // 16:
+                return
+            path.unlink(missing_ok=True)
+            size -= of_one
+
+
+def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
+    """Open a file for reading from `begin` on; it can be sought in.
+
+    Raises:
+        OSError: as `stat`; and reads as `RangeFile.read`.
+    """
+    if not is_address(path):
+        local = open(path, "rb")  # noqa: SIM115
+        local.seek(begin)
+        return local
+    stream = io.BufferedReader(_RemoteStream(path), AHEAD)
+    stream.seek(begin)
+    return stream
+
+
+class _RemoteStream(io.RawIOBase):
+    def __init__(self, path: str) -> None:
+        found = stat(path)
+        self._file, self._size, self._at = RangeFile(path, found.stamp), found.size, 0
+        self._path, self._stamp = path, found.stamp
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), self._size - self._at)
+        if size <= 0:
+            return 0
+        content = self._file.read(self._at, size)
+        if len(content) < size:
+            raise changed(self._path)
+        buffer[:size] = content
+        self._at += size
+        if self._at == self._size and stat(self._path).stamp != self._stamp:
+            raise changed(self._path)
+        return size
+
+
+def changed(path: str) -> ChangedError:
+    """Return the error of a file that has changed under the job."""
+    fix = "restore it, or start again to take it as it is now"
+    return ChangedError("", f"{path}: has changed since the job looked at it first\n  fix: {fix}")
+
+
+PAGE = 1 << 12
+
+
+def _read_from_disk(path: str, begin: int, size: int) -> bytes:
+    first = begin // PAGE * PAGE
+    aligned = mmap.mmap(-1, -(-(begin + size - first) // PAGE) * PAGE)
+    with suppress(OSError):  # not every file system has it
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            num_read = os.preadv(descriptor, [aligned], first)
+            return aligned[begin - first : min(begin - first + size, num_read)]
+        finally:
+            os.close(descriptor)
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return file.read(size)
+
+
+class _Descriptor:
+    """Of a local file; it is closed with the last reference to it."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@lru_cache(DESCRIPTORS)
+def _descriptor(path: str, of: int) -> _Descriptor:
+    return _Descriptor(path)
+
+
+def _patiently(path: str, read: Callable[[], T]) -> T:
+    """Return `read()`; call it again after growing waits if its error may pass."""
+    for wait_s in (*RETRY_AFTER_S, None):
+        try:
+            return read()
+        except (*STAYING, ConfigError):
+            raise
+        except PermissionError as error:
+            fix = "let this user, or these credentials, read it"
+            raise ConfigError("", f"{path} cannot be read: {error}\n  fix: {fix}") from error
+        except Exception as error:  # whatever a client of a storage raises
+            if not _may_pass(error):
+                raise ConfigError("", f"{path} cannot be read: {_words(error)}") from error
+            _descriptor.cache_clear()  # of a stale handle, another is to be had
+            if wait_s is None:
+                fix = "run the same command again when the storage answers"
+                what = f"{path} cannot be read: {_words(error)}"
+                raise StorageError(f"{what}\n  fix: {fix}") from error
+            logger.warning("%s: %s; trying again in %g s", path, _words(error), wait_s)
+            time.sleep(wait_s)
+    raise AssertionError
+
+
+CLIENTS = {"aiohttp", "botocore", "aiobotocore", "gcsfs", "google", "httpx2", "httpcore2", "requests"}
+"""Modules whose errors are of a connection, unless they say otherwise."""
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, urllib.error.HTTPError):
+            return error.code in PASSING
+        is_of_client = type(error).__module__.partition(".")[0] in CLIENTS
+        if is_of_client or isinstance(error, (OSError, http.client.HTTPException)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _words(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@lru_cache(8)
+def _file_system(address: str) -> Any:
+    """Return the fsspec file system of an address."""
+    return _of_scheme(address.partition("://")[0])
+
+
+@lru_cache(8)
+def _of_scheme(scheme: str) -> Any:
+    import fsspec  # here: local files need none
+
+    try:
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        package = PACKAGES.get(scheme, "")
+        fix = f"pip install {package}" if package else f"install the package that {error} names"
+        what = f"{scheme}:// needs a package that is not installed"
+        raise ConfigError("", f"{what}\n  fix: {fix}") from error
+    except ValueError as error:
+        fix = "use s3://, gs://, hf:// or https://, or mount it and name the path"
+        raise ConfigError("", f"{scheme}:// is no storage that fsspec knows\n  fix: {fix}") from error
+
+
+STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "generation", "LastModified", "last_modified", "mtime")
+"""Fields of fsspec's descriptions that another content changes, the surest first."""
+
+
+def _stat(address: str) -> Stat:
+    if address.startswith(("http://", "https://")):
+        content, stamp, size = _ask(address, 0, 1)
+        return Stat(size, stamp)
+    files = _file_system(address)
+    files.invalidate_cache()
+    found = files.info(address)
+    if found.get("type") == "directory":
+        raise IsADirectoryError(f"{address} is a folder")
+    stamp = next((f"{name} {found[name]}" for name in STAMPS if found.get(name)), "")
+    return Stat(int(found["size"]), stamp)
+
+
+def _get(address: str, begin: int, size: int) -> tuple[bytes, str]:
+    content, stamp, whole = _ask(address, begin, size)
+    if len(content) != max(min(size, whole - begin), 0):
+        raise ConnectionError(f"{len(content)} of {size} bytes came")
+    return content, stamp
+
+
+CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+
+
+def _ask(address: str, begin: int, size: int) -> tuple[bytes, str, int]:
+    """Return the bytes of a range, the stamp of the content, and its whole size.
+
+    Source: RFC 9110, sections 14 (ranges) and 8.8 (validators).
+    """
+    headers = {"Range": f"bytes={begin}-{begin + size - 1}", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(address, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            said = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+            if answer.status != 206 or said is None or int(said[1]) != begin:
+                raise ConfigError(
+                    "", f"{address}: its server gives no ranges of bytes\n  fix: download the file"
+                )
+            return answer.read(), _stamp_of(answer.headers), int(said[3])
+    except urllib.error.HTTPError as error:
+        said = CONTENT_RANGE.fullmatch(error.headers.get("Content-Range", ""))
+        if error.code == 416 and said is not None:  # nothing is that far behind
+            return b"", _stamp_of(error.headers), int(said[3])
+        if error.code in (404, 410):
+            raise FileNotFoundError(f"{address}: the server has no such file") from error
+        if error.code in (401, 403):
+            raise PermissionError(f"the server answers {error.code} {error.reason}") from error
+        raise
+
+
+def _stamp_of(headers: Any) -> str:
+    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
+
