@@ -347,7 +347,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
         field = find_field(key)
         if field is None or not (isinstance(value, str) and value):
             continue
-        if ADDRESS.match(value):  # refused as it was written
+        if ADDRESS.match(value):  # kept as it was written, or refused
             continue
         if PATH_OR_NAME in field.metadata and not is_path(value):
             continue
@@ -368,6 +368,8 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
         if not (isinstance(value, str) and value and LOCAL_PATH in field.metadata):
             continue
         if PATH_OR_NAME in field.metadata and not is_path(value):
+            continue
+        if ADDRESS.match(value):  # of object storage
             continue
         is_inside = not {INPUT_PATH, OUTPUT_PATH} & set(field.metadata)
         path = Path(config.job.dump_folder if is_inside else "", OF_FUNCTION.sub("", value))

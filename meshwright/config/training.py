@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshwright.config.section import (
     OUTPUT_PATH,
     PATH_OR_NAME,
+    DataPath,
     Harmless,
     InputPath,
     LocalPath,
@@ -25,8 +26,9 @@ class Source(Section, on_resume="data"):
     fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib: the
     library of the running Python, for trying."""
 
-    dataset_path: InputPath = ""
-    """File, folder or glob for local data; for a named dataset a local copy of it."""
+    dataset_path: DataPath = ""
+    """File, folder or glob for local data, or an address of such (s3://, gs://, hf://; of https://
+    one file); for a named dataset a local copy of it."""
 
     dataset_subset: str = ""
     """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
@@ -115,6 +117,10 @@ class Training(Source):
 
     token_cache_folder: Harmless[Annotated[LocalPath, OUTPUT_PATH]] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
+
+    block_cache_gib: Harmless[PositiveFloat] = 16.0
+    """Most GiB of `token_cache_folder` that keep blocks of token files in object storage; the
+    oldest are deleted beyond it. Per machine."""
 
     local_batch_size: Harmless[PositiveInt] = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""

@@ -8,12 +8,14 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
+from meshwright.datasets import storage
 from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
 from meshwright.system.log import logger
 
@@ -31,7 +33,7 @@ SUFFIXES = {
     "text": _packed_or_not(".txt", ".md"),
     "arrow": (".arrow",),
     "megatron": (".bin",),
-    "tokens": (".npy", ".bin"),
+    "tokens": (".npy", ".bin", ".ds"),
 }
 
 ROW_FORMATS = ("json", "parquet", "text", "arrow")
@@ -88,6 +90,10 @@ def open_file(file: DataFile) -> IO[bytes]:
         ChangedError: if it is gone, or has another size than when the job looked for it.
         OSError: if it cannot be read now.
     """
+    if storage.is_address(file.path):
+        if described(file.path) != file:
+            raise ChangedError(f"{file.path}: has changed since the job started")
+        return storage.open_stream(file.path)
     try:
         opened = open(file.path, "rb")  # noqa: SIM115  the caller closes it
     except FileNotFoundError as error:
@@ -112,6 +118,8 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
     Returns:
         The files in the order of their paths; an empty list if there are none.
     """
+    if storage.is_address(path):
+        return described_all(storage.find_files(path, tuple(suffixes)))
     if os.path.isdir(path):
         found = [file for file in _below(path) if file.endswith(tuple(suffixes))]
     elif os.path.exists(path):
@@ -132,9 +140,21 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
 
 
 def described(path: str) -> DataFile:
-    """Return a local file as it is now."""
-    stat = os.stat(path)
-    return DataFile(path, stat.st_size, stat.st_mtime_ns)
+    """Return a file as it is now."""
+    return described_all([path])[0]
+
+
+def described_all(paths: Sequence[str]) -> list[DataFile]:
+    """Return files as they are now; of object storage, many at once."""
+    return [
+        DataFile(path, found.size, found.changed)
+        for path, found in zip(paths, storage.stat_all(paths), strict=True)
+    ]
+
+
+def beside(path: str, suffix: str) -> str:
+    """Return the path, or address, with another ending."""
+    return os.path.splitext(path)[0] + suffix
 
 
 def _below(folder: str) -> Iterator[str]:
@@ -204,24 +224,32 @@ def local_files(kind: str, entry: Entry) -> list[DataFile]:
 
 
 def token_files(kind: str, entry: Entry) -> list[DataFile]:
-    """Return the files of tokens that `dataset_path` stands for, with the indices of Megatron's."""
+    """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
     found = token_paths(kind, entry)
-    indices = [str(Path(path).with_suffix(".idx")) for path in found if kind == "megatron"]
-    for index in indices:
-        if not Path(index).is_file():
-            raise entry.error("dataset_path", f"there is no {index}")
-    return [described(path) for path in (*found, *indices)]
+    indices = list[DataFile]()
+    for file in found:
+        name = beside(file.path, ".idx") if kind == "megatron" else f"{file.path}.index"
+        if kind == "megatron" or file.path.endswith(".ds"):
+            try:
+                indices.append(described(name))
+            except FileNotFoundError:
+                if kind == "megatron":
+                    raise entry.error("dataset_path", f"there is no {name}") from None
+    return [*found, *indices]
 
 
-def token_paths(kind: str, entry: Entry) -> list[str]:
+def token_paths(kind: str, entry: Entry) -> list[DataFile]:
     """Return the files of tokens that `dataset_path` stands for."""
     path = entry.source.dataset_path
-    if kind == "megatron" and Path(f"{path}.bin").is_file():
-        return [str(Path(f"{path}.bin"))]  # Megatron names both files without their endings
-    found = [file.path for file in local_files(kind, entry) if not file.path.endswith(".idx")]
-    if kind == "megatron":
-        return sorted({str(Path(path).with_suffix(".bin")) for path in found})
-    return found
+    if kind != "megatron":
+        return local_files(kind, entry)
+    with suppress(FileNotFoundError, ConfigError):
+        return [described(f"{path}.bin")]  # Megatron names both files without their endings
+    if path.endswith((".bin", ".idx")):
+        with suppress(FileNotFoundError):
+            return [described(beside(path, ".bin"))]
+    found = {beside(file.path, ".bin") for file in local_files(kind, entry)}
+    return described_all(sorted(found))
 
 
 ALWAYS = {"dataset", "dataset_subset", "dataset_split", "dataset_column"}

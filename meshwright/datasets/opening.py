@@ -6,12 +6,12 @@ from pathlib import Path
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry, fingerprint, revision, sampled
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
-from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets.token_cache.tokenizing import block_cache, default_folder, open_cache
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,14 @@ def _open(
     )
     if not is_streamed(entry):
         folder = Path(training.token_cache_folder or default_folder())
-        cache = open_cache(recipe, folder, num_workers=num_workers, check_all=check_all)
+        cache = open_cache(
+            recipe,
+            folder,
+            num_workers=num_workers,
+            check_all=check_all,
+            max_bad_records=training.max_bad_records,
+            blocks=block_cache(folder, training.block_cache_gib),
+        )
         length = training.seq_len + 1
         if cache.num_tokens // length < needed:
             raise entry.error(

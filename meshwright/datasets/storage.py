@@ -48,7 +48,14 @@ AHEAD = 8 << 20
 """Bytes that a stream reads with one request."""
 
 
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "az": "adlfs",
+}
 """That fsspec needs, by the beginning of an address."""
 
 
@@ -72,6 +79,13 @@ class Stat:
     """Bytes."""
     stamp: str
     """Another one, if the content has changed; "": the storage does not say."""
+
+    @property
+    def changed(self) -> int:
+        """A number in place of the stamp: of a local file, the time of its change."""
+        if self.stamp.isdecimal():
+            return int(self.stamp)
+        return int.from_bytes(blake2b(self.stamp.encode(), digest_size=6).digest(), "big")
 
 
 def is_address(path: str) -> bool:
@@ -145,9 +159,9 @@ class RangeFile:
     _numbers = itertools.count()
 
     def __init__(self, path: str, stamp: str = "", cache: "BlockCache | None" = None) -> None:
-        self.path, self._stamp, self._cache = path, stamp, cache
+        self.path, self.stamp, self._cache = path, stamp, cache
         self.is_local = not is_address(path)
-        self._number = next(self._numbers)
+        self._number, self._is_known = next(self._numbers), False
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from `begin` on; fewer only at the end of the file.
@@ -160,7 +174,7 @@ class RangeFile:
         if size <= 0:
             return b""
         if self._cache is not None and not self.is_local:
-            return self._cache.read(self, self._stamp, begin, size)
+            return self._cache.read(self, self.stamp, begin, size)
         return self.fetch(begin, size)
 
     def read_again(self, begin: int, size: int) -> bytes:
@@ -168,7 +182,7 @@ class RangeFile:
         if self.is_local:
             return _patiently(self.path, lambda: _read_from_disk(self.path, begin, size))
         if self._cache is not None:
-            self._cache.forget(self, self._stamp, begin, size)
+            self._cache.forget(self, self.stamp, begin, size)
         return self.fetch(begin, size)
 
     def fetch(self, begin: int, size: int) -> bytes:
@@ -190,12 +204,15 @@ class RangeFile:
     def _request(self, begin: int, size: int) -> bytes:
         if self.path.startswith(("http://", "https://")):
             content, stamp = _get(self.path, begin, size)
-            self._stamp = self._stamp or stamp
-            if stamp != self._stamp:
+            self.stamp = self.stamp or stamp
+            if stamp != self.stamp:
                 raise changed(self.path)
             return content
-        if not self._stamp:
-            self._stamp = _stat(self.path).stamp
+        if not self._is_known:  # fsspec does not say which content an answer is of
+            found = _stat(self.path).stamp
+            if self.stamp not in ("", found):
+                raise changed(self.path)
+            self.stamp, self._is_known = found, True
         return bytes(_file_system(self.path).cat_file(self.path, start=begin, end=begin + size))
 
 
@@ -287,7 +304,6 @@ class _RemoteStream(io.RawIOBase):
     def __init__(self, path: str) -> None:
         found = stat(path)
         self._file, self._size, self._at = RangeFile(path, found.stamp), found.size, 0
-        self._path, self._stamp = path, found.stamp
 
     def readable(self) -> bool:
         return True
@@ -309,11 +325,11 @@ class _RemoteStream(io.RawIOBase):
             return 0
         content = self._file.read(self._at, size)
         if len(content) < size:
-            raise changed(self._path)
+            raise changed(self._file.path)
         buffer[:size] = content
         self._at += size
-        if self._at == self._size and stat(self._path).stamp != self._stamp:
-            raise changed(self._path)
+        if self._at == self._size and stat(self._file.path).stamp != self._file.stamp:
+            raise changed(self._file.path)
         return size
 
 
@@ -380,7 +396,16 @@ def _patiently(path: str, read: Callable[[], T]) -> T:
     raise AssertionError
 
 
-CLIENTS = {"aiohttp", "botocore", "aiobotocore", "gcsfs", "google", "httpx2", "httpcore2", "requests"}
+CLIENTS = {
+    "aiohttp",
+    "botocore",
+    "aiobotocore",
+    "gcsfs",
+    "google",
+    "httpx2",
+    "httpcore2",
+    "requests",
+}
 """Modules whose errors are of a connection, unless they say otherwise."""
 
 
@@ -418,16 +443,27 @@ def _of_scheme(scheme: str) -> Any:
         raise ConfigError("", f"{what}\n  fix: {fix}") from error
     except ValueError as error:
         fix = "use s3://, gs://, hf:// or https://, or mount it and name the path"
-        raise ConfigError("", f"{scheme}:// is no storage that fsspec knows\n  fix: {fix}") from error
+        raise ConfigError(
+            "", f"{scheme}:// is no storage that fsspec knows\n  fix: {fix}"
+        ) from error
 
 
-STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "generation", "LastModified", "last_modified", "mtime")
+STAMPS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "generation",
+    "LastModified",
+    "last_modified",
+    "mtime",
+)
 """Fields of fsspec's descriptions that another content changes, the surest first."""
 
 
 def _stat(address: str) -> Stat:
     if address.startswith(("http://", "https://")):
-        content, stamp, size = _ask(address, 0, 1)
+        _, stamp, size = _ask(address, 0, 1)
         return Stat(size, stamp)
     files = _file_system(address)
     files.invalidate_cache()
@@ -476,4 +512,3 @@ def _ask(address: str, begin: int, size: int) -> tuple[bytes, str, int]:
 
 def _stamp_of(headers: Any) -> str:
     return str(headers.get("ETag") or headers.get("Last-Modified") or "")
-

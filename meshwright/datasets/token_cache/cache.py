@@ -79,8 +79,14 @@ class Part:
     """Of its content in object storage."""
 
     @property
+    def own(self) -> Path:
+        """File of tokens in the folder."""
+        return self.folder / f"{self.number:05}.tokens"
+
+    @property
     def tokens(self) -> str:
-        return self.source or str(self.folder / f"{self.number:05}.tokens")
+        """Path or address of the file that holds its tokens."""
+        return self.source or str(self.own)
 
     @property
     def index(self) -> Path:
@@ -88,21 +94,20 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def checksums(
-    path: Path, block_bytes: int = BLOCK_BYTES, *, offset: int = 0
-) -> npt.NDArray[np.uint32]:
-    """CRC-32 of each block of the file from `offset` on."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        blocks = iter(lambda: file.read(block_bytes), b"")
-        return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+def read_index(part: Part) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the arrays of a part's index.
+
+    Raises:
+        DamagedCacheError: if it is not whole.
+    """
+    found = load_arrays(part.index, OF_PART, ("offset", "dtype", "stamp", "num_bad", "bad"))
+    # parts of earlier versions have no bad records
+    return {"num_bad": np.zeros((), np.int64), "bad": np.empty(0, np.str_), **found}
 
 
 def save_sources(folder: Path, parts: Sequence[Part]) -> None:
     """Note where the tokens of `parts` are."""
-    sources = [
-        {"path": part.source, "offset": part.offset, "stamp": part.stamp} for part in parts
-    ]
+    sources = [{"path": part.source, "offset": part.offset, "stamp": part.stamp} for part in parts]
     with whole_file(folder / SOURCES) as file:
         file.write(json.dumps(sources).encode())
 
@@ -140,15 +145,21 @@ def changed_source(part: Part, what: str) -> ConfigError:
     return ConfigError(CACHE_KEY, f"{message}\n  fix: {fix}")
 
 
-def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
+def load_arrays(
+    path: Path, names: Collection[str], also: Collection[str] = ()
+) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays `names` of an .npz, whose format has checksums of its own.
+
+    Args:
+        also: names of arrays that caches of earlier versions lack.
 
     Raises:
         DamagedCacheError: if it is not whole, or is not there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names}
+            there = [name for name in also if name in arrays]
+            return {name: arrays[name] for name in (*names, *there)}
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL, None):
             raise  # it was not read
@@ -174,11 +185,15 @@ class TokenCache:
         self, folder: Path, *, looks_at_parts: bool = True, blocks: BlockCache | None = None
     ) -> None:
         self.folder = folder
-        arrays = load_arrays(folder / "cache.npz", OF_CACHE)
+        arrays = load_arrays(folder / "cache.npz", OF_CACHE, ("num_bad", "first_bad"))
         self.content = str(arrays["content"])
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
         """Of the text, in UTF-8."""
+        self.num_bad = int(arrays.get("num_bad", 0))
+        """Records that are no documents, and were passed over,"""
+        self.first_bad = str(arrays.get("first_bad", ""))
+        """and the first of them, as an error."""
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
         self._length_checksums = arrays["length_checksums"]
@@ -225,7 +240,7 @@ class TokenCache:
                 content = file.read(part.offset + begin, end - begin)
                 if len(content) < end - begin:
                     raise self._wrong(part, begin)
-                return np.frombuffer(content, self._dtype)
+                return self._ids(content)
             whole = []
             for block in blocks:
                 place = block * BLOCK_BYTES
@@ -239,7 +254,11 @@ class TokenCache:
         except (ChangedError, FileNotFoundError) as error:
             raise changed_source(part, str(error).partition("\n")[0]) from error
         place = blocks[0] * BLOCK_BYTES
-        return np.frombuffer(b"".join(whole)[begin - place : end - place], self._dtype)
+        return self._ids(b"".join(whole)[begin - place : end - place])
+
+    def _ids(self, content: bytes) -> npt.NDArray[np.unsignedinteger]:
+        ids: npt.NDArray[np.unsignedinteger] = np.frombuffer(content, self._dtype)
+        return ids.astype("<u4") if self._dtype.itemsize == 8 else ids
 
     def _wrong(self, part: Part, place: int) -> ConfigError:
         if part.source:

@@ -10,9 +10,9 @@ from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.template_file import find_template
 from meshwright.datasets.encoding import Conversation, Encoder
 from meshwright.datasets.files import DataFile, Entry, fingerprint
+from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
