@@ -12,6 +12,7 @@ from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import block_cache, default_folder, open_cache
+from meshwright.datasets.tokenizers.special_tokens import Ends
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def _open(
         model.tokenizer_path,
         model.chat_template_path,
         config.experimental.custom_import,
+        Ends(model.bos_token, model.eos_token),
     )
     if not is_streamed(entry):
         folder = Path(training.token_cache_folder or default_folder())

@@ -5,6 +5,7 @@ whole.
 address (`s3://`, `gs://`, `hf://`) is read by fsspec's file system of that name.
 """
 
+import errno
 import http.client
 import io
 import itertools
@@ -32,8 +33,8 @@ from meshwright.system.log import logger
 T = TypeVar("T")
 
 
-DESCRIPTORS = 256
-"""Local files that a process keeps open; it may usually have 1024."""
+DESCRIPTORS = 128
+"""Local files that a process keeps open at most; it may usually have 1024 descriptors."""
 
 
 TIMEOUT_S = 60.0
@@ -361,7 +362,13 @@ class _Descriptor:
     """Of a local file; it is closed with the last reference to it."""
 
     def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.number = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            _descriptor.cache_clear()  # this process may have fewer
+            self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

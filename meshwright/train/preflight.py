@@ -27,6 +27,7 @@ from meshwright.datasets.named_sources import (
     idle_source_options,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.parallelisms.rules import memory
@@ -302,7 +303,8 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     extend(config)
     mistakes = Mistakes()
     with mistakes.collect():
-        tokenizer = build_tokenizer(config.model.tokenizer_path)
+        model = config.model
+        tokenizer = build_tokenizer(model.tokenizer_path, Ends(model.bos_token, model.eos_token))
     with mistakes.collect():
         check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)

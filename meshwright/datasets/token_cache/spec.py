@@ -14,6 +14,7 @@ from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 
@@ -35,6 +36,13 @@ class TokenizationSpec:
     chat_template_path: str = ""
     custom_import: str = ""
     """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
+    ends: Ends = OWN
+    """Tokens around a document that the config names."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; it is built once in a process."""
+        return build_tokenizer(self.tokenizer_path, self.ends)
 
     @property
     def _spec(self) -> DatasetSpec:
@@ -63,7 +71,7 @@ class TokenizationSpec:
 
     def encoder(self) -> Encoder:
         """Return the encoder of its documents."""
-        tokenizer = build_tokenizer(self.tokenizer_path)
+        tokenizer = self.tokenizer
 
         def open_template() -> Conversation:
             # not at import: it needs jinja2, and few jobs have conversations
@@ -98,7 +106,7 @@ class TokenizationSpec:
 
     @property
     def _method(self) -> list[object]:
-        tokenizer = build_tokenizer(self.tokenizer_path)
+        tokenizer = self.tokenizer
         parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
         return [*parts, *self._own_code]
 

@@ -35,7 +35,6 @@ from meshwright.datasets.token_cache.writing import (
     too_many_bad_records,
     write_part,
 )
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.system.errors import ConfigError, numbered
 from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
@@ -272,7 +271,7 @@ def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
     """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
     documents = (item for item in items if isinstance(item, (str, list)) and item)
     is_chat = not isinstance(next(documents, ""), str)
-    vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
+    vocab_size = recipe.tokenizer.vocab_size
     return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
 
 

@@ -26,7 +26,6 @@ from meshwright.datasets.token_cache.cache import (
     save_sources,
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
 from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
@@ -127,7 +126,7 @@ def is_complete(
         files, _ = open_source(recipe)
         assert isinstance(files, TokenFiles)
         if "offset" not in index:  # of an earlier version
-            vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
+            vocab_size = recipe.tokenizer.vocab_size
             head = files.open_one(part.number, vocab_size)
             index |= {"offset": np.int64(head.offset), "dtype": np.str_(head.dtype)}
         offset, dtype = int(index["offset"]), str(index["dtype"])
@@ -160,7 +159,7 @@ def _has_checksums(file: RangeFile, offset: int, size: int, expected: Array) -> 
 
 def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None:
     """Write the index of one file of tokens."""
-    tokenizer = build_tokenizer(recipe.tokenizer_path)
+    tokenizer = recipe.tokenizer
     file = files.open_one(part.number, tokenizer.vocab_size)
     try:
         index = index_tokens(file, tokenizer, BLOCK_BYTES)
