@@ -33,7 +33,7 @@ from meshwright.system.log import logger
 T = TypeVar("T")
 
 
-DESCRIPTORS = 128
+DESCRIPTORS = 64
 """Local files that a process keeps open at most; it may usually have 1024 descriptors."""
 
 

@@ -63,6 +63,10 @@ class TextsRecipe:
                 file.write(f"{os.getpid()}\n")
         return IndexedDocuments(len(self.texts), self.texts.__getitem__)
 
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
+
     def encoder(self) -> Encoder:
         return Encoder(ByteTokenizer(), Turns)
 
