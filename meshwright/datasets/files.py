@@ -1,5 +1,6 @@
 """Which files a source consists of, and how each is opened."""
 
+import codecs
 import fnmatch
 import glob
 import hashlib
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
@@ -79,6 +80,23 @@ class DataFile:
     """Time of its last change in nanoseconds, or 0."""
 
 
+class Range(NamedTuple):
+    """Rows of a file that begin in a part of it."""
+
+    file: DataFile
+    begin: int = 0
+    """First byte of lines and text, row group of Parquet, or batch of Arrow."""
+    end: int | None = None
+    """None: to the end of the file."""
+
+
+CHUNK = 1 << 18
+"""Bytes that are read at once. Of a damaged compressed file, so many before the damage are lost."""
+
+LONGEST = 1 << 28
+"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
+
+
 class ChangedError(OSError):
     """A file is not as it was when the job started."""
 
@@ -103,6 +121,58 @@ def open_file(file: DataFile) -> IO[bytes]:
         opened.close()
         raise ChangedError(f"{file.path}: had {file.size} bytes at the start, and has {size} now")
     return opened
+
+
+def is_packed(file: DataFile) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return os.path.splitext(file.path)[1] in PACKED
+
+
+def chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
+    """Yield the content of a file from a byte on, decompressed if its name says so. At the end
+    comes b"", or the error of a damaged file.
+
+    Compressed files are read from their beginning, always by the same pieces: where the error comes
+    does not depend on the place.
+    """
+    codec = PACKED.get(os.path.splitext(file.path)[1])
+    with open_file(file) as opened:
+        if codec is None:
+            opened.seek(at)
+            while chunk := opened.read(CHUNK):
+                yield chunk
+            yield b""
+            return
+        import pyarrow  # here: most files need it not, and it takes long
+
+        try:
+            with pyarrow.input_stream(opened, compression=codec) as stream:
+                while chunk := stream.read(CHUNK):
+                    if at < len(chunk):
+                        yield chunk[at:]
+                    at = max(at - len(chunk), 0)
+            yield b""
+        except OSError as error:
+            if error.errno is not None:  # the system's, not of pyarrow
+                raise
+            yield error
+
+
+def content_of(file: DataFile) -> bytes:
+    """Return a file of at most `LONGEST` bytes, without a byte-order mark.
+
+    Raises:
+        ValueError: if it is longer.
+    """
+    found, size = list[bytes](), 0
+    for chunk in chunks(file, 0):
+        if isinstance(chunk, Exception):
+            raise chunk
+        found.append(chunk)
+        size += len(chunk)
+        if size > LONGEST:
+            raise ValueError(f"longer than {LONGEST >> 20} MiB")
+    return b"".join(found).removeprefix(codecs.BOM_UTF8)
 
 
 def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:

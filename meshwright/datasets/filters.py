@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.datasets.files import Entry
-from meshwright.datasets.readers import Row, shortened
-from meshwright.system.errors import RecordError, config_error
+from meshwright.datasets.readers import Row
+from meshwright.system.errors import RecordError, config_error, shortened
 
 Messages = list[dict[str, str]]
 

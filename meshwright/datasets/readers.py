@@ -10,18 +10,23 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshwright.datasets.files import ChangedError, DataFile, open_file
+from meshwright.datasets.files import (
+    CHUNK,
+    LONGEST,
+    ChangedError,
+    DataFile,
+    Range,
+    chunks,
+    content_of,
+    is_packed,
+    open_file,
+)
+from meshwright.system.errors import shortened
 
 Row = dict[str, Any]
 
-CHUNK = 1 << 18
-"""Bytes that are read at once. Of a damaged compressed file, so many before the damage are lost."""
-
 MOST_JOINED = 1 << 24
 """Bytes of a long piece that are gathered before they are joined to it."""
-
-LONGEST = 1 << 28
-"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
 
 BATCH_BYTES = 1 << 22
 """Of the rows of a table that are decoded together, on average."""
@@ -30,8 +35,6 @@ NEWLINE = b"\n"
 
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
-
-CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 
 
 class Place(NamedTuple):
@@ -64,16 +67,6 @@ class Layout:
     """Of Parquet and Arrow, the columns that are read; None: all."""
     separator: str = ""
     """Of text, the words between two documents; `PARAGRAPH`; or "": each file is one."""
-
-
-class Range(NamedTuple):
-    """Rows of a file that begin in a part of it."""
-
-    file: DataFile
-    begin: int = 0
-    """First byte of lines and text, row group of Parquet, or batch of Arrow."""
-    end: int | None = None
-    """None: to the end of the file."""
 
 
 Rows = Generator[tuple[Place, Row | Fault], None, None]
@@ -165,12 +158,6 @@ def _object_of(line: bytes) -> Row:
     return row
 
 
-def shortened(value: object) -> str:
-    """Return a value for a message."""
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
 def _has_lines(file: DataFile) -> bool:
     """Return whether each line of a JSON file is a row, by its name or its first line."""
     if ".jsonl" in file.path.rpartition("/")[2]:
@@ -188,7 +175,7 @@ def _has_lines(file: DataFile) -> bool:
 def _json_value(part: Range, after: Place | None) -> Rows:
     """Yield the objects of a file that is one list or one object, which is read as a whole."""
     try:
-        value = json.loads(_content(part.file).decode())
+        value = json.loads(content_of(part.file).decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     for number, row in enumerate(value if isinstance(value, list) else [value]):
@@ -204,7 +191,7 @@ def _text(part: Range, layout: Layout, after: Place | None) -> Rows:
     """Yield {"text": document}: a file as it is, or the text between separators without the line
     ends around it."""
     if not layout.separator:
-        yield Place(0, 0), _row(_text_of, _content(part.file), part, layout, Place(0, 0))
+        yield Place(0, 0), _row(_text_of, content_of(part.file), part, layout, Place(0, 0))
         return
     is_by_paragraph = layout.separator == PARAGRAPH
     separator = layout.separator.encode()
@@ -249,7 +236,7 @@ def _pieces(
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
     rest, dropped, pending = b"", 0, list[bytes]()
-    for chunk in _chunks(part.file, at):
+    for chunk in chunks(part.file, at):
         pending += [chunk] if isinstance(chunk, bytes) else []
         # joined when they are as long as the rest, so that a long piece is not copied for each
         if (
@@ -282,53 +269,6 @@ def _pieces(
         yield Place(at, number), None if dropped else rest
 
 
-def _chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
-    """Yield the content of a file from a byte on, decompressed if its name says so. At the end
-    comes b"", or the error of a damaged file.
-
-    Compressed files are read from their beginning, always by the same pieces: where the error comes
-    does not depend on the place.
-    """
-    codec = CODECS.get(file.path[file.path.rfind(".") :])
-    with open_file(file) as opened:
-        if codec is None:
-            opened.seek(at)
-            while chunk := opened.read(CHUNK):
-                yield chunk
-            yield b""
-            return
-        import pyarrow  # here: most files need it not, and it takes a tenth of a second
-
-        try:
-            with pyarrow.input_stream(opened, compression=codec) as stream:
-                while chunk := stream.read(CHUNK):
-                    if at < len(chunk):
-                        yield chunk[at:]
-                    at = max(at - len(chunk), 0)
-            yield b""
-        except OSError as error:
-            if error.errno is not None:  # the system's, not of pyarrow
-                raise
-            yield error
-
-
-def _content(file: DataFile) -> bytes:
-    """Return a file of at most `LONGEST` bytes, without a byte-order mark.
-
-    Raises:
-        ValueError: if it is longer.
-    """
-    found, size = list[bytes](), 0
-    for chunk in _chunks(file, 0):
-        if isinstance(chunk, Exception):
-            raise chunk
-        found.append(chunk)
-        size += len(chunk)
-        if size > LONGEST:
-            raise ValueError(f"longer than {LONGEST >> 20} MiB")
-    return b"".join(found).removeprefix(codecs.BOM_UTF8)
-
-
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
     import pyarrow.parquet as parquet  # here, as above
 
@@ -337,8 +277,7 @@ def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
         first, end = after.at if after else part.begin, part.end or file.num_row_groups
         for group in range(first, end):
             about = file.metadata.row_group(group)
-            size = max(about.total_byte_size // max(about.num_rows, 1), 1)
-            rows = min(max(BATCH_BYTES // size, 1), 1024)
+            rows = _rows_at_once(about.total_byte_size, about.num_rows)
             batches = file.iter_batches(
                 rows, row_groups=[group], columns=columns, use_threads=False
             )
@@ -350,29 +289,32 @@ def _arrow(part: Range, layout: Layout, after: Place | None) -> Rows:
     import pyarrow as arrow  # as above
 
     with open_file(part.file) as opened:
-        begin = after.at if after else part.begin
         is_file = opened.read(6) == b"ARROW1"
         opened.seek(0)
-        names = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened).schema.names
-        opened.seek(0)
-        columns = _present(layout, names)
-        wanted = None if columns is None else [names.index(name) for name in columns]
-        options = arrow.ipc.IpcReadOptions(included_fields=wanted or [], use_threads=False)
+        reader = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(opened)
+        columns = _present(layout, reader.schema.names)
+        begin = after.at if after else part.begin
         if is_file:
-            reader = arrow.ipc.open_file(opened, options=options)
-            end = part.end or reader.num_record_batches
-            batches = ((n, reader.get_batch(n)) for n in range(begin, end))
+            numbers = range(begin, part.end or reader.num_record_batches)
+            batches = ((n, reader.get_batch(n)) for n in numbers)
         else:
-            stream = arrow.ipc.open_stream(opened, options=options)
-            batches = ((n, batch) for n, batch in enumerate(stream) if n >= begin)
+            batches = ((n, batch) for n, batch in enumerate(reader) if n >= begin)
         for number, batch in batches:
+            batch = batch.select(columns) if columns else batch
+            step = _rows_at_once(batch.nbytes, batch.num_rows)
+            slices = (batch.slice(at, step) for at in range(0, batch.num_rows, step))
             first = after.number if after and number == begin else 0
-            yield from _of_batches(iter([batch]), number, first, part, layout)
+            yield from _of_batches(slices, number, first, part, layout)
 
 
 def _present(layout: Layout, names: Sequence[str]) -> list[str] | None:
     """Return the wanted columns that a table has; None: all, also if it has none of them."""
     return [name for name in names if name in (layout.columns or ())] or None
+
+
+def _rows_at_once(num_bytes: int, num_rows: int) -> int:
+    """Return how many rows of a table are decoded together."""
+    return min(max(BATCH_BYTES * num_rows // max(num_bytes, 1), 1), 1024)
 
 
 def _of_batches(
@@ -446,7 +388,7 @@ def _split(file: DataFile, layout: Layout, part_bytes: int) -> list[Range]:
 
 def _can_be_cut(file: DataFile, layout: Layout) -> bool:
     """Return whether the beginnings of lines or texts can be told from the middle of a file."""
-    if file.path[file.path.rfind(".") :] in CODECS:
+    if is_packed(file):
         return False
     if layout.format == "json":
         return _has_lines(file)

@@ -5,20 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
-from meshwright.datasets.files import DataFile, Entry
+from meshwright.datasets.files import DataFile, Entry, Range
 from meshwright.datasets.filters import Document, Messages, NoDocumentError, conditions, is_on_side
 from meshwright.datasets.readers import (
     Fault,
     Layout,
     Place,
-    Range,
     Row,
     cut,
     read,
-    shortened,
     where,
 )
-from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, where_it_ends
+from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, shortened, where_it_ends
 from meshwright.system.modules import import_user_module
 
 Item = Document | RecordError
