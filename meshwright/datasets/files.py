@@ -204,8 +204,12 @@ def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
             names = ((file, os.path.relpath(file, literal or ".")) for file in _below(literal))
             found = [file for file, name in names if _fits(name.split("/"), wanted)]
         else:
-            found = glob.glob(os.path.join(glob.escape(literal), pattern))
-            found = [file for file in found if not _is_left_out(file, os.path.basename(pattern))]
+            parts = pattern.split("/")
+            found = [
+                file
+                for file in glob.glob(os.path.join(glob.escape(literal), pattern))
+                if not any(map(_is_left_out, file.split("/")[-len(parts) :], parts))
+            ]
     return [described(file) for file in sorted(found) if os.path.isfile(file)]
 
 
@@ -242,9 +246,8 @@ def _below(folder: str) -> Iterator[str]:
         yield from (os.path.join(parent, name) for name in names if not _is_left_out(name))
 
 
-def _is_left_out(path: str, pattern: str = "") -> bool:
-    """Return whether a file holds no data, unless the pattern names its beginning."""
-    name = os.path.basename(path)
+def _is_left_out(name: str, pattern: str = "") -> bool:
+    """Return whether a file or folder holds no data, unless the pattern names its beginning."""
     if name.startswith("cache-") and name.endswith(".arrow"):
         return not pattern.startswith("cache-")
     return name[0] in "._" and pattern[:1] != name[0]

@@ -235,7 +235,8 @@ def _pieces(
     at, number = (after.at, after.number) if after else (part.begin, 0)
     is_cut = after is None and at > 0  # it may begin in the middle of a piece
     at = max(at - len(separator), 0) if is_cut else at
-    rest, dropped, pending = b"", 0, list[bytes]()
+    rest, dropped, mark, pending = b"", 0, 0, list[bytes]()
+    is_first = at == 0
     for chunk in chunks(part.file, at):
         pending += [chunk] if isinstance(chunk, bytes) else []
         # joined when they are as long as the rest, so that a long piece is not copied for each
@@ -247,8 +248,9 @@ def _pieces(
             continue
         content = b"".join([rest, *pending])
         pending.clear()
-        if at == 0 and not dropped and content.startswith(codecs.BOM_UTF8):
-            at, content = len(codecs.BOM_UTF8), content[len(codecs.BOM_UTF8) :]
+        if is_first and content.startswith(codecs.BOM_UTF8):
+            mark, content = len(codecs.BOM_UTF8), content[len(codecs.BOM_UTF8) :]
+        is_first = False
         *whole, rest = content.split(separator)
         for piece in whole:
             if part.end is not None and at >= part.end:
@@ -257,8 +259,8 @@ def _pieces(
                 yield Place(at, number), None if dropped else piece
                 number += 1
             is_cut = False
-            at += dropped + len(piece) + len(separator)
-            dropped = 0
+            at += mark + dropped + len(piece) + len(separator)
+            dropped = mark = 0
         if len(rest) > LONGEST:
             kept = len(separator) - 1
             dropped += len(rest) - kept
@@ -326,17 +328,22 @@ def _of_batches(
         skipped = min(max(begin - number, 0), batch.num_rows)
         number += skipped
         batch = batch.slice(skipped)
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:  # of one of them
-            rows = None
+        rows = _checked_rows(batch)
         for index in range(batch.num_rows):
             place = Place(group, number)
-            try:
-                yield place, rows[index] if rows else batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield place, Fault(where(part, layout, place), f"not UTF-8: {error.reason}")
+            row = rows[index : index + 1] if rows else _checked_rows(batch.slice(index, 1))
+            yield place, row[0] if row else Fault(where(part, layout, place), "is damaged text")
             number += 1
+
+
+def _checked_rows(batch: Any) -> list[Row] | None:
+    """Return rows; None if one has text that is not UTF-8, or lies beyond the batch."""
+    try:
+        batch.validate(full=True)  # without it, damaged lengths would be read from anywhere
+        rows: list[Row] = batch.to_pylist()
+        return rows
+    except ValueError:
+        return None
 
 
 _READERS: dict[str, Callable[[Range, Layout, Place | None], Rows]] = {
