@@ -97,6 +97,11 @@ class Training(Source):
     """Times that any source may be read through; training ends on all ranks before the step that
     would need more. 0: no limit."""
 
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the documents of each source that is kept from training, and on which `[validation]`
+    measures the loss if it names no dataset. A hash of the text decides, so a document is on the
+    same side in every job, whatever the order and the mesh, and so are its duplicates."""
+
     mask_documents: OfTraining[bool] = False
     """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
     and the loss leaves out the first token of each."""

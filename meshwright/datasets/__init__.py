@@ -17,11 +17,13 @@ def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
         partial(hub_files, repository, subset),
         path="optional",
         is_large=True,
+        has_rows=True,
     )
 
 
 def _local(builder: str) -> DatasetSpec:
-    return DatasetSpec(partial(open_local, builder), partial(local_files, builder), path="required")
+    opened, files = partial(open_local, builder), partial(local_files, builder)
+    return DatasetSpec(opened, files, path="required", has_rows=True)
 
 
 def _tokens(kind: str) -> DatasetSpec:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
@@ -78,6 +78,15 @@ class DataFile:
     """Bytes; -1: unknown, of a file on the hub."""
     changed: int = 0
     """Time of its last change in nanoseconds, or 0."""
+
+
+class Place(NamedTuple):
+    """Where a row is in its file."""
+
+    at: int
+    """Byte, before compression; row group of Parquet; batch of Arrow; 0 in a single JSON value."""
+    number: int
+    """Line since the beginning of the range; row of the row group, the batch or the JSON list."""
 
 
 class Range(NamedTuple):
@@ -330,6 +339,13 @@ ALWAYS = {"dataset", "dataset_subset", "dataset_split", "dataset_column"}
 
 LATER = {"dataset_separator", "dataset_where", "max_documents"}
 """As above; they stand there only if they are set."""
+
+
+def settings_of(source: Source) -> dict[str, Any]:
+    """Return the settings that name the documents."""
+    return source.model_dump(include=ALWAYS) | source.model_dump(
+        include=LATER, exclude_defaults=True
+    )
 
 
 def fingerprint(

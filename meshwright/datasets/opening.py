@@ -7,7 +7,7 @@ from meshwright.config.job_config import JobConfig
 from meshwright.datasets.encoding import Encoder
 from meshwright.datasets.files import Entry, fingerprint, revision, sampled
 from meshwright.datasets.foreign_tokens import TokenFiles
-from meshwright.datasets.named_sources import entries, is_streamed
+from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -89,8 +89,7 @@ def open_validation_data(
         return []
     needed = max(config.validation.num_samples, 1)
     return [
-        _open(entry, config, needed, num_workers, check_all)
-        for entry in entries(config.validation, "validation")
+        _open(entry, config, needed, num_workers, check_all) for entry in validation_entries(config)
     ]
 
 
@@ -132,7 +131,11 @@ def _open(
         entry,
         documents,
         recipe.encoder(),
-        num_shards=min(training.stream_shards, documents.max_shards),
+        num_shards=min(
+            training.stream_shards,
+            documents.max_shards,
+            entry.source.max_documents or training.stream_shards,
+        ),
         window=training.shuffle_window,
         outline=fingerprint(entry, files, is_portable=True),
         sampled=sampled(files),

@@ -15,6 +15,7 @@ from meshwright.datasets.files import (
     LONGEST,
     ChangedError,
     DataFile,
+    Place,
     Range,
     chunks,
     content_of,
@@ -35,15 +36,6 @@ NEWLINE = b"\n"
 
 PARAGRAPH = "\n\n"
 """As a separator: one or more empty lines, whatever ends a line."""
-
-
-class Place(NamedTuple):
-    """Where a row is in its file."""
-
-    at: int
-    """Byte, before compression; row group of Parquet; batch of Arrow; 0 in a single JSON value."""
-    number: int
-    """Line since the beginning of the range; row of the row group, the batch or the JSON list."""
 
 
 class Fault(NamedTuple):

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
-from meshwright.datasets.files import DataFile, Entry, Range
+from meshwright.datasets.files import DataFile, Entry, Place, Range
 from meshwright.datasets.filters import Document, Messages, NoDocumentError, conditions, is_on_side
 from meshwright.datasets.readers import (
     Fault,
     Layout,
-    Place,
     Row,
     cut,
     read,

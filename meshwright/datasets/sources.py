@@ -49,6 +49,9 @@ class DatasetSpec:
     """Whether it is streamed unless the config says otherwise."""
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
+    has_rows: bool = False
+    """Its documents are made of rows by `row_reader`, which heeds `dataset_where` and what is held
+    out for validation."""
 
     def find(self, entry: Entry) -> list[DataFile]:
         """Return its files as they are now."""
@@ -154,5 +157,29 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         fix = f'set {entry.key}.dataset_split = "{splits[0]}"'
         what = f"dataset {name!r} has only {' and '.join(splits)}"
         raise entry.error("dataset_split", what, fix)
-    if source.dataset_format:
+    check(
+        spec.has_rows or not source.dataset_where,
+        *(f"{entry.key}.dataset_where", source.dataset_where),
+        f"dataset {name!r} has no rows",
+        "leave it out",
+    )
+    check(
+        name == "text" or not source.dataset_separator,
+        *(f"{entry.key}.dataset_separator", source.dataset_separator),
+        f'dataset {name!r} is not "text"',
+        "leave it out",
+    )
+    check(
+        not spec.has_tokens or not source.max_documents,
+        *(f"{entry.key}.max_documents", source.max_documents),
+        f"dataset {name!r} holds tokens, which are read where they lie",
+        "leave it out, or bound training.steps",
+    )
+    check(
+        not entry.held_out or spec.has_rows or name == "python_stdlib",
+        *("training.validation_fraction", entry.held_out),
+        f"dataset {name!r} has no rows that could be held out",
+        "name a dataset in [validation] instead",
+    )
+    if spec.has_rows:
         row_reader(entry)

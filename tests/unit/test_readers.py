@@ -11,8 +11,16 @@ import pytest
 from pyarrow import parquet
 
 from meshwright.datasets import files, readers
-from meshwright.datasets.files import PACKED, SUFFIXES, ChangedError, Range, described, resolve
-from meshwright.datasets.readers import END, Fault, Layout, Place, cut, read
+from meshwright.datasets.files import (
+    PACKED,
+    SUFFIXES,
+    ChangedError,
+    Place,
+    Range,
+    described,
+    resolve,
+)
+from meshwright.datasets.readers import END, Fault, Layout, cut, read
 
 SEED = 32
 BOM = b"\xef\xbb\xbf"
