@@ -25,6 +25,7 @@ from meshwright.config.explain import (
 )
 from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import JobConfig
+from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -203,6 +204,7 @@ def read(given: Namespace) -> Written:
         provenance.rename(origins)
         notes = [f"{provenance.of(key)} {key}: {text}".strip() for key, text in of_keys]
     follow_folder(raw)
+    follow_mix(raw)
     return Written(raw, provenance, notes)
 
 

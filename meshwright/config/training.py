@@ -93,6 +93,11 @@ class Training(Source):
     keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
     the whole job). At any moment the samples drawn from each are within one of its share."""
 
+    mix_file: InputPath = ""
+    """A mixture as a file, instead of `datasets`: a line for each part, its weight, a space, and a
+    path or glob that starts at the file's folder. Lines that begin with # are left out. The other
+    keys, `dataset` first, are those of [training]."""
+
     max_epochs: Harmless[NonNegativeInt] = 0
     """Times that any source may be read through; training ends on all ranks before the step that
     would need more. 0: no limit."""
