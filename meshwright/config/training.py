@@ -112,9 +112,10 @@ class Training(Source):
     and the loss leaves out the first token of each."""
 
     max_bad_records: Harmless[NonNegativeInt] = 0
-    """Records of streamed sources (a line that is no JSON, a row without its text, ...) that may be
-    passed over in the whole job, each epoch counting; one more stops it. They are counted in the
-    metrics and named in the logs of the ranks that meet them. 0: the first stops it."""
+    """Records (a line that is no JSON, a row without its text, the rest of a damaged file, ...)
+    that may be passed over; one more stops the job. A cached source counts them when it is
+    tokenised. Streamed ones count them in the whole job, each epoch again, in the metrics and in
+    the logs of the ranks that meet them. 0: the first stops it."""
 
     shuffle_window: PositiveInt = 256
     """Documents that each shard of a streamed source reads at once, to shuffle them. More: better

@@ -193,8 +193,6 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
     unused = []
     if True not in are_streamed:
         unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
-    if True not in any_streamed:  # a cache is not made of bad records
-        unused.append(("max_bad_records", "no source is streamed"))
     if any_streamed == {True}:
         unused.append(("token_cache_folder", "every source is streamed"))
     for key, why in unused:
