@@ -25,7 +25,6 @@ from meshwright.config.explain import (
 )
 from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import JobConfig
-from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -37,6 +36,7 @@ from meshwright.config.section import (
     PATH_OR_NAME,
     Section,
 )
+from meshwright.config.short_forms import follow_folder, follow_mix
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.system.errors import (
     CombinedConfigError,
@@ -93,22 +93,6 @@ def find_config(name: str, folder: Path = Path()) -> Path:
 def is_path(value: str) -> bool:
     """Return whether the value of a key that takes a path or a name is a path."""
     return "/" in value or value.partition(":")[0].endswith(".py")
-
-
-def is_folder(flavor: object) -> bool:
-    """Return whether a flavor is a path: names of sizes have no slash."""
-    return isinstance(flavor, str) and "/" in flavor
-
-
-def follow_folder(raw: dict[str, Any]) -> None:
-    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
-    `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
-    model, checkpoint = raw.get("model"), raw.get("checkpoint")
-    if not isinstance(model, Mapping) or not is_folder(model.get("flavor")):
-        return
-    raw["model"] = {"tokenizer_path": model["flavor"]} | dict(model)
-    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": model["flavor"]} | dict(checkpoint)
 
 
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")

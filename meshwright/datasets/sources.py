@@ -181,5 +181,5 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         f"dataset {name!r} has no rows that could be held out",
         "name a dataset in [validation] instead",
     )
-    if spec.has_rows:
+    if spec.has_rows or source.dataset_format:
         row_reader(entry)
