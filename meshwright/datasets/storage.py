@@ -136,7 +136,8 @@ def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
             return list(files.glob(address))
         return list(files.find(address))
 
-    names = [name if "://" in name else f"{scheme}://{name}" for name in _patiently(address, look)]
+    found = _patiently(address, look)
+    names = [name if "://" in name else f"{scheme}://{name.lstrip('/')}" for name in found]
     if names == [address] or "*" in address or "?" in address:
         return sorted(names)
     inside = [name[len(address) :].strip("/").split("/") for name in names]
