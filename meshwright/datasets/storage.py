@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from meshwright.config.section import ADDRESS
 from meshwright.system.errors import ConfigError, StorageError
@@ -287,7 +287,7 @@ class BlockCache:
             size -= of_one
 
 
-def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
+def open_stream(path: str, begin: int = 0) -> IO[bytes]:
     """Open a file for reading from `begin` on; it can be sought in.
 
     Raises:
@@ -297,7 +297,7 @@ def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
         local = open(path, "rb")  # noqa: SIM115
         local.seek(begin)
         return local
-    stream = io.BufferedReader(_RemoteStream(path), AHEAD)
+    stream: IO[bytes] = io.BufferedReader(_RemoteStream(path), AHEAD)
     stream.seek(begin)
     return stream
 
@@ -440,7 +440,7 @@ def _file_system(address: str) -> Any:
 
 @lru_cache(8)
 def _of_scheme(scheme: str) -> Any:
-    import fsspec  # here: local files need none
+    import fsspec  # type: ignore[import-untyped]  # here: local files need none
 
     try:
         return fsspec.filesystem(scheme)

@@ -128,7 +128,7 @@ def is_complete(
         if "offset" not in index:  # of an earlier version
             vocab_size = recipe.tokenizer.vocab_size
             head = files.open_one(part.number, vocab_size)
-            index |= {"offset": np.int64(head.offset), "dtype": np.str_(head.dtype)}
+            index |= {"offset": np.array(head.offset), "dtype": np.array(head.dtype)}
         offset, dtype = int(index["offset"]), str(index["dtype"])
         found = files.files[part.number].size
     else:

@@ -24,9 +24,6 @@ from meshwright.system.errors import ConfigError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-KNOWN_BOS = ("<|begin_of_text|>", "<s>")
-
-
 KNOWN_EOS = (
     "<|end_of_text|>",
     "</s>",
