@@ -93,17 +93,22 @@ def open_validation_data(
     ]
 
 
-def _open(
-    entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
-) -> OpenSource:
-    model, training = config.model, config.training
-    recipe = TokenizationSpec(
+def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
+    """Return everything that the tokens of a source depend on."""
+    model = config.model
+    return TokenizationSpec(
         entry,
         model.tokenizer_path,
         model.chat_template_path,
         config.experimental.custom_import,
         Ends(model.bos_token, model.eos_token),
     )
+
+
+def _open(
+    entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
+) -> OpenSource:
+    training, recipe = config.training, recipe_of(entry, config)
     if not is_streamed(entry):
         folder = Path(training.token_cache_folder or default_folder())
         cache = open_cache(
