@@ -88,7 +88,7 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         if spec is None:
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
-        check_path(entry, spec)
+        check_path(entry, spec, looks_at_files=looks_at_files)
         passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and spec.path == "required" and not passes_over:
             fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None

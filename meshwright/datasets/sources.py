@@ -114,8 +114,11 @@ def _arrow_folder(entry: Entry, files: list[DataFile]) -> str:
     return os.path.join(datasets.config.HF_DATASETS_CACHE, fingerprint(entry, files))
 
 
-def check_path(entry: Entry, spec: DatasetSpec) -> None:
+def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
     """Check that `dataset_path`, subset and split suit the dataset, and are there.
+
+    Args:
+        looks_at_files: also whether they are there.
 
     Raises:
         ConfigError: naming the first that is not.
@@ -141,9 +144,9 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
         "rename the folder",
     )
-    if spec.path == "required":
+    if spec.path == "required" and looks_at_files:
         spec.files(entry)
-    elif path and not Path(path).exists():
+    elif path and looks_at_files and not Path(path).exists():
         raise config_error(key, path, "no such file or folder", where_it_ends(path))
     if spec.has_tokens and source.dataset_mode == "streamed":
         raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")

@@ -1,8 +1,6 @@
-"""Bytes of files by ranges, on a file system or in object storage: nothing is mapped, nothing read
-whole.
+"""Bytes of files by ranges, on a file system or in object storage.
 
-`https://` is read by Python itself, so that each answer says which content it is of. Any other
-address (`s3://`, `gs://`, `hf://`) is read by fsspec's file system of that name.
+Nothing is mapped, and nothing is read whole.
 """
 
 import errno
@@ -11,8 +9,6 @@ import io
 import itertools
 import mmap
 import os
-import re
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,10 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from meshwright.config.section import ADDRESS
+from meshwright.datasets import remote
+from meshwright.datasets.block_cache import BlockCache
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.files import RETRY_AFTER_S
 from meshwright.system.log import logger
@@ -47,17 +44,6 @@ AT_ONCE = 16
 
 AHEAD = 8 << 20
 """Bytes that a stream reads with one request."""
-
-
-PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "az": "adlfs",
-}
-"""That fsspec needs, by the beginning of an address."""
 
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -105,7 +91,7 @@ def stat(path: str) -> Stat:
     if not is_address(path):
         found = os.stat(path)
         return Stat(found.st_size, str(found.st_mtime_ns))
-    return _patiently(path, lambda: _stat(path))
+    return _patiently(path, lambda: Stat(*remote.look(path, TIMEOUT_S)))
 
 
 def stat_all(paths: Sequence[str]) -> list[Stat]:
@@ -129,7 +115,7 @@ def find_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
             fix = f"name one file, which ends in {' or '.join(suffixes)}"
             raise ConfigError("", f"{address}: a web server does not list files\n  fix: {fix}")
         return [address]
-    files = _file_system(address)
+    files = remote.file_system(address)
 
     def look() -> list[str]:
         if "*" in address or "?" in address:
@@ -160,7 +146,7 @@ class RangeFile:
 
     _numbers = itertools.count()
 
-    def __init__(self, path: str, stamp: str = "", cache: "BlockCache | None" = None) -> None:
+    def __init__(self, path: str, stamp: str = "", cache: BlockCache | None = None) -> None:
         self.path, self.stamp, self._cache = path, stamp, cache
         self.is_local = not is_address(path)
         self._number, self._is_known = next(self._numbers), False
@@ -205,86 +191,19 @@ class RangeFile:
 
     def _request(self, begin: int, size: int) -> bytes:
         if self.path.startswith(("http://", "https://")):
-            content, stamp = _get(self.path, begin, size)
+            content, stamp = remote.get(self.path, begin, size, TIMEOUT_S)
             self.stamp = self.stamp or stamp
             if stamp != self.stamp:
                 raise changed(self.path)
             return content
         if not self._is_known:  # fsspec does not say which content an answer is of
-            found = _stat(self.path).stamp
+            _, found = remote.look(self.path, TIMEOUT_S)
             if self.stamp not in ("", found):
                 raise changed(self.path)
             self.stamp, self._is_known = found, True
-        return bytes(_file_system(self.path).cat_file(self.path, start=begin, end=begin + size))
-
-
-class BlockCache:
-    """Blocks of files in object storage, in a folder that all processes of a machine share.
-
-    Args:
-        limit: bytes; blocks that were written first are deleted beyond it.
-    """
-
-    BLOCK = 1 << 18
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self._limit = folder, limit
-        self._written, self._guard = limit, threading.Lock()  # the first write looks at all
-
-    def read(self, file: RangeFile, stamp: str, begin: int, size: int) -> bytes:
-        """Return bytes of `file`, as `RangeFile.read`."""
-        first, last = begin // self.BLOCK, (begin + size - 1) // self.BLOCK
-        content = b"".join(self._block(file, stamp, block) for block in range(first, last + 1))
-        return content[begin - first * self.BLOCK :][:size]
-
-    def forget(self, file: RangeFile, stamp: str, begin: int, size: int) -> None:
-        """Delete the blocks that hold these bytes."""
-        for block in range(begin // self.BLOCK, (begin + size - 1) // self.BLOCK + 1):
-            self._place(file, stamp, block).unlink(missing_ok=True)
-
-    def _place(self, file: RangeFile, stamp: str, block: int) -> Path:
-        name = blake2b(f"{file.path}\n{stamp}".encode(), digest_size=12).hexdigest()
-        return self.folder / name[:2] / f"{name}-{block}"
-
-    def _block(self, file: RangeFile, stamp: str, block: int) -> bytes:
-        path = self._place(file, stamp, block)
-        try:
-            return path.read_bytes()
-        except OSError:
-            content = file.fetch(block * self.BLOCK, self.BLOCK)
-            self._keep(path, content)
-            return content
-
-    def _keep(self, path: Path, content: bytes) -> None:
-        """Write a block. Where there is no room, it is read again from its storage."""
-        own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            own.write_bytes(content)  # not flushed: its checksum is compared at every read
-            own.replace(path)
-        except OSError:
-            own.unlink(missing_ok=True)
-        with self._guard:
-            self._written += len(content)
-            if self._written >= self._limit // 16:
-                self._written = 0
-                self._shrink()
-
-    def _shrink(self) -> None:
-        """Delete the oldest blocks until a sixteenth of the limit is free."""
-        found = []
-        for path in self.folder.glob("??/*"):
-            try:
-                state = path.stat()
-                found.append((state.st_mtime_ns, state.st_size, path))
-            except OSError:  # another process deleted it
-                continue
-        size = sum(size for _, size, _ in found)
-        for _, of_one, path in sorted(found):
-            if size <= self._limit * 15 // 16:
-                return
-            path.unlink(missing_ok=True)
-            size -= of_one
+        return bytes(
+            remote.file_system(self.path).cat_file(self.path, start=begin, end=begin + size)
+        )
 
 
 def open_stream(path: str, begin: int = 0) -> IO[bytes]:
@@ -430,93 +349,3 @@ def _may_pass(error: BaseException | None) -> bool:
 
 def _words(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@lru_cache(8)
-def _file_system(address: str) -> Any:
-    """Return the fsspec file system of an address."""
-    return _of_scheme(address.partition("://")[0])
-
-
-@lru_cache(8)
-def _of_scheme(scheme: str) -> Any:
-    import fsspec  # type: ignore[import-untyped]  # here: local files need none
-
-    try:
-        return fsspec.filesystem(scheme)
-    except ImportError as error:
-        package = PACKAGES.get(scheme, "")
-        fix = f"pip install {package}" if package else f"install the package that {error} names"
-        what = f"{scheme}:// needs a package that is not installed"
-        raise ConfigError("", f"{what}\n  fix: {fix}") from error
-    except ValueError as error:
-        fix = "use s3://, gs://, hf:// or https://, or mount it and name the path"
-        raise ConfigError(
-            "", f"{scheme}:// is no storage that fsspec knows\n  fix: {fix}"
-        ) from error
-
-
-STAMPS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "blob_id",
-    "generation",
-    "LastModified",
-    "last_modified",
-    "mtime",
-)
-"""Fields of fsspec's descriptions that another content changes, the surest first."""
-
-
-def _stat(address: str) -> Stat:
-    if address.startswith(("http://", "https://")):
-        _, stamp, size = _ask(address, 0, 1)
-        return Stat(size, stamp)
-    files = _file_system(address)
-    files.invalidate_cache()
-    found = files.info(address)
-    if found.get("type") == "directory":
-        raise IsADirectoryError(f"{address} is a folder")
-    stamp = next((f"{name} {found[name]}" for name in STAMPS if found.get(name)), "")
-    return Stat(int(found["size"]), stamp)
-
-
-def _get(address: str, begin: int, size: int) -> tuple[bytes, str]:
-    content, stamp, whole = _ask(address, begin, size)
-    if len(content) != max(min(size, whole - begin), 0):
-        raise ConnectionError(f"{len(content)} of {size} bytes came")
-    return content, stamp
-
-
-CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
-
-
-def _ask(address: str, begin: int, size: int) -> tuple[bytes, str, int]:
-    """Return the bytes of a range, the stamp of the content, and its whole size.
-
-    Source: RFC 9110, sections 14 (ranges) and 8.8 (validators).
-    """
-    headers = {"Range": f"bytes={begin}-{begin + size - 1}", "Accept-Encoding": "identity"}
-    request = urllib.request.Request(address, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            said = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-            if answer.status != 206 or said is None or int(said[1]) != begin:
-                raise ConfigError(
-                    "", f"{address}: its server gives no ranges of bytes\n  fix: download the file"
-                )
-            return answer.read(), _stamp_of(answer.headers), int(said[3])
-    except urllib.error.HTTPError as error:
-        said = CONTENT_RANGE.fullmatch(error.headers.get("Content-Range", ""))
-        if error.code == 416 and said is not None:  # nothing is that far behind
-            return b"", _stamp_of(error.headers), int(said[3])
-        if error.code in (404, 410):
-            raise FileNotFoundError(f"{address}: the server has no such file") from error
-        if error.code in (401, 403):
-            raise PermissionError(f"the server answers {error.code} {error.reason}") from error
-        raise
-
-
-def _stamp_of(headers: Any) -> str:
-    return str(headers.get("ETag") or headers.get("Last-Modified") or "")

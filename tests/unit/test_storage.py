@@ -20,10 +20,11 @@ from fsspec.registry import _registry as fsspec_registry
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import storage
+from meshwright.datasets import remote, storage
+from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
-from meshwright.datasets.storage import BlockCache, ChangedError, RangeFile, open_stream
+from meshwright.datasets.storage import ChangedError, RangeFile, open_stream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
@@ -272,13 +273,13 @@ class Bucket(MemoryFileSystem):
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0,) * 6)
     fsspec.register_implementation("s3", Bucket, clobber=True)
-    storage._of_scheme.cache_clear()
-    storage._file_system.cache_clear()
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
     yield Bucket()
     Bucket.store.clear()
     fsspec_registry.pop("s3")
-    storage._of_scheme.cache_clear()
-    storage._file_system.cache_clear()
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
 
 
 def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) -> None:
@@ -296,8 +297,8 @@ def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) ->
 
 
 def test_a_bucket_needs_its_package(monkeypatch) -> None:
-    storage._of_scheme.cache_clear()
-    storage._file_system.cache_clear()
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
 
     def missing(scheme: str) -> None:
         raise ImportError(f"Install s3fs to access {scheme}")
