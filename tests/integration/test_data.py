@@ -275,11 +275,11 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
 
 
 BAD_DATA = {
-    "empty": ("{}.jsonl", b"", "there is nothing in it"),
+    "empty": ("{}.jsonl", b"", "holds no text"),
     "no column": ("{}.jsonl", b'{"txt": "a"}\n', "a.jsonl:1: no column 'text', but txt"),
     "no text": ("{}.jsonl", b'{"text": ""}\n', "holds no text"),
     "not UTF-8": ("{}.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: not UTF-8: byte 14"),
-    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "cannot be opened"),
+    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "Truncated"),
 }
 
 
