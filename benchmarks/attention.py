@@ -30,23 +30,15 @@ def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention.attend(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
-def results(
-    way: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], grad: Tensor
-) -> list[Tensor]:
-    """Return the output and the gradients."""
-    out = way(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
 def timed(
     way: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], grad: Tensor
-) -> tuple[float, float]:
-    """Milliseconds of forward and of backward."""
+) -> tuple[float, float, list[Tensor]]:
+    """Return milliseconds of forward and of backward, the output and the gradients."""
     start = time.perf_counter()
     out = way(*leaves)
     middle = time.perf_counter()
-    torch.autograd.grad(out, leaves, grad)
-    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle), found
 
 
 def main() -> None:
@@ -72,17 +64,19 @@ def main() -> None:
         )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         exact = [x.detach().double().requires_grad_() for x in leaves]
-        want = results(torchs, exact, grad.double()) if length < 4096 else []
-        taken: dict[str, list[tuple[float, float]]] = {"torch": [], "own": []}
+        want = timed(torchs, exact, grad.double())[2] if length < 4096 else []
+        ways = {"torch": torchs, "own": own}
+        taken: dict[str, list[list[float]]] = {name: [] for name in ways}
+        found: dict[str, list[Tensor]] = {}
         for _ in range(args.repeats):
-            for name, way in (("torch", torchs), ("own", own)):
-                taken[name].append(timed(way, leaves, grad))
-        for name, way in (("torch", torchs), ("own", own)):
+            for name, way in ways.items():
+                *milliseconds, found[name] = timed(way, leaves, grad)
+                taken[name].append(milliseconds)
+        for name in ways:
             forward, backward = (median(column) for column in zip(*taken[name], strict=True))
-            got = results(way, leaves, grad)
             errors = [
                 f"{float((a.double() - b).norm() / b.norm()):.1e}"
-                for a, b in zip(got, want, strict=False)
+                for a, b in zip(found[name], want, strict=False)
             ]
             words = f", errors of output, q, k, v: {' '.join(errors)}" if errors else ""
             print(f"{size:7} {name:6} forward {forward:6.1f} backward {backward:6.1f} ms{words}")

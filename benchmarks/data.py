@@ -37,8 +37,6 @@ from meshwright.datasets.tokenizers.kinds import build_tokenizer
 TOKENIZER = str(Path(__file__).parents[1] / "assets/tokenizers/python_2k.model")
 LENGTH = 513  # tokens of a sample
 BATCH = 8  # samples
-Timed = Callable[[int], object]
-"""Is told which turn it is."""
 
 
 def write_corpus(path: Path, megabytes: int) -> int:
@@ -56,8 +54,8 @@ def write_corpus(path: Path, megabytes: int) -> int:
     return size
 
 
-def best_of_three(functions: dict[str, Timed]) -> dict[str, float]:
-    """Return the seconds of each function; they take turns."""
+def best_of_three(functions: dict[str, Callable[[int], object]]) -> dict[str, float]:
+    """Return the seconds of each function, which is told its turn; they take turns."""
     best = dict.fromkeys(functions, float("inf"))
     for turn in range(3):
         for name, function in functions.items():

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -32,12 +32,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
-from roofline import best_s, products  # noqa: E402
-from workload import Workload  # noqa: E402
+from roofline import WAYS, best_s, timed  # noqa: E402
+from workload import Workload, job_keys  # noqa: E402
 
 from meshwright.commands.plan.devices import DEVICES  # noqa: E402
 from meshwright.models.attention import CausalAttention  # noqa: E402
-from meshwright.system import device as hardware  # noqa: E402
+from meshwright.system import hardware  # noqa: E402
 
 LLAMA_8B = Workload(4096, 6, 32, 8, 14336, 128256, 8192, batch=1, compile=True)
 TINY = Workload(64, 2, 4, 2, 128, 2048, 64, batch=1)
@@ -139,12 +139,10 @@ def is_nccl(event: Mapping[str, Any]) -> bool:
 def covered(gaps: Sequence[tuple[float, float, str, str]], spans: list[Any]) -> float:
     """Return the length of the gaps during which one of the spans (start, end) lasts."""
     total = 0.0
-    for first, last, _, _ in gaps:
-        reached = first
+    for reached, last, _, _ in gaps:
         for start, end in sorted(spans):
-            start, end = max(start, reached), min(end, last)
-            if end > start:
-                total, reached = total + end - start, end
+            total += max(0.0, min(end, last) - max(start, reached))
+            reached = max(reached, min(end, last))
     return total
 
 
@@ -152,18 +150,9 @@ def measure_rates(work: Workload, device: torch.device) -> dict[str, float | str
     """Return TFLOP/s of matmuls and of attention, GB/s of copies, and microseconds of a launch."""
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, work.dtype)}
     found: dict[str, float | str] = {}
-    tokens = work.batch * work.seq_len
-    for name, (inputs, outputs, _) in products(work).items():
-        x, grad = torch.randn(tokens, inputs, **options), torch.randn(tokens, outputs, **options)
-        weight = torch.randn(outputs, inputs, **options)
-        ways: dict[str, Callable[[], object]] = {
-            "forward": lambda x=x, w=weight: x @ w.T,
-            "to input": lambda g=grad, w=weight: g @ w,
-            "to weight": lambda x=x, g=grad: g.T @ x,
-        }
-        for way, matmul in ways.items():
-            flops = 2 * tokens * inputs * outputs
-            found[f"matmul {name}, {way}, TFLOP/s"] = flops / best_s(matmul, device) / 1e12
+    for name, _, flops, seconds in timed(work, device):
+        for way, each in zip(WAYS, seconds, strict=True):
+            found[f"matmul {name}, {way}, TFLOP/s"] = flops / each / 1e12
     for name in BACKENDS:
         for way, rate in attention_rates(work, name, options).items():
             found[f"attention by {name}, {way}"] = rate
@@ -172,9 +161,8 @@ def measure_rates(work: Workload, device: torch.device) -> dict[str, float | str
     copy_s = best_s(lambda: into.copy_(source), device)
     found["memory, GB/s"] = 2 * source.nbytes / copy_s / 1e9
     host = torch.empty(size, pin_memory=device.type == "cuda")
-    found["host to device, GB/s"] = (
-        host.nbytes / best_s(lambda: into.copy_(host, non_blocking=True), device) / 1e9
-    )
+    copy_s = best_s(lambda: into.copy_(host, non_blocking=True), device)
+    found["host to device, GB/s"] = host.nbytes / copy_s / 1e9
     found["launch by the host, us"] = launch_us(device)
     return found
 
@@ -213,41 +201,24 @@ def attention_rates(work: Workload, backend: str, options: dict[str, Any]) -> di
 
 
 def launch_us(device: torch.device) -> float:
-    """Return the host's time for one operator while the device keeps up."""
-    x = torch.zeros(1, device=device)
-    count, best = 500, float("inf")
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            x.add_(1)
-        best = min(best, time.perf_counter() - start)
-    return best / count * 1e6
+    """Return the host's time for one operator, of many in a row that the device keeps up with."""
+    x, count = torch.zeros(1, device=device), 500
+    return best_s(lambda: [x.add_(1) for _ in range(count)], device) / count * 1e6
 
 
 def job_words(work: Workload, folder: Path, steps: int, ranks: int) -> dict[str, object]:
     """Return the keys of a job whose every step is reported, and whose last ones are traced."""
-    args = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
-    return {f"model.args.{name}": getattr(work, name) for name in args} | {
-        "model.args.vocab_size": work.vocab,
-        "training.seq_len": work.seq_len,
-        "training.local_batch_size": work.batch,
+    return job_keys(replace(work, steps=steps), folder) | {
         "training.global_batch_size": work.batch * ranks,
-        "training.steps": steps,
-        "training.mixed_precision_param": work.dtype,
         "lr_scheduler.warmup_steps": 2,
-        "compile.enable": str(work.compile).lower(),
         "activation_checkpoint.mode": "selective",
         "checkpoint.enable": "false",
         "validation.enable": "false",
-        "metrics.log_freq": 1,
         "profiling.enable_profiling": "true",
         "profiling.profile_freq": steps,
         "profiling.profiler_warmup": 1,
         "profiling.profiler_active": TRACED,
         "experimental.custom_import": Path(__file__).resolve(),
-        "job.dump_folder": folder,
     }
 
 
@@ -295,15 +266,14 @@ def read_job(folder: Path, steps: int) -> dict[str, Any]:
     return found | stream_use(json.loads(trace.read_text())["traceEvents"])
 
 
-def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, object], int]]:
+def jobs_of(work: Workload) -> dict[str, tuple[Workload, dict[str, str], int]]:
     """Return workload, further keys and ranks of each job, by name."""
-    jobs: dict[str, tuple[Workload, dict[str, object], int]] = {
-        f"batch {batch}": (replace(work, batch=batch), {}, 1) for batch in (1, 2, 4)
-    }
+    one, two, four = (replace(work, batch=batch) for batch in (1, 2, 4))
     float8 = {"float8.enable": "true", "float8.emulate": str(work == TINY).lower()}
-    jobs["batch 2, float8"] = (replace(work, batch=2), float8, 1)
+    jobs = {"batch 1": (one, {}, 1), "batch 2": (two, {}, 1), "batch 4": (four, {}, 1)}
+    jobs["batch 2, float8"] = (two, float8, 1)
     if torch.cuda.device_count() > 1:
-        jobs["batch 2, FSDP on 2 GPUs"] = (replace(work, batch=2), {}, 2)
+        jobs["batch 2, FSDP on 2 GPUs"] = (two, {}, 2)
     return jobs
 
 

@@ -2,15 +2,13 @@
 
     python -m benchmarks.planning [CASE ...]
     python -m benchmarks.planning --presets [NAME ...]
-    python -m benchmarks.planning --depths
     python -m benchmarks.planning --published
     python -m benchmarks.planning --search
 
---presets plans every preset, or those named, and writes the plan into its header. --depths compares
-predictions from two shallow models with simulations of all layers. --published compares step times
-and memory with the figures that others published of jobs on H100s. --search simulates every
-candidate of a small space, and compares the best at several limits of memory with the one that a
-search finds.
+--presets plans every preset, or those named, and writes the plan into its header. --published
+compares step times and memory with figures that others published of jobs on H100s. --search
+simulates every candidate of a small space, and compares the best at several limits of memory with
+the one that a search finds.
 
 Each case is one rank on the CPU, of the small model of tests/helpers/planning.py: planned on fake
 tensors, and run with real tensors under the fake process group; the peak is that of steps 1 and 2.
@@ -34,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from meshwright.commands.plan import search
 from meshwright.commands.plan.devices import FRAGMENTED, GIB, Device, estimated, find_device
-from meshwright.commands.plan.predict import Need, in_processes, measure, need_of, predict
+from meshwright.commands.plan.predict import Need, in_processes, need_of, predict
 from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import changed
@@ -44,17 +42,6 @@ from meshwright.parallelisms import activation_checkpoint
 from meshwright.system.errors import ConfigError
 from tests.helpers.presets import ROOT, peak_gib, presets, with_plan
 
-DEPTHS = (
-    ("llama3_8b", 8, ""),
-    ("llama3_8b", 64, "--parallelism.tensor_parallel_degree=8"),
-    ("llama2_13b", 16, "--activation_checkpoint.mode=none"),
-    ("llama2_70b", 256, "--activation_checkpoint.mode=full"),
-    ("llama3.1_70b", 256, "--parallelism.fsdp_reshard_after_forward=never"),
-    ("qwen3_14b", 16, ""),
-    ("olmo2_7b", 8, "--activation_checkpoint.selective_ac_option=2"),
-    ("llama3_8b", 8, "--parallelism.context_parallel_degree=4"),
-)
-"""Presets, ranks, and options, beside one sequence per microbatch."""
 H100 = find_device("h100")
 TORCHTITAN = replace(H100, flops_per_s=886e12, bytes_per_s=2.4e12)
 """Its H100s have 2.4 TB/s and a limit of 500 W, "between SXM and NVL": 886 is on the line from 835
@@ -154,38 +141,34 @@ PUBLISHED = [
         *("llama2_7b", 64, (8, 2048), f"{FULL} {_mpt(8192, 80, 64, 21845)}", 1039),
     ),
 ]
-SEARCHED = [
-    "--job.config_file=train_configs/debug_model.toml",
-    "--training.mixed_precision_param=bfloat16",
-    "--training.seq_len=1024",
-    "--training.local_batch_size=1",
-    "--training.global_batch_size=8",
-    "--model.args.dim=2048",
-    "--model.args.n_layers=4",
-    "--model.args.n_heads=16",
-    "--model.args.n_kv_heads=8",
-    "--model.args.vocab_size=32768",
-    "--compile.enable=false",  # so that schedules that split backward are searched, too
-]
+# not compiled, so that schedules that split backward are searched, too
+SEARCHED = (
+    "--job.config_file=train_configs/debug_model.toml --training.mixed_precision_param=bfloat16 "
+    "--training.seq_len=1024 --training.local_batch_size=1 --training.global_batch_size=8 "
+    "--model.args.dim=2048 --model.args.n_layers=4 --model.args.n_heads=16 "
+    "--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=false"
+)
 """A job of four ranks."""
 LIMITS = (2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 80)
 """GiB of the device of a search."""
 
 
 def main() -> None:
-    modes = {
-        "--depths": compare_depths,
-        "--search": compare_searches,
-        "--published": compare_published,
-    }
-    if sys.argv[1:2] == ["--presets"]:
-        write_presets(sys.argv[2:])
-        return
-    if sys.argv[1:] and sys.argv[1] in modes:
-        modes[sys.argv[1]]()
-        return
-    words = [sys.executable, "-m", "tests.helpers.planning", *sys.argv[1:]]
-    worker = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    mode, names = "".join(sys.argv[1:2]), sys.argv[2:]
+    if mode == "--presets":
+        write_presets(names)
+    elif mode == "--search":
+        compare_searches()
+    elif mode == "--published":
+        compare_published()
+    else:
+        compare_peaks(sys.argv[1:])
+
+
+def compare_peaks(cases: list[str]) -> None:
+    """Print planned and allocated bytes of the cases, or of all."""
+    command = [sys.executable, "-m", "tests.helpers.planning", *cases]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     print("| job | planned bytes | allocated bytes | difference | unattributed |")
     print("|---|---|---|---|---|")
@@ -201,36 +184,13 @@ def main() -> None:
 
 
 def write_presets(names: list[str]) -> None:
+    """Plan presets, and write the plan into their headers."""
     today = datetime.date.today().isoformat()
     for path, ranks in presets():
-        if names and path.stem not in names:
-            continue
-        text = path.read_text()
-        peak = peak_gib(path, ranks)
-        path.write_text(with_plan(path, text, ranks, peak, today))
-        print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
-
-
-def compare_depths() -> None:
-    """Print the peak by two shallow depths and by all layers, of rank 0."""
-    print("| job | from two depths, GiB | all layers, GiB | difference |")
-    print("|---|---|---|---|")
-    for index, found in in_processes(DEPTHS, at_both, 2):
-        name, ranks, options = DEPTHS[index]
-        predicted, simulated = found
-        off = predicted / simulated - 1
-        sizes = f"{predicted / GIB:.3f} | {simulated / GIB:.3f}"
-        print(f"| {name}, {ranks} ranks {options} | {sizes} | {off:+.4%} |", flush=True)
-
-
-def at_both(name: str, ranks: int, options: str) -> tuple[int, int]:
-    """Return the bytes of a preset's peak, predicted and simulated."""
-    path, device = ROOT / f"train_configs/{name}.toml", find_device("h100")
-    words = ["--training.local_batch_size=1", *options.split()]
-    config = load_config([f"--job.config_file={path}", *words])
-    job = plan_job(config, ranks, is_gpu=True)
-    predicted = predict(job, 0, device)
-    return predicted.peak_bytes, measure(job, 0, device).peak_bytes
+        if not names or path.stem in names:
+            peak = peak_gib(path, ranks)
+            path.write_text(with_plan(path, path.read_text(), ranks, peak, today))
+            print(f"{path.name}: {peak:.1f} GiB on {ranks} ranks", flush=True)
 
 
 def compare_published() -> None:
@@ -254,7 +214,7 @@ def plan_published(one: Published) -> tuple[float, float]:
     if one.is_torchtitan:
         config = changed(config, {"activation_checkpoint": {"mode": "selective"}})
     job = plan_job(config, one.ranks, is_gpu=True)
-    rates = estimated(one.device, is_compiled=one.is_compiled)
+    device = estimated(one.device, is_compiled=one.is_compiled)
     with ExitStack() as stack:
         if one.is_torchtitan:
             stack.enter_context(
@@ -262,7 +222,7 @@ def plan_published(one: Published) -> tuple[float, float]:
             )
         if one.is_torchtitan and job.dims.tp == 1:
             stack.enter_context(mock.patch.object(SummedLoss, "__call__", _whole_logits))
-        found = predict(job, 0, one.device, rates)
+        found = predict(job, 0, device)
     tokens = tokens_per_step(job) / one.ranks
     reserved = found.rounded_bytes + 0.5 * FRAGMENTED * found.peak_bytes
     return tokens / found.seconds, reserved / GIB
@@ -289,49 +249,46 @@ def _whole_logits(_: SummedLoss, x: Tensor, weight: Tensor, labels: Tensor) -> T
 
 def compare_searches() -> None:
     """Print the best step time of all candidates, and of a search, at every limit of memory."""
-    config = load_config(SEARCHED)
-    rates = estimated(H100)
-    assert rates is not None
-    plans = dict(search.legal(config, 4, H100))
-    choices = [*plans]
-    estimates = search.estimate_all(config, plans, H100, rates, 2)
-    tasks = [(plans[choice].config, 4, H100, rates) for choice in choices]
+    config, h100 = load_config(SEARCHED.split()), estimated(H100)
+    candidates = list(search.legal(config, 4, h100))
+    plans = [plan for _, plan in candidates]
+    estimates = search.estimate_all(plans, h100, 2)
     needs: dict[int, Need] = {}
-    for index, need in in_processes(tasks, need_of, 2):
+    for index, need in in_processes([(plan.config, 4, h100) for plan in plans], need_of, 2):
         assert isinstance(need, Need), need
-        needs[id(plans[choices[index]].config)] = need
-        seconds, num_bytes = estimates[choices[index]]
+        needs[id(plans[index].config)] = need
+        seconds, num_bytes = estimates[index]
         print(
             f"{seconds / need.seconds:.3f} of {need.seconds:.4f} s, "
             f"{num_bytes / need.peak_bytes:.3f} of {need.peak_bytes / GIB:.2f} GiB: "
-            f"{choices[index]}",
+            f"{search.words_of(plans[index])}",
             flush=True,
         )
     for gib in LIMITS:
-        device = replace(H100, memory_gib=float(gib))
+        device = replace(h100, memory_gib=float(gib))
         fitting = [one for one in needs.values() if one.needed_bytes <= gib * GIB]
         best = min((one.seconds for one in fitting), default=None)
 
         def known(tasks: list[Any], _: object, __: int) -> Iterator[tuple[int, Need]]:
-            for index, (config, _, device, _) in enumerate(tasks):
+            for index, (config, _, device) in enumerate(tasks):
                 need = needs[id(config)]
                 fits = need.needed_bytes <= device.memory_gib * GIB
                 yield index, replace(need, verdict="fits" if fits else "tight")
 
         with (
-            mock.patch.object(search, "legal", return_value=plans.items()),
+            mock.patch.object(search, "legal", return_value=candidates),
             mock.patch.object(search, "estimate_all", return_value=estimates),
             mock.patch.object(search, "in_processes", known),
         ):
             try:
-                found = search.find(config, 4, device, rates, 2)
+                found = search.find(config, 4, device, 2)
             except ConfigError as error:
                 print(f"{gib} GiB: {len(fitting)} fit; {error}")
                 continue
         by_search = found.ranked[0].step_seconds
         print(
             f"{gib} GiB: {len(fitting)} fit, best {best} s; by search {by_search} s, "
-            f"{found.simulated} simulated, {found.too_large} estimated to be too large"
+            f"{found.simulated} simulated, {found.too_large} surely too large"
         )
 
 

@@ -13,14 +13,18 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parent / "contenders"))  # last: one is called transformers
 from workload import Workload
+
+WAYS = ("forward", "to input", "to weight")
+"""The products of a projection in a step."""
 
 
 def best_s(function: Callable[[], object], device: torch.device) -> float:
@@ -47,28 +51,31 @@ def products(work: Workload) -> dict[str, tuple[int, int, int]]:
     }
 
 
+def timed(work: Workload, device: torch.device) -> Iterator[tuple[str, int, int, list[float]]]:
+    """Yield of each kind of projection: name, times per step, FLOPs of a product, and the seconds
+    of forward, to input and to weight."""
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, work.dtype)}
+    tokens = work.batch * work.seq_len
+    for name, (inputs, outputs, times) in products(work).items():
+        x, grad = torch.randn(tokens, inputs, **options), torch.randn(tokens, outputs, **options)
+        w = torch.randn(outputs, inputs, **options)
+        pairs = ((x, w.T), (grad, w), (grad.T, x))
+        seconds = [best_s(functools.partial(torch.matmul, *pair), device) for pair in pairs]
+        yield name, times, 2 * tokens * inputs * outputs, seconds
+
+
 def main() -> None:
     """Print each product, and last one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workload", type=json.loads, nargs="?", default={})
     parser.add_argument("--only-products", action="store_true")
     args = parser.parse_args()
-    work = Workload(**args.workload)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options = {"device": device, "dtype": getattr(torch, work.dtype)}
-    best = functools.partial(best_s, device=device)
-    tokens = work.batch * work.seq_len
     total_s, flops = 0.0, 0
-    for name, (inputs, outputs, times) in products(work).items():
-        x, grad = torch.randn(tokens, inputs, **options), torch.randn(tokens, outputs, **options)
-        weight = torch.randn(outputs, inputs, **options)
-        forward = best(lambda x=x, w=weight: x @ w.T)
-        to_input = best(lambda g=grad, w=weight: g @ w)
-        to_weight = best(lambda x=x, g=grad: g.T @ x)
-        each = 2 * tokens * inputs * outputs
-        rates = " ".join(f"{each / s / 1e9:7.0f}" for s in (forward, to_input, to_weight))
-        print(f"{name:8} {times:3} x  forward, to input, to weight: {rates} GFLOP/s")
-        total_s += times * (forward + to_input + to_weight)
+    for name, times, each, seconds in timed(Workload(**args.workload), device):
+        rates = " ".join(f"{each / s / 1e9:7.0f}" for s in seconds)
+        print(f"{name:8} {times:3} x  {', '.join(WAYS)}: {rates} GFLOP/s")
+        total_s += times * sum(seconds)
         flops += times * 3 * each
     result = {"products_flops_per_s": flops / total_s, "products_s": total_s}
     if not args.only_products:

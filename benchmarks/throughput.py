@@ -31,6 +31,7 @@ sys.path.append(str(HERE / "contenders"))  # last: one is called transformers
 from workload import Workload, to_command_line  # noqa: E402
 
 from meshwright.commands.train import environment  # noqa: E402
+from meshwright.system import hardware  # noqa: E402
 from meshwright.system.machine import Ranks  # noqa: E402
 
 PEERS = ("torchtitan", "transformers", "fabric")
@@ -69,18 +70,16 @@ def command_of(contender: str, work: Workload) -> tuple[list[str], dict[str, str
     script = [str(HERE / "contenders" / f"{name}.py"), to_command_line(work)]
     threads = str(max(1, (os.cpu_count() or 1) // work.ranks))
     env = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": ""}
-    command = [str(python)]
-    if work.ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(work.ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)]
+    command = [str(python), *(torchrun if work.ranks > 1 else []), *script]
     if name != "ours":
-        return [*command, *script], env
+        return command, env
     pairs = dict(pair.split("=", 1) for pair in keys.split(",") if pair)
     env |= {key: pairs.pop(key) for key in list(pairs) if key.isupper()}
     env["MESHWRIGHT_BENCHMARK_KEYS"] = json.dumps(pairs)
     # the settings that the launcher chooses
     env |= environment(Ranks(work.ranks, 1, torch.cuda.device_count()), env)
-    return [*command, *script], env
+    return command, env
 
 
 def run_once(contender: str, work: Workload) -> Run:
@@ -185,13 +184,6 @@ def table(runs: dict[str, list[Run]], work: Workload, limits: list[float]) -> li
 
 def machine() -> dict[str, str]:
     """Return what the figures depend on besides the code."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    elif info.exists():
-        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
     head = subprocess.run(
         ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
@@ -201,7 +193,7 @@ def machine() -> dict[str, str]:
         for info in found.glob(f"python*/site-packages/*{peer}*.dist-info"):
             versions[peer] = info.name.removesuffix(".dist-info").partition("-")[2]
     return {
-        "device": name,
+        "device": hardware.device_name(hardware.pick_device(0)),
         "cores": str(os.cpu_count()),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -222,17 +214,13 @@ def main() -> None:
     )
     for field, default in Workload().__dict__.items():
         if field != "compile":
-            flag = "--" + field.replace("_", "-")
-            parser.add_argument(flag, type=type(default), default=default)
+            parser.add_argument(f"--{field}".replace("_", "-"), type=type(default), default=default)
     args = parser.parse_args()
     if args.steps <= WARM_UP:
         parser.error(f"--steps: must be more than {WARM_UP}, which are not counted")
-    contenders = []
-    for name in args.contenders:
-        if python_of(name.partition(":")[0]) is None:
-            print(f"{name}: not installed (benchmarks/install_peers.sh)", file=sys.stderr)
-        else:
-            contenders.append(name)
+    contenders = [name for name in args.contenders if python_of(name.partition(":")[0])]
+    for name in {*args.contenders} - {*contenders}:
+        print(f"{name}: not installed (benchmarks/install_peers.sh)", file=sys.stderr)
     results = []
     for mode in args.modes:
         fields = {key: getattr(args, key) for key in Workload().__dict__ if key != "compile"}

@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Run the tests as other machines would, one row after the other, and name the tests that fail.
 #
-#   scripts/test_matrix.sh                              every row, every test: hours
-#   scripts/test_matrix.sh avx2 one-core                two rows
-#   scripts/test_matrix.sh avx2 -- tests/unit -k rope   pytest gets the arguments after --
-#   scripts/test_matrix.sh --list                       the rows
+#   scripts/test_matrix.sh                                  six rows with every condition once: half an hour
+#   scripts/test_matrix.sh --all                            the same with the slow tests
+#   scripts/test_matrix.sh avx2 user+one-core               two rows: one condition, two at a time
+#   scripts/test_matrix.sh avx2 -- tests/unit -k rope       pytest gets the arguments after --
+#   scripts/test_matrix.sh --list                           conditions and rows
 #
-# Each row tests a fresh clone of HEAD in a folder of its own. The rows python3.11, python3.13, torch2.11
-# and torch2.13 need an interpreter that has the packages of '.[test]'. Name it by PYTHON_3_11,
-# PYTHON_3_13, TORCH_2_11 or TORCH_2_13; otherwise the PATH is searched. USER_PYTHON is the interpreter of
-# row "user", if the user nobody cannot run the active one.
+# A row joins its conditions by +: a failure needs one more run with each of them, and a green row saves
+# one run for each. Each row tests a fresh clone of HEAD in a folder of its own. The conditions python3.11,
+# python3.13, torch2.11 and torch2.13 need an interpreter that has the packages of '.[test]'. Name it by
+# PYTHON_3_11, PYTHON_3_13, TORCH_2_11 or TORCH_2_13; otherwise the PATH is searched. USER_PYTHON is the
+# interpreter of "user", if the user nobody cannot run the active one.
 set -uo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$repository/scripts/environment.sh"
 
-rows=(here default avx2 user one-core busy python3.11 python3.13 torch2.11 torch2.13 cold-compile
+conditions=(here default avx2 user one-core busy python3.11 python3.13 torch2.11 torch2.13 cold-compile
     no-compiler readme optim umlauts symlink)
 declare -A meaning=(
     [here]="as ./run_tests.sh"
@@ -32,17 +34,26 @@ declare -A meaning=(
     [umlauts]="checkout below a folder with blanks and umlauts"
     [symlink]="checkout behind a symlink"
 )
+rows=(here umlauts+optim+symlink+readme python3.13+avx2 torch2.11+default+cold-compile user+one-core
+    busy+no-compiler+python3.11+torch2.13)
 
-chosen=()
+chosen=() suite=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     if [ "$1" = --list ]; then
-        for row in "${rows[@]}"; do printf '%-14s%s\n' "$row" "${meaning[$row]}"; done
+        for condition in "${conditions[@]}"; do printf '%-14s%s\n' "$condition" "${meaning[$condition]}"; done
+        printf '\nrows:\n'
+        printf '%s\n' "${rows[@]}"
         exit
-    elif [ -z "${meaning[$1]:-}" ]; then
-        echo "test_matrix: no row $1; rows: ${rows[*]}" >&2
-        exit 2
+    elif [ "$1" = --all ]; then
+        suite=(--all)
+    else
+        for condition in ${1//+/ }; do
+            [ -n "${meaning[$condition]:-}" ] && continue
+            echo "test_matrix: no condition $condition; conditions: ${conditions[*]}" >&2
+            exit 2
+        done
+        chosen+=("$1")
     fi
-    chosen+=("$1")
     shift
 done
 shift $(($# > 0)) # the --
@@ -51,56 +62,79 @@ shift $(($# > 0)) # the --
 work=$(mktemp -d "${TMPDIR:-/tmp}/test_matrix.XXXXXX")
 chmod 755 "$work"
 cleanup() {
-    kill "${spinners[@]}" 2>/dev/null
+    [ ${#spinners[@]} = 0 ] || kill "${spinners[@]}" 2>/dev/null
     chmod -R u+w "$work" && rm -rf "$work"/*/
 }
 spinners=()
 trap cleanup EXIT
 
-# interpreter_of TEXT VARIABLE NAME CHECK: sets $interpreter, or $skipped to the reason why there is none
-interpreter_of() {
-    interpreter=$(command -v "${!2:-$3}") || skipped="no $1; set $2 to an interpreter"
+# prepare ROW: sets $folder of the clone, $interpreter ("" for the active one), and $before, $unsets and
+# $settings, the command and the options of env that run the tests as the row wants; $skipped if this
+# machine cannot
+prepare() {
+    local above=$work/$1 name=checkout condition checks="import sys, torch" real=""
+    interpreter="" skipped="" before=() unsets=() settings=() folder=$above
+    mkdir -m 1777 "$above/cache"
+    for condition in ${1//+/ }; do
+        case $condition in
+        # torch fails where ATen is told to do without the instructions that oneDNN uses; and inductor
+        # finds graphs again that it made for a CPU with other instructions
+        default) settings+=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
+        avx2)
+            settings+=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2)
+            settings+=(TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
+        cold-compile) settings+=(TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
+        one-core) before+=(taskset -c 0) ;;
+        python3.*)
+            choose_interpreter "PYTHON_3_${condition#*.}" "$condition"
+            checks+="; assert sys.version_info[:2] == (3, ${condition#*.}), 'not Python ${condition#python}'" ;;
+        torch2.*)
+            choose_interpreter "TORCH_2_${condition#*.}" python
+            checks+="; assert torch.__version__.startswith('${condition#torch}.'), 'not ${condition}'" ;;
+        user) [[ +$1+ != *+readme+* ]] || skipped="in a read-only checkout there is no .venv to make" ;;
+        readme) name=meshwright ;;
+        optim) folder+=/torch/optim/distributed/launch ;;
+        umlauts) folder+="/Größe der Welt/mein Ordner" ;;
+        symlink) real=real ;;
+        esac
+    done
     [ -z "$skipped" ] || return
-    if ! "$interpreter" -c "$4" 2>/dev/null || ! has_requirements "$interpreter" test; then
-        skipped="$interpreter is not $1 with the packages of '.[test]'; set $2"
+    mkdir -p "$folder${real:+/$real}"
+    [ -z "$real" ] || { ln -s real "$folder/link" && folder+=/link; }
+    folder+=/$name
+    git clone --quiet "$repository" "$folder" 2>"$above.log" || skipped="git clone: $(tail -1 "$above.log")"
+    [[ +$1+ != *+user+* ]] || be_a_user "$above"
+    [ -z "$interpreter" ] || check_interpreter "$checks"
+    [ -n "$skipped" ] || set_path "+$1+" "$above"
+}
+
+# choose_interpreter VARIABLE NAME: the one that the variable names, else one that another condition chose
+choose_interpreter() {
+    interpreter=${!1:-${interpreter:-$2}}
+}
+
+check_interpreter() {
+    local problem
+    if ! problem=$("$interpreter" -c "$1" 2>&1); then
+        skipped="$interpreter: $(tail -1 <<<"$problem"); see the head of this script"
+    elif ! has_requirements "$interpreter" test; then
+        skipped="$interpreter has not the packages of '.[test]'"
     fi
 }
 
-# prepare ROW: sets $folder of the clone, $interpreter ("" for the active one), and $wrap, the command
-# that runs the tests as the row wants; $skipped if this machine cannot
-prepare() {
-    local row=$1 minor=${1#*3.} release=${1#torch} above=$work/$1
-    folder=$above/checkout interpreter="" skipped="" wrap=(env)
-    case $row in
-    # torch fails where ATen is told to do without the instructions that oneDNN uses; and inductor finds
-    # graphs again that it made for a CPU with other instructions
-    default) wrap+=(ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
-    avx2)
-        wrap+=(ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2)
-        wrap+=(TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
-    one-core) wrap+=(taskset -c 0) ;;
-    python3.*)
-        interpreter_of "Python 3.$minor" "PYTHON_3_$minor" "$row" \
-            "import sys; assert sys.version_info[:2] == (3, $minor)" ;;
-    torch2.*)
-        interpreter_of "torch $release" "TORCH_${release/./_}" python \
-            "import torch; assert torch.__version__.startswith('$release.')" ;;
-    cold-compile) wrap+=(TORCHINDUCTOR_CACHE_DIR="$above/cache") ;;
-    no-compiler) wrap+=(CXX=none PATH="$(path_without_compilers "$above/bin")") ;;
-    readme)
-        folder=$above/meshwright
-        wrap+=(-u VIRTUAL_ENV -u CONDA_PREFIX PATH="${PATH#"${VIRTUAL_ENV:-}/bin:"}") ;;
-    optim) folder=$above/torch/optim/distributed/launch/checkout ;;
-    umlauts) folder="$above/Größe der Welt/mein Ordner" ;;
-    symlink)
-        folder=$above/link
-        mkdir "$above/real" && ln -s real "$folder" ;;
-    esac
-    [ -z "$skipped" ] || return
-    if ! git clone --quiet "$repository" "$folder" 2>"$above.log"; then
-        skipped="git clone: $(tail -1 "$above.log")"
-    elif [ "$row" = user ]; then
-        be_a_user "$above"
+# set_path +ROW+ FOLDER: the interpreter's environment first, where there is one, and no compiler if the row says so
+set_path() {
+    local path=${PATH#"${VIRTUAL_ENV:-/none}/bin:"} home=${VIRTUAL_ENV:-}
+    [ -z "$interpreter" ] || home=$("$interpreter" -c 'import sys; print(sys.prefix)')
+    if [[ $1 = *+no-compiler+* ]]; then
+        link_all_but_compilers "$2/bin" "$path"
+        path=$2/bin settings+=(CXX=none)
+    fi
+    if [[ $1 = *+readme+* ]]; then # an interpreter that a condition names is the base of .venv
+        unsets+=(-u VIRTUAL_ENV -u CONDA_PREFIX)
+        settings+=(PATH="${interpreter:+$home/bin:}$path")
+    else
+        settings+=(${home:+VIRTUAL_ENV="$home"} PATH="${home:+$home/bin:}$path")
     fi
 }
 
@@ -108,54 +142,51 @@ be_a_user() {
     mkdir -p "$1/home" "$1/tmp"
     chmod -R a-w,a+rX "$folder" "$1/home"
     chmod 1777 "$1/tmp"
-    wrap+=(-u XDG_CACHE_HOME -u HF_HOME HOME="$1/home" TMPDIR="$1/tmp" USER=nobody LOGNAME=nobody)
-    interpreter=${USER_PYTHON:-}
+    interpreter=${interpreter:-${USER_PYTHON:-}}
+    unsets+=(-u XDG_CACHE_HOME -u HF_HOME)
+    settings+=(HOME="$1/home" TMPDIR="$1/tmp" USER=nobody LOGNAME=nobody)
     if [ "$(id -u)" = 0 ]; then
-        wrap=(setpriv --reuid=nobody --regid="$(id -g nobody)" --clear-groups "${wrap[@]}")
-        "${wrap[@]}" "$(command -v "${interpreter:-python}")" -c pass 2>/dev/null ||
+        before+=(setpriv --reuid=nobody --regid="$(id -g nobody)" --clear-groups)
+        "${before[@]}" "$(command -v "${interpreter:-python}")" -c pass 2>/dev/null ||
             skipped="nobody cannot run ${interpreter:-$(command -v python)}; set USER_PYTHON"
     fi
 }
 
-# path_without_compilers FOLDER: fills it with links to every command but compilers; prints a PATH
-path_without_compilers() {
+# link_all_but_compilers FOLDER PATH: fills the folder with links to every command of PATH but compilers
+link_all_but_compilers() {
     local IFS=: directory
     mkdir -p "$1"
-    for directory in $PATH; do
+    for directory in $2; do
         find "$directory" -maxdepth 1 ! -type d 2>/dev/null
     done | grep -vE '/([^/]*-)?(cc|gcc|g\+\+|c\+\+|c89|c99|clang|clang\+\+)(-[0-9.]+)?$' |
         while IFS= read -r command; do ln -s "$command" "$1" 2>/dev/null; done
-    printf %s "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin:}$1"
 }
 
-table=() is_red=0
+table=() is_red=0 commit=$(git -C "$repository" rev-parse --short HEAD)
 for row in "${chosen[@]}"; do
     mkdir -p "$work/$row"
     prepare "$row"
     if [ -n "$skipped" ]; then
-        table+=("$(printf '%-14s%5s  not run: %s' "$row" - "$skipped")")
+        table+=("$(printf '%-38s%5s  not run: %s' "$row" - "$skipped")")
         continue
     fi
-    if [ -n "$interpreter" ]; then
-        home=$("$interpreter" -c 'import sys; print(sys.prefix)')
-        wrap+=(VIRTUAL_ENV="$home" PATH="$home/bin:$PATH")
-    fi
-    [ "$row" != busy ] || for _ in 1 2 3 4; do (while :; do :; done) & spinners+=($!); done
-    echo "test_matrix: $row: ${meaning[$row]} ($folder)" >&2
+    [[ +$row+ != *+busy+* ]] || for _ in 1 2 3 4; do (while :; do :; done) & spinners+=($!); done
+    echo "test_matrix: $row ($folder)" >&2
+    for condition in ${row//+/ }; do echo "  $condition: ${meaning[$condition]}" >&2; done
     SECONDS=0
-    (cd "$folder" && "${wrap[@]}" ./run_tests.sh --all "$@") 2>&1 </dev/null | tee "$work/$row.log"
+    (cd "$folder" && "${before[@]}" env "${unsets[@]}" "${settings[@]}" ./run_tests.sh "${suite[@]}" "$@") 2>&1 </dev/null | tee "$work/$row.log"
     code=${PIPESTATUS[0]}
     [ ${#spinners[@]} = 0 ] || { kill "${spinners[@]}" && wait "${spinners[@]}"; } 2>/dev/null
     spinners=()
     summary=$(grep -E '^[0-9]+ (passed|failed|skipped|error)|no tests ran' "$work/$row.log" | tail -1)
-    table+=("$(printf '%-14s%5s  %s' "$row" "$((SECONDS / 60)).$((SECONDS % 60 / 6))" "${summary:-exit code $code}")")
+    table+=("$(printf '%-38s%5s  %s' "$row" "$((SECONDS / 60)).$((SECONDS % 60 / 6))" "${summary:-exit code $code}")")
     [ "$code" = 0 ] || is_red=1
     while IFS= read -r failed; do
         table+=("$(printf '%21s%s' "" "${failed:0:200}")")
     done < <(grep -E '^(FAILED|ERROR) ' "$work/$row.log")
     chmod -R u+w "$work/$row" && rm -rf "${work:?}/$row"
 done
-printf '\n%-14s%5s  %s\n' row min result
+printf '\n%-38s%5s  result at %s\n' row min "$commit"
 printf '%s\n' "${table[@]}"
 echo "logs: $work"
 exit $is_red

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from meshwright.system.modules import uncollected  # noqa: E402
 
 with uncollected():  # torch, too, as train.py
-    from workload import Stopwatch, from_command_line
+    from workload import Stopwatch, from_command_line, job_keys
 
     from meshwright.config.loader import load_config
     from meshwright.system.log import log_to_console
@@ -42,22 +42,8 @@ def main() -> None:
     w = from_command_line()
     log_to_console()
     with tempfile.TemporaryDirectory() as folder:
-        keys: dict[str, object] = {
-            "job.dump_folder": folder,
-            "model.tokenizer_path": ROOT / "assets/tokenizers/python_2k.model",
-            "model.args.dim": w.dim,
-            "model.args.n_layers": w.n_layers,
-            "model.args.n_heads": w.n_heads,
-            "model.args.n_kv_heads": w.n_kv_heads,
-            "model.args.hidden_dim": w.hidden_dim,
-            "model.args.vocab_size": w.vocab,
-            "training.seq_len": w.seq_len,
-            "training.local_batch_size": w.batch,
-            "training.steps": w.steps,
-            "training.mixed_precision_param": w.dtype,
-            "compile.enable": str(w.compile).lower(),
-            "metrics.log_freq": 1,
-        } | json.loads(os.environ.get(OVERRIDES, "{}"))
+        tokenizer = {"model.tokenizer_path": ROOT / "assets/tokenizers/python_2k.model"}
+        keys = job_keys(w, folder) | tokenizer | json.loads(os.environ.get(OVERRIDES, "{}"))
         config = load_config([f"--{key}={value}" for key, value in keys.items()])
         marks = Marks()
         run(preflight(config, w.ranks), extra_sinks=[marks])

@@ -43,6 +43,21 @@ class Workload:
         return 6 * products + 12 * self.n_layers * self.dim * self.seq_len
 
 
+def job_keys(work: Workload, folder: object) -> dict[str, object]:
+    """Return the keys of a job of ours that trains it and reports every step."""
+    args = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+    return {f"model.args.{name}": getattr(work, name) for name in args} | {
+        "job.dump_folder": folder,
+        "model.args.vocab_size": work.vocab,
+        "training.seq_len": work.seq_len,
+        "training.local_batch_size": work.batch,
+        "training.steps": work.steps,
+        "training.mixed_precision_param": work.dtype,
+        "compile.enable": str(work.compile).lower(),
+        "metrics.log_freq": 1,
+    }
+
+
 def from_command_line() -> Workload:
     """Read the fields of `Workload` as flags."""
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""One job at a time writes checkpoints into a folder: a file there names it. Free of torch.
+"""Lets one job at a time write checkpoints into a folder: a file there names it. Free of torch.
 
 Only the first rank of a job has to do with it. The file is `job.lock`: whose it is, its machine and
 its process. A job runs as long as the file's time of change moves on, which the job sees to every
@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,21 +25,16 @@ from meshwright.system.log import logger
 
 FILE = "job.lock"
 
-
 BEAT_S = 10.0
 """Between two changes of the file's time."""
-
 
 SILENCE_S = 40.0
 """A job whose file has not changed for so long is gone."""
 
-
 GRACE_S = 5.0
 """For so long a running job is waited for: it may be about to end."""
 
-
 POLL_S = 0.25
-
 
 JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that may say how the user knows the job."""
@@ -95,12 +91,12 @@ class Claim:
             OSError: if the folder cannot be written, or something else has the file's name.
         """
         begun = changed = time.monotonic()
-        seen: tuple[bytes, int] | None = None
+        seen: State | None = None
         has_beaten = False
         while not self._create():
             time.sleep(POLL_S)
             now, state = time.monotonic(), _read(self._file)
-            owner = None if state is None else parse(state[0])
+            owner = None if state is None else state.owner
             if owner is None:  # between a job that ends and one that begins; or it is a user's
                 if now - begun > GRACE_S:
                     raise FileExistsError(f"{self._file} is in the way, and not of a job")
@@ -150,7 +146,7 @@ class Claim:
             raise
         return True
 
-    def _replace(self, seen: tuple[bytes, int] | None) -> None:
+    def _replace(self, seen: "State | None") -> None:
         """Put our name in the place of one that is gone.
 
         Two jobs may do so at once. Both then look whose name is there; and the first to lose would
@@ -204,21 +200,24 @@ def check_claim(folder: Path, nonce: str) -> None:
 def holder(folder: Path) -> Owner | None:
     """Return the job that has claimed `folder`, if there is one that can be read."""
     state = _read(folder / FILE)
-    return None if state is None else parse(state[0])
+    return None if state is None else state.owner
 
 
-def parse(content: bytes) -> Owner | None:
-    """Return the owner that a file names; None if it names none."""
-    try:
-        return _OWNER.validate_json(content)
-    except ValidationError:
-        return None
+class State(NamedTuple):
+    """The file, as it is now."""
+
+    owner: Owner | None
+    """None: it names none."""
+    changed_ns: int
 
 
-def _read(file: Path) -> tuple[bytes, int] | None:
-    """Its content and its time of change. It is opened for both: NFS then asks the server."""
+def _read(file: Path) -> State | None:
+    """Return the file's state. It is opened: NFS then asks the server."""
     try:
         with open(file, "rb") as stream:
-            return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
+            content, changed_ns = stream.read(), os.fstat(stream.fileno()).st_mtime_ns
+        return State(_OWNER.validate_json(content), changed_ns)
     except OSError:
         return None
+    except ValidationError:
+        return State(None, changed_ns)

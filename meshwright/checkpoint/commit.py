@@ -1,5 +1,4 @@
-"""Which checkpoints a folder holds, whether they are whole, and how one comes to be there: all at
-once, or not at all.
+"""A checkpoint's folder: its name, whether it is whole, and how it appears complete or not at all.
 
 Free of torch, so that a resume is checked before any rank starts.
 """
@@ -7,7 +6,7 @@ Free of torch, so that a resume is checked before any rank starts.
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -26,49 +25,50 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from meshwright.system.errors import ConfigError, StorageError, check
+from meshwright.system.errors import StorageError
 from meshwright.system.files import ABSENT, lock, read_patiently, sync_file, sync_folder
 from meshwright.system.log import logger
 
-STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
+NAME = re.compile(
+    r"step-(?P<step>0|[1-9][0-9]*)"
+    r"(?:\.(?P<nonce>[0-9a-f]{16})\.(?P<state>unfinished|deleted)|\.(?P<aside>aside)\d+)?"
+)
+"""A complete checkpoint, or one that is being written or deleted, or was set aside. The nonce says
+that a job of ours made it: a folder of a user's that ends the same way is left alone."""
 
-
-PARTIAL_FOLDER = re.compile(rf"({STEP_FOLDER.pattern})\.([0-9a-f]{{16}})\.(unfinished|deleted)")
-"""A checkpoint that is being written or deleted. The nonce in its name says that a job of ours made
-it: a folder of a user's that ends the same way is left alone."""
-
-
-UNFINISHED = ".unfinished"
-
-
-DELETED = ".deleted"
-
+UNFINISHED, DELETED = ".unfinished", ".deleted"
 
 NO_NONCE = "0" * 16
-
 
 CHUNK_BYTES = 4 * 2**20
 
 
-class Choice(NamedTuple):
-    """A checkpoint whose files are all there in full."""
+class Entry(NamedTuple):
+    """A folder with the name of a checkpoint."""
 
+    step: int
     path: Path
-    manifest: Manifest
-    passed_over: dict[Path, str]
-    """Newer ones that are damaged, and how."""
+    state: str
+    """"unfinished", "deleted" or "aside"; "": complete, unless harmed later."""
+    nonce: str
+    """Of the save or the deletion under way; "": none is."""
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, in order; complete, unless harmed later."""
+def entries(folder: Path) -> list[Entry]:
+    """Return everything in `folder` that has the name of a checkpoint, by step and name."""
 
-    def find() -> list[int]:
-        with os.scandir(folder) as entries:
+    def find() -> list[Entry]:
+        with os.scandir(folder) as listing:
             # only a link has to be looked at: the listing itself tells which others are folders
             return sorted(
-                int(name[1])
-                for entry in entries
-                if (name := STEP_FOLDER.fullmatch(entry.name))
+                Entry(
+                    int(name["step"]),
+                    Path(entry),
+                    name["state"] or name["aside"] or "",
+                    name["nonce"] or "",
+                )
+                for entry in listing
+                if (name := NAME.fullmatch(entry.name))
                 and (entry.is_dir(follow_symlinks=False) or Path(entry).is_dir())
             )
 
@@ -78,70 +78,15 @@ def saved_steps(folder: Path) -> list[int]:
         return []
 
 
-def choose_newest(
-    candidates: Iterable[Path],
-    damaged: Mapping[Path, str],
-    error_of: Callable[[dict[Path, str]], ConfigError],
-) -> Choice | None:
-    """Return the first of `candidates` whose files are all there in full; None if there are none.
-
-    Their content is not read; see `verify`.
-
-    Args:
-        damaged: checkpoints that are known to be, and how.
-        error_of: makes the error to raise if all are damaged, of the damage of each.
-    """
-    passed_over: dict[Path, str] = {}
-    for path in candidates:
-        try:
-            if path in damaged:
-                raise DamagedError(path, damaged[path])
-            return Choice(path, inspect(path), passed_over)
-        except DamagedError as error:
-            passed_over[path] = error.what
-    if passed_over:
-        raise error_of(passed_over)
-    return None
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in `folder`, in order."""
+    return [entry.step for entry in entries(folder) if not entry.state]
 
 
-def choose(
-    folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
-) -> Choice | None:
-    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`.
-
-    Raises:
-        ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged:
-            starting over would be a surprise.
-    """
-    steps = saved_steps(folder)
-    if load_step != -1:
-        there = ", ".join(map(str, steps)) or "none"
-        check(
-            load_step in steps,
-            "checkpoint.load_step",
-            load_step,
-            f"not among the checkpoints in {folder}: {there}",
-            "name one of them, or -1 for the newest",
-        )
-
-    def error_of(passed_over: dict[Path, str]) -> ConfigError:
-        if load_step != -1:
-            return DamagedError(*passed_over.popitem())
-        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
-        return ConfigError(
-            "job.dump_folder",
-            f"every checkpoint in {folder} is damaged: {each}"
-            "\n  fix: restore one of them, or use another job.dump_folder to start over",
-        )
-
-    wanted = reversed(steps) if load_step == -1 else [load_step]
-    return choose_newest((step_folder(folder, step) for step in wanted), damaged or {}, error_of)
-
-
-def choose_step(folder: Path, load_step: int) -> int | None:
-    """Return the step that `choose` chooses."""
-    choice = choose(folder, load_step)
-    return None if choice is None else choice.manifest["step"]
+def step_of(name: str) -> int | None:
+    """Return the step of a complete checkpoint's folder by its name; None for any other name."""
+    found = NAME.fullmatch(name)
+    return int(found["step"]) if found and found.end("step") == len(name) else None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -166,9 +111,7 @@ def inspect(checkpoint: Path) -> Manifest:
         StorageError: if that cannot be seen now.
     """
     manifest = read_manifest(checkpoint)
-    name = STEP_FOLDER.fullmatch(checkpoint.name)
-    if name and int(name[1]) != manifest["step"]:
-        step = manifest["step"]
+    if step_of(checkpoint.name) not in (None, step := manifest["step"]):
         raise DamagedError(checkpoint, f"it was saved as step-{step}, and has been renamed")
     for file, record in manifest["files"].items():
         try:
@@ -219,16 +162,16 @@ def publish(unfinished: Path, manifest: Mapping[str, Any], files: Mapping[str, F
     Raises:
         TakenOverError: if another job writes to the folder by now.
     """
-    name = PARTIAL_FOLDER.fullmatch(unfinished.name)
+    name = NAME.fullmatch(unfinished.name)
     assert name is not None, unfinished
-    final = unfinished.with_name(name[1])
+    final = step_folder(unfinished.parent, int(name["step"]))
     content = {"version": VERSION, **manifest, "files": dict(sorted(files.items()))}
     with open(unfinished / MANIFEST, "wb") as file:
         file.write(to_json(content))
         file.flush()
         sync_file(file.fileno(), unfinished / MANIFEST)
     sync_folder(unfinished)
-    check_claim(unfinished.parent, name[3])
+    check_claim(unfinished.parent, name["nonce"])
     if os.path.lexists(final):  # not of this run, which has set aside later checkpoints
         logger.warning("%s was there already; it is now %s", final, set_aside(final).name)
     unfinished.rename(final)
@@ -247,7 +190,7 @@ def set_aside(path: Path) -> Path:
 
 
 RISK = "a checkpoint may be deleted while it is read"
-"""Where there is no flock."""
+"""The risk on a file system without flock."""
 
 
 @contextmanager

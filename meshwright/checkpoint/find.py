@@ -1,34 +1,118 @@
-"""Which checkpoint of ours a path means, and how to read it: verified, and held meanwhile. Free of
-torch."""
+"""Finds the checkpoint that a job or a path means, verifies it, and holds it while it is read.
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+Free of torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import Choice, being_read
+from meshwright.checkpoint.commit import NAME, being_read, entries, inspect, saved_steps, step_of
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from meshwright.models.args import DecoderArgs
-from meshwright.system.errors import ConfigError, where_it_ends
-from meshwright.system.files import ABSENT, Place, read_patiently
+from meshwright.system.errors import ConfigError, check, where_it_ends
+from meshwright.system.files import Place
 
 
-class Opened(NamedTuple):
-    """A checkpoint that may be read."""
+class Choice(NamedTuple):
+    """A checkpoint whose files are all there in full."""
 
-    place: Place
-    """Its step's folder."""
+    path: Path
     manifest: Manifest
+    passed_over: dict[Path, str]
+    """Newer ones that are damaged, and how."""
 
 
-NAME = re.compile(
-    rf"{commit.STEP_FOLDER.pattern}(?:\.[0-9a-f]{{16}}\.(unfinished|deleted)|\.aside\d+)?"
-)
+def choose_newest(
+    candidates: Iterable[Path],
+    damaged: Mapping[Path, str],
+    error_of: Callable[[dict[Path, str], str], ConfigError],
+) -> Choice | None:
+    """Return the first of `candidates` whose files are all there in full; None if there are none.
+
+    Their content is not read; see `commit.verify`.
+
+    Args:
+        damaged: checkpoints that are known to be, and how.
+        error_of: makes the error to raise if all are damaged: gets the damage of each, and all of
+            it in words.
+    """
+    passed_over: dict[Path, str] = {}
+    for path in candidates:
+        try:
+            if path in damaged:
+                raise DamagedError(path, damaged[path])
+            return Choice(path, inspect(path), passed_over)
+        except DamagedError as error:
+            passed_over[path] = error.what
+    if passed_over:
+        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
+        raise error_of(passed_over, each)
+    return None
+
+
+def choose(
+    folder: Path, load_step: int, damaged: Mapping[Path, str] | None = None
+) -> Choice | None:
+    """Return the checkpoint of `load_step`; if -1, as `choose_newest` of those in `folder`.
+
+    Raises:
+        ConfigError: if `load_step` is not there or damaged, or if every checkpoint is damaged:
+            starting over would be a surprise.
+    """
+    steps = saved_steps(folder)
+    if load_step != -1:
+        there = ", ".join(map(str, steps)) or "none"
+        check(
+            load_step in steps,
+            "checkpoint.load_step",
+            load_step,
+            f"not among the checkpoints in {folder}: {there}",
+            "name one of them, or -1 for the newest",
+        )
+
+    def error_of(passed_over: dict[Path, str], each: str) -> ConfigError:
+        if load_step != -1:
+            return DamagedError(*passed_over.popitem())
+        return ConfigError(
+            "job.dump_folder",
+            f"every checkpoint in {folder} is damaged: {each}"
+            "\n  fix: restore one of them, or use another job.dump_folder to start over",
+        )
+
+    wanted = reversed(steps) if load_step == -1 else [load_step]
+    paths = (commit.step_folder(folder, step) for step in wanted)
+    return choose_newest(paths, damaged or {}, error_of)
+
+
+def choose_step(folder: Path, load_step: int) -> int | None:
+    """Return the step that `choose` chooses."""
+    choice = choose(folder, load_step)
+    return None if choice is None else choice.manifest["step"]
+
+
+def select(
+    find: Callable[[Mapping[Path, str]], Choice | None],
+    verify: Callable[[Choice], list[str]],
+    held: ExitStack,
+) -> Choice | None:
+    """Return the checkpoint that `find` chooses and in which `verify` sees no fault.
+
+    Args:
+        find: is asked again after each damaged one, with the folders that are damaged, and how.
+        verify: may enter `held`, which is closed if it returns faults.
+    """
+    damaged: dict[Path, str] = {}
+    while (choice := find(damaged)) is not None and (wrong := verify(choice)):
+        held.close()
+        damaged[choice.path] = "; ".join(wrong)
+    return choice
 
 
 def find_entries(place: Place) -> list[Path]:
@@ -43,21 +127,12 @@ def find_entries(place: Place) -> list[Path]:
         return []
     if (path / MANIFEST).is_file() or NAME.fullmatch(path.name):
         return [path]
-    folders = [path] if _entries(path) else [one for one in sorted(path.iterdir()) if _entries(one)]
+    folders = [path] if entries(path) else [one for one in sorted(path.iterdir()) if entries(one)]
     # {dump_folder}/hf holds models of another format
     folders = [one for one in folders if any(one.glob(f"*/{MANIFEST}"))] or folders
     names = ", ".join(map(str, folders))
     place.check(len(folders) < 2, f"holds several folders of checkpoints: {names}", "name one")
-    return _entries(folders[0]) if folders else []
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        paths = read_patiently(folder, lambda: [*folder.iterdir()])
-    except ABSENT:
-        return []
-    found = [path for path in paths if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (int(re.findall(r"\d+", path.name)[0]), path.name))
+    return [entry.path for folder in folders for entry in entries(folder)]
 
 
 def find_candidates(place: Place) -> list[Path]:
@@ -68,10 +143,10 @@ def find_candidates(place: Place) -> list[Path]:
         ConfigError: if it is not complete, or several folders in it hold some.
     """
     check_complete(place)
-    entries = find_entries(place)
-    if entries == [place.path]:
-        return entries
-    return [path for path in reversed(entries) if commit.STEP_FOLDER.fullmatch(path.name)]
+    found = find_entries(place)
+    if found == [place.path]:
+        return found
+    return [path for path in reversed(found) if step_of(path.name) is not None]
 
 
 def check_complete(place: Place) -> None:
@@ -88,21 +163,28 @@ def no_checkpoint(place: Place) -> ConfigError:
 
 
 def find_checkpoint(place: Place, damaged: Mapping[Path, str]) -> Choice | None:
-    """Return the step's folder that `place` is, or as `commit.choose_newest` of those in it.
+    """Return the step's folder that `place` is, or as `choose_newest` of those in it.
 
     Raises:
         ConfigError: if the one that is named is damaged, or all are.
     """
     candidates = find_candidates(place)
 
-    def error_of(passed_over: dict[Path, str]) -> ConfigError:
+    def error_of(passed_over: dict[Path, str], each: str) -> ConfigError:
         if candidates == [place.path]:
             what = passed_over[place.path]
             return place.error(f"is damaged: {what}", "name another step's folder")
-        each = "; ".join(f"{path.name}: {what}" for path, what in passed_over.items())
         return place.error(f"every checkpoint in it is damaged: {each}")
 
-    return commit.choose_newest(candidates, damaged, error_of)
+    return choose_newest(candidates, damaged, error_of)
+
+
+class Opened(NamedTuple):
+    """A checkpoint that may be read."""
+
+    place: Place
+    """Its step's folder."""
+    manifest: Manifest
 
 
 @contextmanager
@@ -121,26 +203,22 @@ def open_checkpoint(
     Raises:
         ConfigError: if there is none, if the one that is named is damaged, or if all are.
     """
-    damaged: dict[Path, str] = {}
     with ExitStack() as held:
-        while True:
-            choice = find_checkpoint(place, damaged)
-            if choice is None:
-                raise no_checkpoint(place)
-            path, manifest, passed_over = choice
+
+        def verify(choice: Choice) -> list[str]:
+            files = sorted(choice.manifest["files"]) if names is None else names
             try:
-                held.enter_context(being_read(path))
-                files = sorted(manifest["files"]) if names is None else names
-                wrong = commit.verify(path, manifest, files)
+                held.enter_context(being_read(choice.path))
             except DamagedError as error:  # a job has just deleted it
-                wrong = [error.what]
-            if not wrong:
-                break
-            held.close()
-            damaged[path] = "; ".join(wrong)
-        for newer, what in passed_over.items():
+                return [error.what]
+            return commit.verify(choice.path, choice.manifest, files)
+
+        choice = select(partial(find_checkpoint, place), verify, held)
+        if choice is None:
+            raise no_checkpoint(place)
+        for newer, what in choice.passed_over.items():
             say(f"passed over {newer.name}: {what}")
-        yield Opened(Place(place.key, path), manifest)
+        yield Opened(Place(place.key, choice.path), choice.manifest)
 
 
 def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> DecoderArgs:
@@ -166,7 +244,7 @@ def saved_args(place: Place, manifest: Manifest, kind: type[DecoderArgs]) -> Dec
     return args
 
 
-STATES = {"unfinished": "unfinished", "deleted": "being deleted"}
+STATES = {"unfinished": "unfinished", "deleted": "being deleted", "aside": "set aside"}
 
 
 @dataclass(frozen=True)
@@ -191,14 +269,14 @@ def look_at(path: Path) -> FoundCheckpoint:
     # a link may lead nowhere
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.exists())
     name = NAME.fullmatch(path.name)
-    if name and name[2]:
-        return FoundCheckpoint(path, STATES[name[2]], num_bytes, None)
-    is_aside = ".aside" in path.name
-    state = "set aside" if is_aside else "complete"
+    if name and name["state"]:
+        return FoundCheckpoint(path, STATES[name["state"]], num_bytes, None)
+    is_aside = bool(name and name["aside"])
+    state = STATES["aside"] if is_aside else "complete"
     manifest: Manifest | None = None
     try:
         manifest = read_manifest(path)
-        commit.inspect(path)
+        inspect(path)
     except DamagedError as error:
         state = f"{state}, damaged: {error.what}" if is_aside else f"damaged: {error.what}"
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of torch.distributed.checkpoint holds, from its index. Free of torch.
+"""Reads the index of a checkpoint: which tensors it holds. Free of torch.
 
 The index, `.metadata`, is a pickle of torch.distributed.checkpoint.metadata.Metadata; its
 `state_dict_metadata` has the shape and the type of every tensor by name.
@@ -66,13 +66,10 @@ def read_pickle(content: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
 
 INDEX = ".metadata"
 
-
 METADATA = "torch.distributed.checkpoint.metadata"
-
 
 PATHLIB = ("pathlib", "pathlib._local")
 """Where Python's paths are; the second in 3.13 alone."""
-
 
 PLAIN_DATA = {
     ("torch", "Size"),
@@ -90,7 +87,6 @@ PLAIN_DATA = {
     ),
 }
 """The classes in the index of a checkpoint of tensors, beside numbers and names of types."""
-
 
 ITEM_BYTES = {
     **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),

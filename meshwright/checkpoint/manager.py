@@ -1,4 +1,4 @@
-"""When a job saves, and which checkpoint it resumes from."""
+"""Saves and loads the checkpoints of a job: the one class that the job talks to."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.claim import Claim, TakenOverError, new_nonce
 from meshwright.checkpoint.manifest import Manifest, left_out
 from meshwright.checkpoint.on_ranks import check_shared, on_first_rank, select_on_ranks
-from meshwright.checkpoint.retention import Retention, set_aside_later
+from meshwright.checkpoint.retention import Retention, check_gets_on, set_aside_later
 from meshwright.checkpoint.staging import Staging
-from meshwright.config.job_config import Checkpoint, saves
+from meshwright.config.job_config import Checkpoint
 from meshwright.system.errors import ConfigError, SaveError, StorageError
 from meshwright.system.files import make_folder
 from meshwright.system.log import logger
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 CHECKPOINT_TIMEOUT = timedelta(hours=1)
-
 
 T = TypeVar("T")
 
@@ -47,10 +46,10 @@ class HasTensors(HasState, Protocol):
 
 
 class CheckpointManager:
-    """Saves every so many steps, keeps the newest, loads on any number of ranks.
+    """Saves checkpoints, keeps the newest, and loads them on any number of ranks.
 
-    Methods are collective, `is_writing`, `guard` and `release` apart: all ranks of the job must
-    call them. As a context it ends when the checkpoint that is being written has been.
+    Methods are collective, `guard` and `release` apart: all ranks of the job must call them. As a
+    context it ends when the checkpoint that is being written has been.
     """
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
@@ -66,7 +65,7 @@ class CheckpointManager:
             folder, config.keep_latest_k, config.keep_every_n_steps, config.keep_best
         )
         self._staging = None
-        if saves(config) and config.async_mode != "disabled":
+        if config.saves and config.async_mode != "disabled":
             self._staging = Staging()
             # one thread for all saves: no two of them are ever under way
             self._writing = ThreadPoolExecutor(1, "checkpoint", *_on_this_device())
@@ -93,44 +92,51 @@ class CheckpointManager:
         the leftovers of killed saves.
 
         Raises:
-            ConfigError: on every rank, if another job writes to it.
+            ConfigError: on every rank, if another job writes to it, or ranks do not share it.
         """
-        if saves(self._config):
-            self.tell(self._claim_folder)
+        if not self._config.saves or not self.tell(self._claim_folder):
+            return
+        if dist.get_world_size() > 1:
+            try:
+                check_shared(self._folder, self._nonce, self._group)
+            except ConfigError:
+                self.release()
+                raise
 
-    def _claim_folder(self) -> None:
+    def _claim_folder(self) -> bool:
         try:
             make_folder(self._folder)
             self._claim.take()
             self._retention.clean_up()
+            return True
         except OSError as error:  # saves will say so, if they fail too
             logger.warning(
                 "%s could not be claimed, so another job may write to it too: %s",
                 self._folder,
                 error,
             )
+            return False
 
     def release(self) -> None:
         """Let other jobs write to the folder."""
         self._claim.give_back()
 
     def select_and_verify(self) -> Manifest | None:
-        """Choose the checkpoint to resume from, and verify its checksums; return its manifest.
+        """Choose the checkpoint to resume from, and verify it as `checkpoint.verify` says; return
+        its manifest.
 
         Damaged checkpoints are passed over for the newest good one: see `select_on_ranks`. None:
         there is none.
 
         Raises:
-            ConfigError: if the one that `load_step` names is damaged, or all are; or if ranks do
-                not share the folder.
+            ConfigError: if the one that `load_step` names is damaged, or all are.
         """
         if not self._config.enable:
             return None
-        if dist.get_world_size() > 1:
-            check_shared(self._folder, self._group)
-        find = partial(commit.choose, self._folder, self._config.load_step)
+        choose = partial(find.choose, self._folder, self._config.load_step)
         with ExitStack() as held:
-            choice = select_on_ranks(find, self._group, held)
+            is_read = self._config.verify == "full"
+            choice = select_on_ranks(choose, self._group, held, is_read=is_read)
         return None if choice is None else choice.manifest
 
     def tell(self, find: Callable[[], T]) -> T:
@@ -167,6 +173,8 @@ class CheckpointManager:
         logger.info("resumed from %s in %.1f s", folder, time.perf_counter() - start)
 
     def _set_aside_later(self, step: int) -> None:
+        if self._config.load_step != -1:
+            check_gets_on(self._folder, step)
         try:
             for path in set_aside_later(self._folder, step):
                 logger.info("set aside a later checkpoint as %s", path)
@@ -226,11 +234,6 @@ class CheckpointManager:
         self._saves += 1
         self._retention.nonce = f"{self._nonce}{self._saves:04x}"
         return commit.unfinished_folder(self._folder, step, self._retention.nonce)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is under way in the background."""
-        return self._staging is not None and not (self._in_flight is None or self._in_flight.done())
 
     def poll(self) -> None:
         """Raise the error of a finished background save, if any; does not wait."""

@@ -1,6 +1,5 @@
-"""A decision of the first rank for all, and a verification that all ranks share."""
+"""Has the first rank decide for all, and all ranks verify a checkpoint together."""
 
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshwright.checkpoint import commit
-from meshwright.checkpoint.commit import Choice, being_read
+from meshwright.checkpoint.claim import holder
+from meshwright.checkpoint.commit import being_read
+from meshwright.checkpoint.find import Choice, select
 from meshwright.checkpoint.manifest import DamagedError
 from meshwright.system.errors import ConfigError, StorageError, in_ranges
 from meshwright.system.log import logger
@@ -41,10 +42,14 @@ def on_first_rank(find: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 
 def select_on_ranks(
-    find: Callable[[Mapping[Path, str]], Choice | None], group: dist.ProcessGroup, held: ExitStack
+    find: Callable[[Mapping[Path, str]], Choice | None],
+    group: dist.ProcessGroup,
+    held: ExitStack,
+    *,
+    is_read: bool = True,
 ) -> Choice | None:
     """Return the checkpoint that `find` chooses, of which every byte that its manifest names was
-    compared with its checksum: each rank reads a part of the files.
+    compared with its checksum if `is_read`: each rank reads a part of the files.
 
     A damaged one is named in the log, and `find` is asked again. Collective: every rank of `group`,
     which is the whole job, must call it.
@@ -58,23 +63,19 @@ def select_on_ranks(
         ConfigError: on every rank, if `find` does.
         StorageError: on every rank, if one of them cannot read its part now.
     """
-    damaged: dict[Path, str] = {}
-    while True:
-        choice = on_first_rank(partial(find, damaged), group)
-        if choice is None:
-            return None
-        wrong = on_every_rank(partial(_verify, choice, held), group)
-        if not any(wrong):
-            break
-        held.close()
-        damaged[choice.path] = "; ".join(what for of_rank in wrong for what in of_rank)
-    if dist.get_rank() == 0:
+
+    def verify(choice: Choice) -> list[str]:
+        by_rank = on_every_rank(partial(_verify, choice, held, is_read), group)
+        return [what for of_rank in by_rank for what in of_rank]
+
+    choice = select(lambda damaged: on_first_rank(partial(find, damaged), group), verify, held)
+    if choice is not None and dist.get_rank() == 0:
         for path, what in choice.passed_over.items():
             logger.warning("passed over %s, which is damaged: %s", path, what)
     return choice
 
 
-def _verify(choice: Choice, held: ExitStack) -> list[str]:
+def _verify(choice: Choice, held: ExitStack, is_read: bool) -> list[str]:
     """Hold the checkpoint, and return the damage in this rank's part of its files."""
     mine = sorted(choice.manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     try:
@@ -82,7 +83,7 @@ def _verify(choice: Choice, held: ExitStack) -> list[str]:
     except DamagedError as error:  # the first rank has seen it: deleted, or not shown here yet
         fix = "run the same command again"
         raise StorageError(f"{choice.path}: {error.what}\n  fix: {fix}") from None
-    return commit.verify(choice.path, choice.manifest, mine)
+    return commit.verify(choice.path, choice.manifest, mine) if is_read else []
 
 
 def on_every_rank(find: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
@@ -112,22 +113,20 @@ SEEN_WITHIN_S = 10.0
 """Seconds that a rank looks for the file. Network file systems show a new one late."""
 
 
-def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
-    """Check that all ranks see the same files in `folder`.
+def check_shared(folder: Path, nonce: str, group: dist.ProcessGroup) -> None:
+    """Check that all ranks see the claim on `folder` that the first rank has made.
 
     Collective: every rank of `group`, which is the whole job, must call it.
 
+    Args:
+        nonce: of the claim.
+
     Raises:
-        ConfigError: on every rank, if one does not see the first rank's file.
+        ConfigError: on every rank, if one does not see it.
     """
-    file = on_first_rank(partial(_make_file, folder), group)
-    if file is None:
-        return
-    mine = (_is_seen(folder / file), socket.gethostname())
+    mine = (_sees_claim(folder, nonce), socket.gethostname())
     seen = [mine] * dist.get_world_size()
     dist.all_gather_object(seen, mine, group=group)
-    if dist.get_rank() == 0:
-        _remove_file(folder / file)
     blind = [rank for rank, (sees, _) in enumerate(seen) if not sees]
     hosts = ", ".join(sorted({seen[rank][1] for rank in blind}))
     if blind:
@@ -139,33 +138,11 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
         )
 
 
-def _make_file(folder: Path) -> str | None:
-    """Make a file in `folder`, and the folder; return its random name, or None if that fails."""
-    name = f".seen-by-all-ranks-{secrets.token_hex(8)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch(exist_ok=False)
-    except OSError as error:  # a full disk, say: then saves fail, too, and are reported
-        logger.warning("whether all ranks share %s is not known: %s", folder, error)
-        return None
-    return name
-
-
-def _is_seen(file: Path) -> bool:
-    """Return whether the file is there, or appears in time."""
+def _sees_claim(folder: Path, nonce: str) -> bool:
+    """Return whether the claim is there, or appears in time."""
     end = time.monotonic() + SEEN_WITHIN_S
-    while not file.exists():
+    while (owner := holder(folder)) is None or owner.nonce != nonce:
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
     return True
-
-
-def _remove_file(file: Path) -> None:
-    """Remove the file, and its folders if they hold nothing else, as before a job starts."""
-    try:
-        file.unlink(missing_ok=True)
-        file.parent.rmdir()
-        file.parent.parent.rmdir()
-    except OSError:  # they hold checkpoints
-        return

@@ -1,4 +1,4 @@
-"""Differences between the job that saved a checkpoint and the one that resumes. Free of torch."""
+"""Compares a job with the one that saved its checkpoint: may it resume? Free of torch."""
 
 import dataclasses
 import json
@@ -87,7 +87,9 @@ class ResumeDiff:
                 "  its place in the data means something only for the same samples in the same "
                 "order: going on would repeat some, and skip others"
             )
-        lines.append(f"  fix: use another job.dump_folder, or what it was saved with{self._except}")
+        lines.append(
+            f"  fix: use another job.dump_folder, or the values it was saved with{self._except}"
+        )
         raise ConfigError(key, "\n".join(lines))
 
     @property

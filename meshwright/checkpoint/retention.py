@@ -1,4 +1,4 @@
-"""Deletes old checkpoints, beside training, and only files that are ours. Free of torch."""
+"""Deletes old checkpoints while training continues, and only files that are ours. Free of torch."""
 
 import fcntl
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.commit import (
     DELETED,
-    PARTIAL_FOLDER,
     RISK,
+    entries,
     inspect,
     saved_steps,
     step_folder,
@@ -66,7 +66,7 @@ class Retention:
         try:
             task()
         except (OSError, StorageError) as error:
-            logger.warning("%s could not be tidied: %s", self._folder, error)
+            logger.warning("%s could not be cleaned up: %s", self._folder, error)
 
     def _apply(self) -> None:
         best = mark_best(self._folder) if self._keep_best else None
@@ -186,15 +186,38 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     return [commit.set_aside(step_folder(folder, each)) for each in later]
 
 
+MOST_ASIDE = 3
+"""How often one step may be set aside by jobs that `load_step` begins in the past."""
+
+
+def check_gets_on(folder: Path, step: int) -> None:
+    """Check that a job which `load_step` has begin at `step` is not begun there again and again.
+
+    A scheduler that restarts it would have every start throw away what the one before has trained,
+    and fill the disk with it.
+
+    Raises:
+        ConfigError: if a later checkpoint has been set aside `MOST_ASIDE` times.
+    """
+    for each in saved_steps(folder):
+        path = step_folder(folder, each)
+        if each > step and path.with_name(f"{path.name}.aside{MOST_ASIDE - 1}").exists():
+            raise ConfigError(
+                "checkpoint.load_step",
+                f"checkpoint.load_step = {step}: step {each} has been set aside {MOST_ASIDE} "
+                "times, since each start with this key trains it anew"
+                f"\n  fix: leave it out to go on from the newest, or delete {folder}/*.aside*",
+            )
+
+
 def clean_up(folder: Path, is_in_use: Callable[[str], bool] = lambda nonce: False) -> None:
     """Remove the leftovers of killed saves and deletions; warn of any that cannot be removed.
 
     Args:
         is_in_use: whether a save with this nonce is under way.
     """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = PARTIAL_FOLDER.fullmatch(path.name)
-        if name is None or path.is_symlink() or is_in_use(name[3]):
+    for _, path, _, nonce in entries(folder):
+        if not nonce or path.is_symlink() or is_in_use(nonce):
             continue
         try:
             shutil.rmtree(path)

@@ -1,5 +1,4 @@
-"""A copy of a rank's tensors in host memory, from which a checkpoint is written while training
-continues."""
+"""Copies a rank's tensors to host memory, so that training continues while they are written."""
 
 import mmap
 from collections import defaultdict
@@ -54,7 +53,7 @@ class Staging:
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of `state`, as it is at this point of the device's work.
 
-        Returns before a device has done so: see `wait`. The device copies beside its other work,
+        Returns before a device has done so: see `wait`. The device copies during its other work,
         so `hold_update` has to be called before `state` changes.
         """
         local = _local(state)

@@ -14,9 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
-
 
 HYPERPARAMETERS = "param_groups."
 """torch's name for them in an optimizer's flat state."""
@@ -56,7 +54,7 @@ class TrainingTensors:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load the tensors of `state_dict`, or another mesh's resharded to ours; without
-        any of the optimizer, that begins anew."""
+        any of the optimizer's, it starts fresh."""
         set_model_state_dict(self._model, _below(MODEL, state))
         if saved := _below(OPTIMIZER, state):
             whole = self._optimizer_state() | saved

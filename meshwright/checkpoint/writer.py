@@ -29,7 +29,6 @@ from meshwright.system.files import make_folder, sync_file
 
 FLUSH_BYTES = 16 * 2**20
 
-
 COPY_AHEAD_BYTES = 10_000_000
 """Copied from a GPU while others are written; torch's default."""
 
@@ -125,6 +124,8 @@ def write(
     Raises:
         CheckpointException: on every rank, with each rank's error.
     """
+    # no enable_plan_caching: after a save that failed before its first byte (a full disk), torch
+    # 2.11 and 2.13 have every later one fail with KeyError
     dcp.save(
         tensors,
         storage_writer=CommittingWriter(unfinished, manifest, is_staged=copies is not None),

@@ -4,15 +4,13 @@ import os
 from argparse import Namespace
 
 from meshwright.commands.options import add_ranks
-from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import Written, read, unreadable_paths
-from meshwright.system.errors import Mistakes, numbered
+from meshwright.config.loader import read
+from meshwright.system.errors import numbered
 from meshwright.system.log import log_to_console, logger
 from meshwright.system.machine import Ranks, count_ranks, why_bf16_is_slow
-from meshwright.train.preflight import Plan, check_alone, preflight, resume_diff
+from meshwright.train.preflight import Plan, preflight, resume_diff
 
 DEFAULT_PRESET = "debug_model"
-
 
 add_options = add_ranks
 
@@ -49,7 +47,7 @@ def check_job(given: Namespace, ranks: Ranks) -> Plan:
     for note in written.notes:
         log_to_console()
         logger.info("%s", note)
-    plan = preflight(_valid(written), ranks.total, is_gpu=ranks.gpus != 0)
+    plan = preflight(written.config(), ranks.total, is_gpu=ranks.gpus != 0)
     # of a preset's keys that the user's TOML makes idle, nothing is to be done
     is_inherited = written.provenance.is_inherited
     idle = {text for text in plan.idle_options if is_inherited(text.partition(" = ")[0])}
@@ -80,24 +78,3 @@ def _slow_type(ranks: Ranks, dtype: str) -> str:
         return ""
     key = "training.mixed_precision_param"
     return f'{key} = "{dtype}": {reason}\n  fix: {key} = "{faster}"'
-
-
-def _valid(written: Written) -> JobConfig:
-    """Return the config, if all its values are valid.
-
-    Raises:
-        ConfigError: for every fault. Beside wrong keys, only written values are
-            checked, and only by themselves: absent values alone could break a rule.
-    """
-    config, errors = written.valid_part()
-    faults, wrong = Mistakes(), {error.key for error in errors}
-    if config is not None:
-        faults.errors += unreadable_paths(config)
-    if config is not None and errors:
-        with faults.collect():
-            check_alone(config)
-        has = written.provenance.has
-        faults.errors = [e for e in faults.errors if has(e.key) and e.key not in wrong]
-    written.raise_at_lines(errors + faults.errors)
-    assert config is not None
-    return config

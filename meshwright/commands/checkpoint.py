@@ -28,7 +28,6 @@ from meshwright.system.files import Place
 
 COLUMNS = ("NAME", "SAVED", "SIZE", "TOKENS", "LOSS", "MESH", "STATE")
 
-
 ROLES = ("model", "optimizer", "rng")
 """First parts of tensors' names."""
 

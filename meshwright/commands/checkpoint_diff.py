@@ -16,12 +16,11 @@ from meshwright.config.command_line import Parser
 from meshwright.system.files import Place
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.weights import TensorDifference
+    from meshwright.checkpoint.reader import TensorDifference
 
 APART = ("files", "crc32", "config")
 """Keys of the manifest that say how it is stored, on other meshes in other files; and one that is
 compared by itself."""
-
 
 COLUMNS = ("TENSOR", "DIFFER", "OF", "LARGEST", "RELATIVE", "AT", "A", "B")
 
@@ -70,7 +69,7 @@ def _value(value: object) -> str:
 
 def _diff_tensors(a: Place, b: Place) -> bool:
     # not at the top: torch takes a second
-    from meshwright.checkpoint.weights import CheckpointWeights, compare_tensors
+    from meshwright.checkpoint.reader import CheckpointWeights, compare_tensors
 
     there = _saved(a), _saved(b)
     comparable = {n: t for n, t in there[0].items() if there[1].get(n) == t}

@@ -18,6 +18,7 @@ from meshwright.config.loader import parse_config, preset_names, read, to_toml
 from meshwright.config.provenance import HEADER, Provenance
 from meshwright.config.suggest import suggest_key
 from meshwright.system.errors import check, config_error, did_you_mean
+from meshwright.system.log import wrap
 
 
 def add_options(parser: Parser) -> None:
@@ -126,7 +127,7 @@ def run_migrate(given: Namespace) -> None:
     check(bool(notes), "CONFIG", given.config, "is not torchtitan's", fix)
     print("# Translated from torchtitan 0.2.2's keys. Absent keys have Meshwright's defaults.\n#")
     for note in notes:
-        print(fill(note, 100, initial_indent="# ", subsequent_indent="#     "))
+        print(wrap(f"# {note}", 100, "#     "))  # paths stay whole
     table = config.model_dump(exclude_unset=True, exclude_none=True)
     table.get("job", {}).pop("config_file", None)
     sections = {name: section for name, section in table.items() if section}

@@ -10,7 +10,6 @@ from meshwright.system.errors import out_of_reach
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
-
 CHECKPOINT = "a step's folder, or a dump folder: its newest"
 
 

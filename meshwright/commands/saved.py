@@ -19,7 +19,7 @@ from meshwright.checkpoint.conversion.hf_folder import (
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
 from meshwright.checkpoint.find import find_candidates, no_checkpoint, open_checkpoint, saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,
@@ -32,7 +32,7 @@ from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
 from meshwright.models.family import Family
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError, check, config_error
 from meshwright.system.files import Place
 

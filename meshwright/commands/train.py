@@ -1,19 +1,25 @@
 """`meshwright train`: check a config, tokenise its data, start the ranks."""
 
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.commands.check import check_job
 from meshwright.commands.options import add_ranks
 from meshwright.config.command_line import Parser
 from meshwright.config.loader import find_config
-from meshwright.datasets.opening import open_training_data, open_validation_data
+from meshwright.datasets.opening import (
+    CachedSource,
+    OpenSource,
+    open_training_data,
+    open_validation_data,
+)
 from meshwright.system.errors import ConfigError, check
 from meshwright.system.log import log_to_console
 from meshwright.system.machine import Ranks, count_cores, count_ranks
@@ -22,12 +28,19 @@ from meshwright.system.processes import OTHER_MALLOC, Launch, exit_when_asked
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc's: sizes in bytes from which it gives memory back."""
 
-
 WAITING = {"GOMP_SPINCOUNT": "10000"}
 """How often a thread of a CPU's operator looks whether the others are ready, before it sleeps."""
 
-
 OTHER_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+MEET_WITHIN_S = 600
+"""Seconds that a machine waits for the others, beside those for their data; torchrun's default."""
+
+
+TOKENS_PER_CORE_S = 100_000
+"""Another machine makes its tokens at least as fast: a tenth of the debug job's on a core of a Xeon
+(`meshwright tokenize debug_model`: 1.1 million)."""
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -62,12 +75,13 @@ def run(given: Namespace) -> None:
     log_ranks = _log_ranks(given, ranks)
     config = check_job(given, ranks).config
     log_to_console()
-    open_training_data(config)  # which tokenises it, before ranks wait for that
-    open_validation_data(config)
+    sources = open_training_data(config)  # which tokenises it, before ranks wait for that
+    sources += open_validation_data(config)
     os.environ.update(environment(ranks, os.environ))
     sys.stdout.flush()
     torchrun = [
         *rendezvous,
+        *_patience(ranks, sources),
         *("--nproc-per-node", str(ranks.per_machine), "--local-ranks-filter", log_ranks),
         # ranks of a second attempt would meet those of the first in the store
         *("--role", "rank", "--tee", "3", "--max-restarts", "0"),
@@ -148,6 +162,16 @@ def _rendezvous(given: Namespace, ranks: Ranks) -> list[str]:
         *("--nnodes", str(ranks.machines), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", endpoint, "--rdzv-id", name),
     ]
+
+
+def _patience(ranks: Ranks, sources: Sequence[OpenSource]) -> list[str]:
+    """torchrun's options for how long this machine waits: others may have no tokens yet, and the
+    one that they meet at, too. torchrun would give up after 60 s where that one is late."""
+    if ranks.machines == 1:
+        return []
+    tokens = sum(source.cache.num_tokens for source in sources if isinstance(source, CachedSource))
+    seconds = MEET_WITHIN_S + math.ceil(tokens / (TOKENS_PER_CORE_S * count_cores()))
+    return ["--rdzv-conf", f"join_timeout={seconds},read_timeout={seconds}"]
 
 
 def _check_host_name() -> None:

@@ -1,4 +1,4 @@
-"""Differences between two configs, and the effect of each on a run that resumes. No torch."""
+"""Compares two configs: which keys differ, and what each means for a run that resumes. No torch."""
 
 import json
 from collections.abc import Iterator, Mapping

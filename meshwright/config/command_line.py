@@ -1,4 +1,4 @@
-"""Command lines: options of a command, and a config with values laid over it."""
+"""Parses a command line: the options of a command, and a CONFIG with `--section.key value`."""
 
 import argparse
 import re
@@ -9,12 +9,9 @@ from meshwright.system.errors import ConfigError, check
 
 OVERRIDE = re.compile(r"--(?P<key>\w+(\.[\w-]+)+)(=.*)?", re.DOTALL)
 
-
 NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan).*")
 
-
 CONFIG_FILE = "job.config_file"
-
 
 EVERY_KEY = (
     "--section.key VALUE sets any key of the config; a true/false key may stand alone. "
@@ -23,7 +20,7 @@ EVERY_KEY = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with options in full and errors like any other of a user's mistakes."""
+    """argparse without abbreviations, whose errors are `ConfigError`s."""
 
     def __init__(self, prog: str, description: str = "") -> None:
         self.options: list[str] = []

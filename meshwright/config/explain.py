@@ -1,4 +1,4 @@
-"""Turn mistakes that pydantic finds into messages with a fix."""
+"""Turns the mistakes that pydantic and the TOML parser find into messages with a fix."""
 
 import json
 import math
@@ -18,9 +18,7 @@ from meshwright.system.errors import ConfigError, UnknownKeyError, config_error
 
 THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")
 
-
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
 
 SAME_VALUES = {
     "bf16": "bfloat16",
@@ -35,13 +33,11 @@ SAME_VALUES = {
 }
 """Words of other frameworks for a choice, and ours; it counts only where ours is a choice."""
 
-
 INSTEAD = {
     ("lr_scheduler.decay_type", word): "leave it out, and set lr_scheduler.decay_ratio = 0"
     for word in ("constant", "constant_with_warmup", "none")
 }
 """By key and value: the way to a meaning that has no choice of that key."""
-
 
 RULES = {
     "int_type": "must be a whole number",
@@ -145,9 +141,7 @@ def explain_sections(names: Sequence[str]) -> str:
 
 UNQUOTED = re.compile(r"^(?P<key>\s*[\w.\"'-]+\s*=\s*)(?P<value>[^#\n]*?)\s*(#.*)?$")
 
-
 DOUBLE, SINGLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb", "\u2018\u2019\u201a\u201b"
-
 
 STRAIGHT = str.maketrans(DOUBLE + SINGLE, '"' * len(DOUBLE) + "'" * len(SINGLE))
 """Quotes of word processors and web pages, and ours."""

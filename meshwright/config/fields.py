@@ -1,4 +1,4 @@
-"""The keys of a config, as its classes declare them."""
+"""Finds the keys of a config and their documentation in its classes."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args, get_origin

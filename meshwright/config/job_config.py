@@ -1,4 +1,4 @@
-"""Every key of the TOML: its type, bounds, default and documentation. Nothing else lives here.
+"""Every key of the TOML: its type, bounds, default and documentation; and what follows from keys.
 
 Sections and keys have torchtitan 0.2's names wherever the meaning is the same.
 """
@@ -107,6 +107,10 @@ class Checkpoint(Section, on_resume="none"):
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from. -1: the newest that is not damaged."""
 
+    verify: Literal["full", "sizes"] = "full"
+    """How a resume finds damage before it loads a checkpoint. full: by the checksum of every byte,
+    so that each is read twice. sizes: by the sizes of files; a flipped bit is then loaded."""
+
     async_mode: Literal["disabled", "thread"] = "disabled"
     """thread: write checkpoints while training continues. A thread of each rank writes from a copy
     in host memory, as large as the rank's part. disabled: training waits."""
@@ -149,6 +153,11 @@ class Checkpoint(Section, on_resume="none"):
     initial_load_in_hf: bool = False
     """`initial_load_path` is a model folder of Hugging Face's: config.json and safetensors. Absent,
     it is the folder that `model.flavor` names."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job writes checkpoints at all."""
+        return self.enable and not self.load_only
 
 
 class Metrics(Section, on_resume="none"):
@@ -239,6 +248,48 @@ class JobConfig(Section):
     comm: Comm = Comm()
     experimental: Experimental = Experimental()
 
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning rate's schedule is laid out for."""
+        return self.lr_scheduler.total_steps or self.training.steps
+
+    @property
+    def num_decay_steps(self) -> int:
+        """Optimizer steps on which the learning rate falls."""
+        schedule, steps = self.lr_scheduler, self.schedule_steps
+        if schedule.decay_ratio is None:
+            return max(steps - schedule.warmup_steps, 0)
+        return round(steps * schedule.decay_ratio)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples; of a config without -1."""
+        p = self.parallelism
+        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+
+    @property
+    def num_microbatches(self) -> int:
+        """Per rank and optimizer step; of a config without -1."""
+        per_microbatch = self.num_data_ranks * self.training.local_batch_size
+        return self.training.global_batch_size // per_microbatch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks; of a config without -1."""
+        return self.training.global_batch_size * self.training.seq_len
+
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether FSDP2 has anything to shard, offload or add up; as `parallelize` decides."""
+        p = self.parallelism
+        cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
+        return self.num_data_ranks * cut > 1 or needs_fsdp_alone(self.training, self.float8)
+
+    @property
+    def compiles_validation(self) -> bool:
+        """Whether the first validation compiles: masks have compiled kernels."""
+        return self.compile.is_on or self.training.mask_documents
+
 
 Update = Mapping[str, Mapping[str, Any]]
 """New values, by section and key."""
@@ -252,58 +303,15 @@ def changed(config: JobConfig, update: Update) -> JobConfig:
     return config.model_copy(update=sections)
 
 
-def schedule_steps(c: JobConfig) -> int:
-    """Return the steps that the learning rate's schedule is laid out for."""
-    return c.lr_scheduler.total_steps or c.training.steps
-
-
-def num_decay_steps(c: JobConfig) -> int:
-    """Return the optimizer steps on which the learning rate falls."""
-    schedule, steps = c.lr_scheduler, schedule_steps(c)
-    if schedule.decay_ratio is None:
-        return max(steps - schedule.warmup_steps, 0)
-    return round(steps * schedule.decay_ratio)
-
-
-def saves(config: Checkpoint) -> bool:
-    """Return whether the job writes checkpoints at all."""
-    return config.enable and not config.load_only
-
-
-def is_compiled(compilation: Compile) -> bool:
-    """Return whether blocks are compiled; of a config that preflight has resolved."""
-    # "auto" is truthy
-    assert isinstance(compilation.enable, bool), "compile.enable is not resolved"
-    return compilation.enable
-
-
 def wants_cpu_attention(compilation: Compile, training: Training, parallelism: Parallelism) -> bool:
     """Return whether a job on CPUs looks for the kernel of `compile.cpu_attention`."""
-    is_on = is_compiled(compilation) and compilation.cpu_attention == "auto"
+    is_on = compilation.is_on and compilation.cpu_attention == "auto"
     return is_on and suits_cpu_attention(training, parallelism)
 
 
 def suits_cpu_attention(training: Training, parallelism: Parallelism) -> bool:
-    """Return whether attention is one that the kernel computes."""
+    """Return whether that kernel computes the job's kind of attention."""
     return not training.mask_documents and parallelism.context_parallel_degree == 1
-
-
-def num_data_ranks(c: JobConfig) -> int:
-    """Ranks that read different samples; of a config without -1."""
-    p = c.parallelism
-    return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-
-
-def num_microbatches(c: JobConfig) -> int:
-    """Per rank and optimizer step; of a config without -1."""
-    return c.training.global_batch_size // (num_data_ranks(c) * c.training.local_batch_size)
-
-
-def has_fsdp(c: JobConfig) -> bool:
-    """Return whether there is anything for FSDP2 to shard, offload or add up; as `parallelize`."""
-    p = c.parallelism
-    cut = p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    return num_data_ranks(c) * cut > 1 or needs_fsdp_alone(c.training, c.float8)
 
 
 def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
@@ -313,8 +321,3 @@ def needs_fsdp_alone(training: Training, float8: Float8) -> bool:
         training.dtype == training.mixed_precision_reduce == "float32"
     )
     return training.enable_cpu_offload or not adds_up_in_fp32 or float8.enable
-
-
-def compiles(c: JobConfig) -> bool:
-    """Return whether a pass of a new kind, as validation, compiles; masks have compiled kernels."""
-    return is_compiled(c.compile) or c.training.mask_documents

@@ -1,4 +1,4 @@
-"""TOML, then the command line over it, to one checked `JobConfig`; and back to TOML.
+"""Loads a config: the TOML, with the command line over it, as one checked `JobConfig`.
 
 Every value remembers where it was written, so that a mistake is reported as `file:line`.
 """
@@ -25,6 +25,7 @@ from meshwright.config.explain import (
 )
 from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import JobConfig
+from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -36,7 +37,6 @@ from meshwright.config.section import (
     PATH_OR_NAME,
     Section,
 )
-from meshwright.config.short_forms import follow_folder, follow_mix
 from meshwright.config.torchtitan.translate import is_torchtitan, translate
 from meshwright.system.errors import (
     CombinedConfigError,
@@ -52,7 +52,7 @@ FOLDER = next(
     for folder in (PACKAGE, PACKAGE.parent)
     if (folder / "train_configs").is_dir()
 )
-"""Of the presets: a wheel has it in the package, the repository beside it."""
+"""Folder of the presets: inside the package in a wheel, next to it in the repository."""
 
 
 def preset_names() -> list[str]:
@@ -95,6 +95,18 @@ def is_path(value: str) -> bool:
     return "/" in value or value.partition(":")[0].endswith(".py")
 
 
+def follow_folder(raw: dict[str, Any]) -> None:
+    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
+    `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
+    model, checkpoint = raw.get("model"), raw.get("checkpoint")
+    flavor = model.get("flavor") if isinstance(model, Mapping) else None
+    if not (isinstance(flavor, str) and is_path(flavor)):
+        return
+    raw["model"] = {"tokenizer_path": flavor} | raw["model"]
+    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
+        raw["checkpoint"] = {"initial_load_path": flavor} | dict(checkpoint)
+
+
 OF_FUNCTION = re.compile(r"(?<=\.py):\w+$")
 """The end of `path/to/file.py:function`."""
 
@@ -113,26 +125,14 @@ class Written(NamedTuple):
         Raises:
             ConfigError: with one entry per mistake, each saying where it was made.
         """
-        config, errors = self.valid_part()
-        if config is not None and not errors:
-            errors = unreadable_paths(config)
-        self.raise_at_lines(errors)
-        assert config is not None
-        return config
-
-    def valid_part(self) -> tuple[JobConfig | None, list[ConfigError]]:
-        """Return the config without the wrong keys and values, if that is valid, and the errors."""
         try:
-            return JobConfig.model_validate(self.raw), []
+            config = JobConfig.model_validate(self.raw)
+            errors = unreadable_paths(config)
         except ValidationError as error:
-            mistakes = error.errors()
-            rest = _without(self.raw, [mistake["loc"] for mistake in mistakes])
-            return rest, [explain_mistake(mistake) for mistake in mistakes]
-
-    def raise_at_lines(self, errors: Sequence[ConfigError]) -> None:
-        """Raise all errors, if there are any, each with the place where its key was given."""
+            errors = [explain_mistake(mistake) for mistake in error.errors()]
         if errors:
             raise ConfigError("", self.provenance.explain(CombinedConfigError(errors)))
+        return config
 
 
 def load_config(words: Sequence[str]) -> JobConfig:
@@ -217,24 +217,6 @@ def _check_override(key: Key, text: str) -> None:
         raise ConfigError("", f"{what}\n  fix: write --{name}=true {text}")
 
 
-def _without(raw: dict[str, Any], places: Sequence[tuple[int | str, ...]]) -> JobConfig | None:
-    """Return the config of `raw` without the values in `places`, if that is valid."""
-    for place in places:
-        table: Any = raw
-        for part in place[:-1]:
-            inner = table.get(part)
-            if not isinstance(inner, dict):  # a list, or a value in the place of a table
-                break
-            table = inner
-        else:
-            part = place[-1]
-        table.pop(part, None)
-    try:
-        return JobConfig.model_validate(raw)
-    except ValidationError:
-        return None
-
-
 def _read_toml(path: Path, provenance: Provenance, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the TOML at `path` over the one that its top-level `extends = "base.toml"` names."""
     path = path.absolute()
@@ -284,7 +266,7 @@ def _read_text(path: Path) -> str:
 
 
 def _find_base(extends: str, path: Path, text: str) -> Path:
-    """Return the TOML that the one at `path` extends: beside it, or a preset."""
+    """Return the TOML that the one at `path` extends: a file next to it, or a preset."""
     try:
         return find_config(extends, path.parent)
     except ConfigError as error:

@@ -22,7 +22,7 @@ class Parallelism(Section, on_resume="none"):
 
     enable_async_tensor_parallel: bool = False
     """With tensor parallelism on GPUs that reach each other's memory, compiled by inductor: cut
-    collectives and the products beside them into pieces that overlap."""
+    collectives and their matmuls into pieces that overlap."""
 
     context_parallel_degree: PositiveInt = 1
     """Ranks that share each sequence; for sequences whose activations do not fit one device."""
@@ -33,8 +33,8 @@ class Parallelism(Section, on_resume="none"):
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """In which order a rank computes its microbatches, forward and backward. GPipe, and the
-    schedules of two backward passes (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV), keep the
+    """In which order a rank computes its microbatches, forward and backward. GPipe and the
+    schedules with a split backward (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV) keep the
     gradient of the output's weight for every microbatch in flight, 4 bytes x vocabulary x width
     each. The last three cannot be compiled."""
 
@@ -51,21 +51,21 @@ class Parallelism(Section, on_resume="none"):
     them again. never: they are gathered once per step, and stay until its last microbatch."""
 
     fsdp_prefetch_layers: PositiveInt = 1
-    """Layers whose parameters are gathered ahead of the one that computes; more hide slow networks
-    and cost the memory of as many gathered layers. 1: FSDP2's own prefetching."""
+    """Layers whose parameters are gathered ahead of the layer that computes. More layers hide a
+    slow network, and each costs its memory. 1: FSDP2's own prefetching."""
 
     fsdp_cpu_backend: Literal["auto", "gloo"] = "auto"
     """How CPU ranks exchange FSDP2's tensors. auto: through memory that they share, if they are on
     one machine; otherwise by gloo. Sums over three ranks or more may differ in the last bit."""
 
     fsdp_reduce_gradients: Literal["auto", "last_microbatch", "every_microbatch"] = "auto"
-    """When gradients are reduce-scattered. last_microbatch: once per step, the fastest; until then
-    each rank holds whole gradients in `mixed_precision_reduce`. every_microbatch: each rank keeps
-    only the sum of its shard, in `training.dtype`. Copies (HSDP) add up once per step. auto, which
-    is best for most: every_microbatch if there are several and whole gradients would be summed in
-    bfloat16, or take more, beyond the shard, than a quarter of the memory that weights and
-    optimizer leave of a device (`job.device_memory_gib`, or 80 GiB). Otherwise last_microbatch, and
-    always with a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
+    """When gradients are reduce-scattered. last_microbatch: once per step. It is the fastest, and
+    until then each rank keeps unsharded gradients in `mixed_precision_reduce`. every_microbatch:
+    less memory, more communication; each rank keeps its shard's sum in `training.dtype`. HSDP's
+    replicas add up once per step. auto: every_microbatch if unsharded gradients would be summed in
+    bfloat16, or need more than a quarter of the memory that weights and optimizer leave of a device
+    (`job.device_memory_gib`, or 80 GiB). last_microbatch otherwise, and always with one microbatch,
+    a pipeline, `optimizer.early_step_in_backward` or bfloat16 weights."""
 
 
 SAVED_OPS = [
@@ -89,18 +89,18 @@ class ActivationCheckpoint(Section, on_resume="none"):
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
     """Activations that backward computes again. none: none, the fastest. full: every block, the
-    least memory. selective: between them (`selective_ac_option`). memory_budget: those that the
-    compiler finds cheapest; not with `compile.enable` = false."""
+    least memory. selective: between the two (`selective_ac_option`). memory_budget: the compiler
+    chooses the cheapest. It needs compilation, so not with `compile.enable` = false."""
 
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9][0-9]*)$")] = "op"
     """With mode = selective: "op" keeps the outputs of `saved_ops` and recomputes the rest; a
     number n recomputes every n-th block whole."""
 
     saved_ops: list[Annotated[str, Field(pattern=r"^\w+\.\w+$")]] = SAVED_OPS
-    """Operators of torch.ops whose outputs selective "op" keeps: those that cost much for the
+    """Operators of torch.ops whose outputs selective "op" keeps, because they take long for the
     memory that they need. Norms and pointwise steps are cheap. "aten.amax" and "aten.max" give the
-    scales of float8. "higher_order" holds flex attention,
-    as compiled blocks and as eager ones call it; "_c10d_functional" collectives."""
+    scales of float8. "higher_order" holds flex attention, of compiled and of eager blocks;
+    "_c10d_functional" holds collectives."""
 
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """With mode = memory_budget: the share kept of a compiled block's usual activations.
@@ -130,6 +130,12 @@ class Compile(Section, on_resume="none"):
     masks, and every rank has a C++ compiler and AMX or AVX512-BF16 (for float32: AVX2); otherwise
     torch's. torch: torch's."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are compiled; of a config that preflight has resolved."""
+        assert isinstance(self.enable, bool), "compile.enable is not resolved"  # "auto" is truthy
+        return self.enable
+
 
 class Float8(Section, on_resume="training"):
     """[float8] Matrix products of the blocks in 8 bits, forward and backward, by torchao (pip
@@ -141,9 +147,9 @@ class Float8(Section, on_resume="training"):
 
     recipe_name: Literal["rowwise", "tensorwise"] = "rowwise"
     """rowwise: each row and column that is multiplied has a scale, a power of two, so that the
-    model does not depend on the mesh beyond rounding. tensorwise: one scale for a whole tensor,
-    which is faster, and depends on the mesh and on `training.local_batch_size`: a token's result
-    changes with the tokens beside it."""
+    model does not depend on the mesh beyond rounding. tensorwise: one scale for a whole tensor. It
+    is faster, but a token's result then depends on the other tokens of its microbatch, so on the
+    mesh and on `training.local_batch_size`."""
 
     filter_fqns: list[str] = ["attention.wk", "attention.wv"]
     """Parts of names of layers that stay in `training.mixed_precision_param`. The default ones, the

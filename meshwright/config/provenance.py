@@ -1,4 +1,4 @@
-"""Where each value of a config was written, to name file and line, and to point at it."""
+"""Remembers where each value of a config was written, so that errors show file and line."""
 
 import os
 import re
@@ -16,9 +16,7 @@ HEADER = re.compile(
     r"\s*(?P<brackets>\[\[?)\s*(?P<key>(?:[\w. -]|\"[^\"]*\"|'[^']*')+?)\s*\]\]?\s*(?:#.*)?$"
 )
 
-
 ASSIGNMENT = re.compile(r"\s*(?P<key>[\w.\"' -]+?)\s*=\s*")
-
 
 MOST_COLUMNS = 96
 
@@ -68,6 +66,8 @@ class Provenance:
                     counts[table] += 1
                     table = (*table, str(counts[table] - 1))
                 self._origins[table] = origin
+                for length in range(1, len(table)):  # of [tool.ruff], the table "tool"
+                    self._origins.setdefault(table[:length], origin)
             elif assignment := ASSIGNMENT.match(line):
                 self._origins[table + _split(assignment["key"])] = origin
 
@@ -90,10 +90,6 @@ class Provenance:
         """Return where `key`, or else the nearest table around it, was given; "" if nowhere."""
         return self._nearest(key)[1].where
 
-    def has(self, key: str) -> bool:
-        """Return whether `key` itself was given."""
-        return tuple(key.split(".")) in self._origins
-
     def origin(self, key: str) -> str:
         """Return where the value of `key`, or a part of it, was given; "default" if nowhere."""
         parts = tuple(key.split("."))
@@ -110,12 +106,9 @@ class Provenance:
 
     def _nearest(self, key: str | Sequence[str | int]) -> tuple[Key, Origin]:
         parts = tuple(key.split(".") if isinstance(key, str) else map(str, key))
-        if len(parts) == 1 and parts not in self._origins:  # of [tool.ruff], the table "tool"
-            parts = next((given for given in self._origins if given[:1] == parts), parts)
-        while parts and not {parts, (*parts, "0")} & self._origins.keys():
+        while parts and parts not in self._origins:
             parts = parts[:-1]
-        origin = self._origins.get(parts) or self._origins.get((*parts, "0"))
-        return parts, origin or Origin("")
+        return parts, self._origins.get(parts, Origin(""))
 
     def _place(self, error: ConfigError) -> tuple[str, int]:
         """Sort key: file and line; keys that were not written come first."""

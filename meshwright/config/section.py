@@ -26,12 +26,9 @@ def check_is_path(value: str) -> str:
 
 LOCAL_PATH = "local path"
 
-
 LocalPath = Annotated[str, AfterValidator(check_is_path), LOCAL_PATH]
 
-
 INPUT_PATH = "input path"
-
 
 InputPath = Annotated[LocalPath, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
@@ -50,17 +47,13 @@ DataPath = Annotated[str, AfterValidator(check_is_no_file_address), LOCAL_PATH, 
 BYTES = "bytes"
 """Stands where a tokenizer's path would, for the one that has no file."""
 
-
 MODULE_OBJECT = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):\w+")
 """`package.module:function` stands where a path to a Python file and its function would."""
-
 
 PATH_OR_NAME = "path or name"
 """Marks an `InputPath` that may be a name instead: without a slash, and without .py at its end."""
 
-
 OUTPUT_PATH = "output path"
-
 
 OrFilledIn = Annotated[int, Field(ge=-1)]
 """A positive number, or -1 for the one that follows from the rest of the config (0 is refused
@@ -71,25 +64,22 @@ class OnResume(StrEnum):
     """The effect of a change of a key on a run that resumes."""
 
     NONE = "none"
-    """Rounding at most; or when something ends, is saved or is reported, and where to."""
+    """It changes rounding at most, or when and where something is saved or reported."""
     TRAINING = "training"
     """The run continues, but differently; training.steps sets the learning rate, too."""
     MODEL = "model"
-    """The weights may be of another model: the resolved dimensions count, which a checkpoint has
-    beside its config."""
+    """The weights may be of another model. A checkpoint holds the resolved dimensions, and they
+    decide."""
     DATA = "data"
-    """The data may be other data, of which identity and content count: a place in it means
-    something only in the same samples in the same order."""
+    """The data may be other data. The place in the data is valid only for the same samples in the
+    same order, so its identity and content decide."""
 
 
 T = TypeVar("T")
 
-
 Harmless = Annotated[T, OnResume.NONE]
 
-
 OfTraining = Annotated[T, OnResume.TRAINING]
-
 
 OfData = Annotated[T, OnResume.DATA]
 

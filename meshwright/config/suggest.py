@@ -1,4 +1,4 @@
-"""The key that an unknown one probably stands for, or silence."""
+"""Guesses the key that an unknown key stands for, or says nothing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,9 +14,7 @@ from meshwright.config.job_config import JobConfig
 ALIKE = 0.74
 """Least share of equal letters of a typing error: "anme" and "name" have 0.75."""
 
-
 ALIKE_SYNONYM = 0.88
-
 
 MOST_CHOICES = 4
 

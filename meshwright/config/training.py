@@ -108,7 +108,7 @@ class Training(Source):
     same side in every job, whatever the order and the mesh, and so are its duplicates."""
 
     mask_documents: OfTraining[bool] = False
-    """Keep the documents in a sequence apart: attention stays inside each, positions start anew,
+    """Keep the documents in a sequence apart: attention stays inside each, positions restart at 0,
     and the loss leaves out the first token of each."""
 
     max_bad_records: Harmless[NonNegativeInt] = 0
@@ -122,9 +122,9 @@ class Training(Source):
     shuffled, more memory."""
 
     stream_shards: PositiveInt = 64
-    """Independent parts that a streamed source is read in, whatever the number of ranks; at most
-    one per file. Best a multiple or a divisor of the global batch: a rank then reads no more than
-    it needs."""
+    """Independent parts that a streamed source is read in, on any number of ranks; at most one per
+    file. Choose a multiple or a divisor of `global_batch_size`: each rank then reads only its own
+    parts."""
 
     token_cache_folder: Harmless[Annotated[LocalPath, OUTPUT_PATH]] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
@@ -138,9 +138,8 @@ class Training(Source):
 
     global_batch_size: OfTraining[OrFilledIn] = -1
     """Sequences per optimizer step over all ranks: a multiple of data-parallel ranks x
-    `local_batch_size`, and gradients are accumulated where it is more. Set it for a result that
-    does not depend on the number of ranks. -1: that product, with a pipeline as many times that as
-    it has stages."""
+    `local_batch_size`. The rest is gradient accumulation. Set it if results must not depend on the
+    number of ranks. -1: one microbatch per rank; with a pipeline, one per stage."""
 
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
@@ -167,10 +166,9 @@ class Training(Source):
     in fp32, so several of them need `parallelism.fsdp_reduce_gradients` = every_microbatch."""
 
     loss_chunk_tokens: Harmless[NonNegativeInt] = 0
-    """Tokens of a microbatch whose logits exist at once, to save memory. 0, which is best for most:
-    as many as the model is wide, half as many if the output computes in fp32, so that logits take
-    no more memory than its weight would in bf16; with a small vocabulary as many as have 16 Mi
-    logits."""
+    """Tokens of a microbatch whose logits exist at once, to save memory. 0 (recommended) chooses a
+    number with which logits take no more memory than the output weight in bf16, or 16 Mi logits if
+    the vocabulary is small."""
 
     enable_cpu_offload: Harmless[bool] = False
     """Keep sharded parameters, gradients and optimizer state in the host's memory, and update them
@@ -279,8 +277,8 @@ class BadSteps(Section, on_resume="training"):
     """With policy = "skip": steps that may be skipped in the whole job; one more stops it."""
 
     spike_std: NonNegativeFloat = 0.0
-    """A step is bad, too, if its loss or its gradient norm is more than so many standard deviations
-    above its running mean; 6 is usual. 0: only figures that are not finite are bad."""
+    """A step is also bad if its loss or its gradient norm is more than this many standard
+    deviations above its running mean; 6 is usual. 0: only figures that are not finite are bad."""
 
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Good steps that the running means and deviations look back over; before there have been as

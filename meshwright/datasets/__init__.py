@@ -6,9 +6,16 @@ keys that choose one are in `config/training.py`.
 
 from functools import partial
 
-from meshwright.datasets.files import local_files, stdlib_files, token_files
+from meshwright.datasets.files import local_files, token_files
 from meshwright.datasets.hub import hub_files
-from meshwright.datasets.sources import DatasetSpec, open_hub, open_local, open_stdlib, open_tokens
+from meshwright.datasets.sources import (
+    DatasetSpec,
+    open_hub,
+    open_local,
+    open_stdlib,
+    open_tokens,
+    stdlib_files,
+)
 
 
 def _on_hub(repository: str, subset: str = "") -> DatasetSpec:

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -269,19 +268,6 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return _fits(names, pattern[1:]) or _fits(names[1:], pattern)
     return fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
-
-
-def stdlib_files(entry: Entry) -> list[DataFile]:
-    """Return the running Python's own standard library, without its tests; of that, one split."""
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = []
-    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
-        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
-        files += [path for path in paths if os.path.getsize(path) > 0]
-    files.sort()
-    held_out = entry.source.dataset_split == "validation"
-    return [described(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
 
 
 def local_files(kind: str, entry: Entry) -> list[DataFile]:

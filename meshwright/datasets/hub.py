@@ -18,9 +18,11 @@ from meshwright.datasets.rows import (
     ToDocument,
     row_reader,
 )
-from meshwright.system.errors import PASSED_ON, ConfigError
+from meshwright.system.errors import PASSED_ON, ConfigError, StorageError
+from meshwright.system.files import LASTING
 
-NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
+NETWORK_CLIENTS = {"aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "requests"}
+NETWORK_CLIENTS |= {"urllib", "urllib3"}
 
 
 STAYS = (
@@ -30,15 +32,31 @@ STAYS = (
 """Errors of the operating system that another attempt does not mend."""
 
 
+TRY_LATER = (408, 425, 429)
+"""Answers of a server to a request that is right; those from 500 are others."""
+
+
 def may_pass(error: BaseException | None) -> bool:
     """Return whether the error, or its cause, is one of a network or a file system that may be gone
-    later."""
-    while error is not None and not isinstance(error, STAYS):
+    later.
+
+    `datasets` makes a `FileNotFoundError` of a hub that does not answer, and hides the cause.
+    """
+    passes: bool | None = None
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status >= 500 or status in TRY_LATER
+        if "OfflineModeIsEnabled" in repr(error):  # a variable of the user's
+            return False
         is_of_network = type(error).__module__.partition(".")[0] in NETWORK_CLIENTS
-        if is_of_network or isinstance(error, (OSError, HTTPException)):
-            return True
-        error = error.__cause__
-    return False
+        if is_of_network or isinstance(error, ConnectionError | TimeoutError | HTTPException):
+            passes = True
+        elif isinstance(error, OSError) and passes is None:
+            # pyarrow's error of a damaged file is an OSError without a number
+            passes = not isinstance(error, STAYS) and error.errno not in LASTING
+        error = error.__cause__ or error.__context__
+    return bool(passes)
 
 
 class StreamedRows:
@@ -138,13 +156,19 @@ def subset_of(entry: Entry, usual: str) -> str | None:
 
 @contextmanager
 def openable(entry: Entry) -> Iterator[None]:
-    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`."""
+    """Whatever a reader or network client of `datasets` raises becomes a `ConfigError`; or a
+    `StorageError`, which a scheduler starts again, if it may pass."""
     key = "dataset_path" if entry.source.dataset_path else "dataset"
     try:
         yield
     except (ConfigError, *PASSED_ON):
         raise
     except BaseException as error:
+        if may_pass(error):
+            fix = "run the same command again when the network or the file system answers"
+            raise StorageError(
+                str(entry.error(key, f"cannot be read now: {_reason(error)}", fix))
+            ) from error
         raise entry.error(key, f"cannot be opened: {_reason(error)}") from error
 
 

@@ -266,7 +266,10 @@ def _pieces(
 def _parquet(part: Range, layout: Layout, after: Place | None) -> Rows:
     import pyarrow.parquet as parquet  # here, as above
 
-    with open_file(part.file) as opened, parquet.ParquetFile(opened, buffer_size=CHUNK) as file:
+    with (
+        open_file(part.file) as opened,
+        parquet.ParquetFile(opened, buffer_size=CHUNK, pre_buffer=False) as file,
+    ):
         columns = _present(layout, file.schema_arrow.names)
         first, end = after.at if after else part.begin, part.end or file.num_row_groups
         for group in range(first, end):

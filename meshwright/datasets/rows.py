@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
-from meshwright.datasets.files import DataFile, Entry, Place, Range
+from meshwright.datasets.files import ChangedError, DataFile, Entry, Place, Range
 from meshwright.datasets.filters import Document, Messages, NoDocumentError, conditions, is_on_side
 from meshwright.datasets.readers import (
     Fault,
@@ -15,7 +15,15 @@ from meshwright.datasets.readers import (
     read,
     where,
 )
-from meshwright.system.errors import PASSED_ON, ConfigError, RecordError, shortened, where_it_ends
+from meshwright.system.errors import (
+    PASSED_ON,
+    ConfigError,
+    RecordError,
+    StorageError,
+    shortened,
+    where_it_ends,
+)
+from meshwright.system.files import LASTING
 from meshwright.system.modules import import_user_module
 
 Item = Document | RecordError
@@ -173,10 +181,13 @@ class _LocalReader:
             return error.of(self._entry, where(part, self._layout, place))
 
 
-def unreadable(entry: Entry, error: OSError) -> ConfigError:
-    """Return the error of a file that cannot be read now, or has changed."""
+def unreadable(entry: Entry, error: OSError) -> ConfigError | StorageError:
+    """Return the error of a file that has changed, or that cannot be read now."""
     what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    return entry.error("dataset_path", f"cannot be read: {what}", "restore it, and start again")
+    if isinstance(error, ChangedError) or error.errno in LASTING:
+        return entry.error("dataset_path", f"cannot be read: {what}", "restore it")
+    fix = "run the same command again when the file system answers"
+    return StorageError(str(entry.error("dataset_path", f"cannot be read now: {what}", fix)))
 
 
 MOST_HEADS = 64

@@ -5,6 +5,7 @@ Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache
 
 import glob
 import os
+import sysconfig
 import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from meshwright.datasets.files import (
     described,
     fingerprint,
     local_files,
-    stdlib_files,
     token_paths,
 )
 from meshwright.datasets.filters import is_on_side
@@ -29,7 +29,8 @@ from meshwright.datasets.rows import (
     local_layout,
     row_reader,
 )
-from meshwright.system.errors import check, config_error, where_it_ends
+from meshwright.system.errors import check, config_error, numbered, where_it_ends
+from meshwright.system.log import logger
 
 if TYPE_CHECKING:
     from meshwright.datasets.foreign_tokens import TokenFiles
@@ -65,6 +66,19 @@ class DatasetSpec:
         ]
 
 
+def stdlib_files(entry: Entry) -> list[DataFile]:
+    """Return the running Python's own standard library, without its tests; of that, one split."""
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
+        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        files += [path for path in paths if os.path.getsize(path) > 0]
+    files.sort()
+    held_out = entry.source.dataset_split == "validation"
+    return [described(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
+
+
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     """Open the standard library: each file is a document."""
     files = stdlib_files(entry)
@@ -83,7 +97,10 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
 
 def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
     """Open local files."""
-    return LocalDocuments(entry, local_files(kind, entry), local_layout(entry))
+    files = local_files(kind, entry)
+    size = sum(file.size for file in files) / 1e9
+    logger.info("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
+    return LocalDocuments(entry, files, local_layout(entry))
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":

@@ -1,4 +1,4 @@
-"""torchrun with the job's own exit code, and without a second report of its errors.
+"""Starts the ranks of this machine through torchrun.
 
 python -m meshwright.launch TORCHRUN_ARGUMENTS -m meshwright.train --job.config_file CONFIG ...
 """

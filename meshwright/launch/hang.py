@@ -1,4 +1,4 @@
-"""From the evidence about every rank to the one that the others wait for. Free of torch."""
+"""Decides which rank the others wait for, from evidence about every rank. Free of torch."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,20 +12,15 @@ from meshwright.system.errors import in_ranges
 STOPPED = "Tt"
 """States of /proc/PID/stat: by a signal, by a debugger."""
 
-
 WAITS_IN = (("torch", "distributed/"), ("meshwright", "train/stop.py"), ("concurrent", "futures/"))
 """Packages, and the parts of them in whose functions a rank waits for others."""
-
 
 FRAMES_SEEN = 4
 """Of the main thread, from the innermost, to see whether it waits for others."""
 
-
 FRAME = re.compile(r'File "(?P<file>.*)", line \d+ in (?P<function>.*)')
 
-
 THREAD = re.compile(r"[Tt]hread 0x")
-
 
 MEANINGS = {
     "T": "stopped by a signal (SIGSTOP)",

@@ -26,40 +26,30 @@ from meshwright.system.errors import EXIT_CODES
 HEARTBEATS = "heartbeats"
 """Folder in the launcher's, on each machine. The first rank there makes it."""
 
-
 STACKS_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGUSR2
 """Has a rank write its stacks for the launcher. SIGUSR2 is the user's, and writes to the log."""
-
 
 EXAMINE = "examine"
 """File in the folder: asks every rank for its last collectives."""
 
-
 LAYOUT = struct.Struct("<qqdd64s48s200s")
 """Beats so far, step, time of the beat, limit in s, phase, key of the limit, error."""
 
-
 PHASE_BYTES = 64
-
 
 FACTS_AT = 512
 
-
 SIZE = 2048
 
-
 LOOK_EVERY_S = 0.5
-
 
 HOLD_S = 20
 """Seconds a rank whose collective timed out waits for the launcher to name the cause."""
 
-
 TIMED_OUT = re.compile(r"tim(ed|es|ing) ?-?out|timeout", re.IGNORECASE)
 
-
 UNTIL_TIMEOUT = 0.8
-"""An error that comes after less than this part of the limit is no timeout, whatever it says."""
+"""An error that comes earlier than this part of the limit is not a timeout."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,9 @@ class Heartbeat:
         self._write(b"")
         self._stacks = (folder / f"rank_{rank}.stacks").open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks)
-        unfinished.replace(path)  # last: whoever has such a file gets the signal, and must bear it
+        unfinished.replace(
+            path
+        )  # last: a rank with this file is sent the signal, and must handle it
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Note that this rank enters `phase`. All ranks do so alike, in the same order.
@@ -155,7 +147,7 @@ class Heartbeat:
             raise
 
     def answer(self, last_collectives: Callable[[], str]) -> None:
-        """Write `last_collectives` beside the beats, from a thread, when the launcher asks."""
+        """Write `last_collectives` to a file, from a thread, when the launcher asks."""
         if self._stacks is None or self._folder is None:
             return
         folder, path = self._folder, Path(self._stacks.name).with_suffix(".collectives")

@@ -22,7 +22,7 @@ from torch.distributed.run import parse_args, run
 from meshwright.config.loader import load_config
 from meshwright.launch.heartbeat import HEARTBEATS
 from meshwright.launch.watch import Watch, tail, try_to_write
-from meshwright.metrics.records import note_missing_end
+from meshwright.metrics.history import note_missing_end
 from meshwright.system.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from meshwright.system.exit_codes import (
     BY_TORCHRUN,
@@ -162,7 +162,7 @@ def _ask_to_stop(request: Path, number: int, interrupts: list[int]) -> None:
     late = "stops, at the latest after its first step"
     will = "saves and stops" if _has_trained(request) else late
     again = "; again: killed" * (number == signal.SIGINT)
-    # a handler may have interrupted a print; whoever read our stderr (`| tee`) may be gone by now
+    # a handler may have interrupted a print; the reader of our stderr (`| tee`) may be gone by now
     with suppress(OSError):
         os.write(2, f"meshwright: {name}: the job {will}{again}\n".encode())
 
@@ -248,15 +248,12 @@ def _note_end(args: argparse.Namespace, watch: Watch, reason: str) -> None:
 
 TAIL_LINES = 20
 
-
 TAIL_BYTES = 2**20
-
 
 RANKS = "meshwright.train"
 """The module that a rank runs."""
 STDERR = "*/attempt_*/{}/stderr.log"
 """Where torchrun's --tee copies the stderr of a rank to: LOG_DIR/JOB/attempt_N/LOCAL_RANK."""
-
 
 FAULT = "Fatal Python error"
 """How Python begins to say where it was when C++ ended it."""

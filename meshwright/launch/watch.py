@@ -1,4 +1,4 @@
-"""The launcher's look at the ranks of its machine: it names the rank that the others wait for."""
+"""The launcher's thread that watches the ranks of its machine, and ends a job that hangs."""
 
 import json
 import os
@@ -21,33 +21,25 @@ from meshwright.system.errors import ConfigError
 ANSWER_S = 1.5
 """Seconds that ranks get to write their stacks and last collectives."""
 
-
 MACHINES_S = 8.0
 """Seconds that other machines get to tell of their ranks."""
-
 
 WRITE_S = 3.0
 """Seconds to write the report."""
 
-
 ASK_MACHINES_EVERY_S = 2.0
-
 
 LONGEST_GAP_S = 5.0
 """Between two looks; after a longer one this process was stopped itself, and so was the job."""
 
-
 ABORTED = "Watchdog caught collective operation timeout"
 """NCCL's last words on stderr before it aborts a rank: torch, ProcessGroupNCCL.cpp."""
-
 
 NEARLY = 0.8
 """Part of the limit that a rank has waited for at least, if it was ended because of it."""
 
-
 WARN_AFTER_S = 3.0
 """Seconds beyond the limit: a timeout of the ranks' own, which says more, comes first."""
-
 
 TAIL_BYTES = 2**16
 
@@ -139,7 +131,7 @@ class Watch:
     def _warn(self, beats: Sequence[Beat], now: float) -> None:
         """Name the ranks that do not wait for others though the limit is over.
 
-        It is no proof of a hang: a save may take longer, and so may a step without a collective.
+        This does not prove a hang: a save may take longer, and so may a step without a collective.
         """
         late = [beat for beat in beats if now - beat.since - WARN_AFTER_S >= beat.limit_s > 0]
         new = {(beat.rank, beat.count) for beat in late} - self._warned
@@ -240,7 +232,10 @@ class Machines:
                 told += [Evidence(**rank) for rank in json.loads(self._store.get(key))]
                 keys.remove(key)
             time.sleep(LOOK_EVERY_S / 5)
-        time.sleep(LOOK_EVERY_S)  # for others to read: the store ends with the launcher that has it
+        with suppress(RuntimeError):  # the store ends with the launcher that has it, so wait
+            self._store.add("done", 1)
+            while self._store.add("done", 0) < self._count and time.monotonic() < end:
+                time.sleep(LOOK_EVERY_S / 5)
         return sorted(told, key=lambda rank: rank.rank)
 
 

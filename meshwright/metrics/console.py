@@ -58,9 +58,7 @@ class Eta:
 HEADER_EVERY = 25
 """Lines from one header to the next."""
 
-
 BOLD, DIM, CYAN, RESET = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
-
 
 COLUMNS = (  # header, width, colour
     ("loss", 9, BOLD),
@@ -73,9 +71,8 @@ COLUMNS = (  # header, width, colour
     ("eta", 12, ""),
 )
 
-
 LEFT_OUT = ("TFLOP/s", "GiB", "lr")
-"""Columns that a narrow console goes without, the first one first; metrics.jsonl has them."""
+"""Columns that a narrow console drops, in this order; metrics.jsonl has them."""
 
 
 def duration(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The figures of a plan that was written beside the job's output."""
+"""The figures of a plan that lies in the job's dump folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from meshwright.system.log import logger
 PLAN = "plan.json"
 """In the dump folder: the output of `meshwright plan --json`."""
 
-
 GIB = 2**30
-
 
 T = TypeVar("T")
 
 
 def job_identity(config: JobConfig) -> dict[str, object]:
-    """Return the keys in which a job must agree with the plan beside its output: those that decide
-    its memory, and are the same before and after every -1 is filled in."""
+    """Return the keys in which a job must agree with its plan: they decide its memory, and are the
+    same before and after every -1 is filled in."""
     model, training, parallelism = config.model, config.training, config.parallelism
     degrees = (
         "data_parallel_replicate",

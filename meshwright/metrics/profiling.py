@@ -1,4 +1,4 @@
-"""Traces of single steps, and snapshots of GPU memory; each with its summary as text."""
+"""Profiles single steps, and takes snapshots of GPU memory; each gets a summary as text."""
 
 import pickle
 import sysconfig
@@ -13,22 +13,18 @@ import torch
 
 import meshwright
 from meshwright.config.job_config import Profiling
-from meshwright.system.device import GIB
+from meshwright.system.hardware import GIB
 from meshwright.system.log import logger
 
 MOST_EVENTS = 100_000
 """Allocations that a snapshot remembers; older ones are forgotten. Each takes about 1 KiB."""
 
-
 LARGEST = 15
 """Rows of a summary."""
 
-
 OURS = Path(meshwright.__file__).parent
 
-
 LIBRARIES = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
-
 
 LIBRARIES += [Path(torch.__file__).parent]
 
@@ -72,7 +68,7 @@ class Profiler:
         trace: TracebackType | None,
     ) -> None:
         if self._on_demand is not None:
-            logger.warning("the job ends before the trace that PROFILE asked for is whole")
+            logger.warning("the job ended before the requested trace was complete")
             self._on_demand.on_trace_ready = None  # or the half of it would be written
             self._end_on_demand()
         if self._records_memory:
@@ -84,7 +80,7 @@ class Profiler:
     def request(self) -> None:
         """Trace the next `profiler_active` steps, after `profiler_warmup` others."""
         if self._scheduled is not None or self._on_demand is not None:
-            logger.info("PROFILE has no effect: a trace is under way, or is so by the config")
+            logger.info("PROFILE ignored: profiling is already on")
             return
         config = self._config
         logger.info(
@@ -195,7 +191,7 @@ def _place(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file is ours, which may be installed beside libraries, or the user's."""
+    """Return whether a file is ours or the user's. Ours may be installed among libraries."""
     return file.is_relative_to(OURS) or not any(map(file.is_relative_to, LIBRARIES))
 
 
@@ -209,7 +205,7 @@ def _record(is_on: bool) -> None:
 
 
 def _write(what: str, path: Path, write: Callable[[str], object], summary: str) -> None:
-    """Write a file and, beside it, its summary; warn if that fails."""
+    """Write a file and its summary; warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".txt").write_text(summary)

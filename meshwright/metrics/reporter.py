@@ -1,4 +1,4 @@
-"""From the counts of a job to the figures that it reports."""
+"""Times the steps of a job, and computes the metrics that it reports."""
 
 import sys
 import time
@@ -11,11 +11,10 @@ from typing import Literal
 import torch
 
 from meshwright.metrics.records import Record, Sink, Texts, TextSink, validation_loss
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.log import logger
 
 Phase = Literal["forward_backward", "communication", "optimizer"]
-
 
 LONGEST_QUEUE = 64
 """Marks on a GPU that may wait. Beyond it, finished marks are read."""
@@ -109,7 +108,7 @@ class Reporter:
         phases: Phases,
         sinks: Sequence[Sink],
         tokens_seen: int,
-        advance: Callable[[int], None] = lambda step: None,
+        advance: Callable[[int], None] | None = None,
         best_validation: tuple[int, float] | None = None,
     ) -> None:
         """
@@ -139,7 +138,8 @@ class Reporter:
         self._steps += 1
         self._data_s += data_s
         self.tokens_seen += self._work.tokens_per_step
-        self._advance(step)
+        if self._advance is not None:
+            self._advance(step)
 
     def report(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the record of `step`; its figures being on the host, the device has finished it."""

@@ -1,4 +1,4 @@
-"""Files of records: each record whole, and none twice."""
+"""Sinks that write records to files: each record whole, and none twice."""
 
 import json
 import math

@@ -18,7 +18,6 @@ from meshwright.metrics.sinks import WholeRecords
 
 SCALARS = (bool, int, float, str)
 
-
 SHOWN_BESIDE = ("loss/train", "validation/loss")
 """Figures in the table of hyperparameters."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.compiler import config
 
-from meshwright.config.job_config import is_compiled, needs_fsdp_alone, wants_cpu_attention
+from meshwright.config.job_config import needs_fsdp_alone, wants_cpu_attention
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
 from meshwright.config.training import Training
 from meshwright.models.decoder import Decoder
@@ -141,7 +141,7 @@ def parallelize(
         applied.append(activation_checkpoint.apply_ac(model.layers, recomputation))
     if model.output is not None:
         model.output.loss.chunk_tokens = training.loss_chunk_tokens
-    if is_compiled(compilation):
+    if compilation.is_on:
         is_on_cpu = meshes.world.device_type == "cpu"
         if is_on_cpu and wants_cpu_attention(compilation, training, parallelism):
             from meshwright.parallelisms.cpu_kernels import attention  # an operator, for CPUs alone

@@ -1,4 +1,4 @@
-"""Errors, log, files, processes and the devices of this machine: all that is not about training.
+"""Errors, log, files, processes and the devices of this machine: everything that is not training.
 
 It imports nothing of the other folders.
 """

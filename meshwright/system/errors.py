@@ -11,24 +11,18 @@ from typing import Any
 
 EXIT_CONFIG = 2
 
-
 EXIT_TRAINING = 3
-
 
 EXIT_SAVE = 4
 
-
 EXIT_DATA = 5
 
-
 EXIT_HANG = 6
-"""A rank stopped making progress, and the others waited for it in vain."""
-
+"""A rank stopped making progress, and the others waited for it until the limit."""
 
 EXIT_STOPPED = 75
 """The job was asked to stop before its last step: start it again, and it resumes. EX_TEMPFAIL of
 <sysexits.h>."""
-
 
 EXIT_INTERRUPTED = 130
 """By Ctrl-C, before there was anything to save, or for the second time: 128 + SIGINT."""
@@ -41,8 +35,8 @@ class ConfigError(ValueError):
     the fault.
 
     Args:
-        key: dotted key of the config that is at fault ("" if there is none), from which whoever
-            reports the error finds the file and the line.
+        key: dotted key of the config that is at fault ("" if there is none). It leads to the file
+            and the line.
         message: the fault, then optionally a line `  fix: ...`.
     """
 
@@ -124,7 +118,6 @@ class StopRequested(BaseException):
 PASSED_ON = (KeyboardInterrupt, GeneratorExit, StopRequested)
 """They end called code without a fault of it. All else is a fault: SystemExit in a user's function
 and a panic in Rust are no `Exception`, and would end a thread or a worker without a word."""
-
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigError: EXIT_CONFIG,

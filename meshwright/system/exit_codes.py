@@ -1,4 +1,4 @@
-"""The exit code of a job: from how its ranks ended, and from the request to stop, if there was one.
+"""Decides the exit code of a job from how its ranks ended and whether it was asked to stop.
 
 Free of torch. docs/configuration.md has the codes for users.
 """
@@ -13,10 +13,8 @@ from meshwright.system.errors import EXIT_CODES, EXIT_HANG, EXIT_INTERRUPTED, EX
 OWN_CODES = tuple(EXIT_CODES.values())
 """Exit codes whose cause the ranks have reported themselves."""
 
-
 BY_TORCHRUN = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """It ends the ranks that are left, by a signal that they may take time over."""
-
 
 LOST_PEER = re.compile(
     r"gloo/transport\S* .*(closed|reset) by peer|gloo/transport\S* .*Broken pipe|ncclRemoteError"

@@ -1,4 +1,4 @@
-"""Writes, flushes and locks files, also where a file system cannot flush or lock. No torch."""
+"""Writes, flushes and locks files, also if the file system cannot flush or lock. No torch."""
 
 import errno
 import fcntl
@@ -21,17 +21,20 @@ from meshwright.system.log import logger
 
 T = TypeVar("T")
 
-
 UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Errors by which a file system says that it lacks a call."""
-
 
 RETRY_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds before each further attempt after a read error that may pass."""
 
-
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that are answers: there is no such file."""
+
+
+LASTING = frozenset(
+    {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+)
+"""Numbers of errors that stay until a person does something; None: it has no number."""
 
 
 def sync_file(descriptor: int, path: Path) -> None:
@@ -89,7 +92,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 UNFINISHED = re.compile(r".*\.([0-9a-f]{8})-[0-9a-f]{8}\.([0-9]{1,9})\.unfinished")
-
 
 DEAD_AFTER_S = 86_400
 """A file that another machine has not written to for so long was left by a process that is gone."""
@@ -176,6 +178,22 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
+
+
+def holds_folders(folder: Path) -> bool:
+    """Return whether a folder can be made in `folder`, in which this user may write.
+
+    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
+    """
+    if os.statvfs(folder).f_blocks:
+        return True
+    tried = folder / f".meshwright-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def lock(file: IO[Any], kind: int, path: Path, risk: str) -> bool:

@@ -1,4 +1,4 @@
-"""The job's logger: the console, and one file per rank."""
+"""The job's log: on the console, and in one file per rank."""
 
 import faulthandler
 import logging
@@ -17,27 +17,20 @@ from meshwright.system.errors import ConfigError
 
 logger = logging.getLogger("meshwright")
 
-
 FILE_FORMAT = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-
 
 WIDTH = 100
 """Columns of a line on the console, at most."""
 
-
 COLUMNS = "MESHWRIGHT_COLUMNS"
 """Environment variable with another number of them."""
-
 
 INDENT = " " * 9
 """As wide as the time that begins each line."""
 
-
 EXCERPT = " " * 4
 
-
 SPEAK_EVERY_S = 10.0
-
 
 RED, YELLOW, RESET = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -212,7 +205,7 @@ def log_to_file(folder: Path, rank: int) -> None:
     """Also append the log of this rank to `folder`/rank_N.log; on SIGUSR2, its threads' stacks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # not foreseen by checks of permissions: a quota, /proc, ...
+    except OSError as error:  # checks of permissions did not see it: a quota, /proc, ...
         message = f"job.dump_folder: {folder} cannot be made: {error.strerror}"
         raise ConfigError("job.dump_folder", message) from None
     handler = RankFile(folder / f"rank_{rank}.log")

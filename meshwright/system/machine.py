@@ -1,4 +1,4 @@
-"""How many processes a job has, and this machine's devices for them. Free of torch."""
+"""Counts this machine's GPUs, cores and memory, and a job's ranks. Free of torch."""
 
 import os
 import re
@@ -16,29 +16,21 @@ from meshwright.system.errors import ConfigError, check
 CPU_RANKS = 2
 """On a machine without GPUs."""
 
-
 NVIDIA_SMI_S = 20.0
-"""Limit of `nvidia-smi -L`, which takes up to some seconds, and hangs with an ill driver."""
-
+"""Limit of `nvidia-smi -L`, which takes seconds, and hangs if the driver is broken."""
 
 REPAIR = "repair the driver (often: reboot), or train on the CPU with CUDA_VISIBLE_DEVICES="
-
 
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """Where AMD's driver describes its devices, CPUs among them."""
 
-
 RENDER_DEVICES = Path("/dev/dri")
-
 
 CGROUPS = Path("/sys/fs/cgroup")
 
-
 OWN_CGROUP = Path("/proc/self/cgroup")
 
-
 CPU_INFO = Path("/proc/cpuinfo")
-
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 """As the Linux kernel names them; the last is ARM's."""

@@ -1,4 +1,4 @@
-"""Signals and parents of a job's processes. Free of torch."""
+"""Signals of a job's processes, and facts that the launcher hands to its ranks. Free of torch."""
 
 import ctypes
 import json
@@ -24,10 +24,8 @@ from meshwright.system.exit_codes import code_of_request
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """A terminal that closes; signals that Slurm and others send some time before they kill; Ctrl-C."""
 
-
 LAUNCH = "MESHWRIGHT_LAUNCH"
 """Environment variable of the ranks: a `Launch`, as JSON."""
-
 
 STOP, TRAINED = "stop", "trained"
 """Files in the launcher's folder. It writes the name of the signal that it was sent to the first,
@@ -67,22 +65,17 @@ OTHER_MALLOC = ("LD_PRELOAD", "GLIBC_TUNABLES")
 """Environment variables by which users choose an allocator of memory on CPUs, or settings of
 glibc's. The launcher and the ranks then choose none."""
 
-
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
 
 NUDGE = signal.SIGURG
 """Brings the main thread of a rank back to Python, even from a sleep. Its default is no effect."""
 
-
 LISTEN_EVERY_S = 0.5
 """Seconds between two looks for the launcher's request."""
-
 
 STUCK_S = 5.0
 """Seconds after which a rank that has nothing to save ends, though its main thread has not come
 back from C."""
-
 
 JOIN_TIMEOUT_S = 20
 """Seconds a rank that got SIGTERM waits for the others to join the stop. If they do not, the job

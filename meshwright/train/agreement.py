@@ -1,4 +1,4 @@
-"""Whether all ranks run the same job: its config, code, tokenizer and data, compared at start."""
+"""Checks at the start that all ranks have the same config, code, tokenizer and data."""
 
 import functools
 import hashlib
@@ -20,9 +20,7 @@ from meshwright.train.preflight import Plan
 
 CONFIG = "config"
 
-
 COMPILE_HINT = ' ("auto" asks each machine for a C++ compiler; false runs on all machines)'
-
 
 OWN_PATHS = {
     "config_file",
@@ -68,7 +66,8 @@ def check_same(facts: Mapping[str, str]) -> None:
         ConfigError: as `check_agreement`.
     """
     digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, _digest(facts))
+    text = json.dumps(facts, sort_keys=True)
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
     if all(digest == digests[0] for digest in digests):
         return
     mine = (socket.gethostname(), dict(facts))
@@ -89,10 +88,6 @@ def check_same(facts: Mapping[str, str]) -> None:
         text = "\n  ".join(["ranks do not run the same job:", *lines])
         fix = "give all machines the same code, config, tokenizer and data"
         raise ConfigError("" if first in (CONFIG, "code") else first, f"{text}\n  fix: {fix}")
-
-
-def _digest(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _differences(

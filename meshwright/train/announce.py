@@ -1,4 +1,4 @@
-"""A job's messages at its start and end, and its records beside the results."""
+"""A job's messages at its start and end, and the record of its config and history."""
 
 import math
 import platform
@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.config.changes import to_json
-from meshwright.config.job_config import saves
 from meshwright.config.loader import to_toml
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import StopRequested, numbered
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
@@ -31,7 +30,7 @@ from meshwright.train.preflight import Plan
 
 
 def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
-    """Describe the job in the log, and keep its config beside the results."""
+    """Describe the job in the log, and write its config to the dump folder."""
     config, args, training = plan.config, plan.model_args, plan.config.training
     if config.job.description:
         logger.info("%s", config.job.description)
@@ -61,21 +60,16 @@ def announce(plan: Plan, device: torch.device, launch: Launch) -> None:
         logger.info("chosen for this machine by the launcher: %s", launch.host_settings)
     num_dims = {name: len(shape) for name, shape in shapes.items()}
     logger.info("%s", describe(config.optimizer, num_dims, plan.frozen))
-    accumulation = training.global_batch_size // (plan.dims.dp * training.local_batch_size)
-    num_tokens = training.global_batch_size * training.seq_len
+    num_tokens, num_steps = config.tokens_per_step, training.steps - plan.resume_step
     logger.info(
         "global batch: %d sequences, %s tokens (%d per rank x %s of data x %s)",
         training.global_batch_size,
         f"{num_tokens:,}",
         training.local_batch_size,
         numbered(plan.dims.dp, "rank"),
-        numbered(accumulation, "microbatch", "es"),
+        numbered(config.num_microbatches, "microbatch", "es"),
     )
-    logger.info(
-        "to train: %s tokens in %s steps",
-        f"{num_tokens * (training.steps - plan.resume_step):,}",
-        f"{training.steps - plan.resume_step:,}",
-    )
+    logger.info("to train: %s tokens in %s steps", f"{num_tokens * num_steps:,}", f"{num_steps:,}")
     parts = ", ".join(
         f"{purpose} {size / hardware.GIB:.3g}" for purpose, size in plan.least_bytes.items() if size
     )
@@ -115,8 +109,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     Args:
         step: the last; the data may have ended before `training.steps`.
     """
-    training = plan.config.training
-    tokens = training.global_batch_size * training.seq_len * (step - plan.resume_step)
+    tokens = plan.config.tokens_per_step * (step - plan.resume_step)
     earlier = f"; {reporter.tokens_seen:,} since step 1" if plan.resume_step else ""
     logger.info("finished: %s tokens in %s%s", f"{tokens:,}", duration(seconds), earlier)
     if reporter.best_validation is not None:
@@ -127,7 +120,7 @@ def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> N
     commands = [f"meshwright report {folder}"]
     if config.metrics.enable_tensorboard:
         commands.append(f"tensorboard --logdir {folder}")
-    if saves(config.checkpoint):
+    if config.checkpoint.saves:
         if plan.checkpoint_folder.parent != Path(config.job.dump_folder):  # deeper inside
             folder = shlex.quote(str(plan.checkpoint_folder))
         module = config.experimental.custom_import

@@ -1,4 +1,4 @@
-"""The host's log of bad steps, which it reads from the device now and then."""
+"""Finds bad steps on the device, holds their updates back, and reports them on the host."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ class BadStepDetector:
     Args:
         config: policy "stop" allows no bad step. None: the default, which is that.
         num_before: steps that were skipped before this process; they count towards the budget. If
-            there are as many as it allows now, the next one stops the job.
+            they have used it up, the next one stops the job.
         statistics: of the checkpoint that is resumed from.
     """
 

@@ -1,4 +1,4 @@
-"""From a plan to the parts of a job."""
+"""Builds the parts of a job from its plan: model, first weights, loader, reporter."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.conversion.initial_on_ranks import open_initial
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
@@ -17,7 +16,6 @@ from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.stream import Cursor, SampleStream
-from meshwright.metrics import peak_flops as hardware
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.records import Sink
@@ -34,6 +32,7 @@ from meshwright.parallelisms.local_model import (
 )
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.parallelize import parallelize
+from meshwright.system.hardware import peak_of
 from meshwright.system.log import logger
 from meshwright.train.preflight import Plan
 
@@ -88,11 +87,11 @@ def initialize_weights(plan: Plan, model: LocalModel) -> None:
         for stage in model.stages:
             initialize(stage, plan.config.training.seed)
         return
-    from meshwright.checkpoint.conversion.readers import open_weights
+    from meshwright.checkpoint.conversion.readers import open_initial, open_weights
 
     start = time.perf_counter()
     with open_initial(config) as initial:
-        reader = open_weights(initial, plan.spec, plan.model_args)
+        reader = open_weights(initial, plan.family, plan.model_args)
         reader.load(dict(model.named_parameters()))
     for stage in model.stages:
         stage.init_buffers()
@@ -108,7 +107,7 @@ def build_loader(
     cursor: Cursor,
 ) -> Loader:
     """Return this rank's batches, from `cursor` on."""
-    training, shape = plan.config.training, _batch_shape(plan, meshes)
+    training, shape = plan.config.training, batch_shape(plan, meshes)
     stream = SampleStream(
         sources,
         weights(training.datasets),
@@ -127,7 +126,8 @@ def build_loader(
     )
 
 
-def _batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+def batch_shape(plan: Plan, meshes: Meshes) -> BatchShape:
+    """Return how the global batch is dealt out over ranks and microbatches."""
     return BatchShape(
         local_batch_size=plan.config.training.local_batch_size,
         num_microbatches=plan.num_microbatches,
@@ -148,27 +148,24 @@ def build_reporter(
     config = plan.config
     training = config.training
     work = Work(
-        tokens_per_step=training.global_batch_size * training.seq_len,
+        tokens_per_step=config.tokens_per_step,
         flops_per_token=plan.model_args.table.flops_per_token(training.seq_len),
         num_devices=dist.get_world_size(),
         peak_flops_per_s=_peak_flops_per_s(config, device),
     )
-    if dist.get_rank() > 0:
-        return Reporter(
-            work, device, phases, extra_sinks, tokens_seen, best_validation=best_validation
-        )
-    console = Console(training.steps, plan.resume_step)
-    destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
-    return Reporter(
-        work, device, phases, destinations, tokens_seen, console.advance, best_validation
-    )
+    destinations, advance = [*extra_sinks], None
+    if dist.get_rank() == 0:
+        console = Console(training.steps, plan.resume_step)
+        destinations = [console, *_files(config, plan.resume_step), *extra_sinks]
+        advance = console.advance
+    return Reporter(work, device, phases, destinations, tokens_seen, advance, best_validation)
 
 
 def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
     """Return the peak that MFU is a part of, and log it; None if nobody has given it."""
     if config.metrics.peak_tflops:
         tflops, source = config.metrics.peak_tflops, "metrics.peak_tflops"
-    elif peak := hardware.peak_of(device, getattr(torch, config.training.mixed_precision_param)):
+    elif peak := peak_of(device, getattr(torch, config.training.mixed_precision_param)):
         tflops, source = peak.flops_per_s / 1e12, peak.source
     else:
         return None
@@ -177,7 +174,7 @@ def _peak_flops_per_s(config: JobConfig, device: torch.device) -> float | None:
 
 
 def _files(config: JobConfig, resumed_step: int) -> Iterator[Sink]:
-    """Yield every sink that the config asks for beside the console."""
+    """Yield every sink that the config asks for in addition to the console."""
     metrics, dump_folder = config.metrics, Path(config.job.dump_folder)
     lines = partial(sinks.JsonLines, dump_folder / "metrics.jsonl", resumed_step)
     yield sinks.Spared("metrics.jsonl", lines)

@@ -1,4 +1,4 @@
-"""The end of a job: the errors that say whether it resumes, and the model folder that it leaves."""
+"""The end of a job: whether it can resume, as an error, and the export of its last checkpoint."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.find import open_checkpoint
-from meshwright.config.job_config import Checkpoint, JobConfig, saves
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.system.errors import (
     ConfigError,
     DataError,
     SaveError,
     StopRequested,
+    StorageError,
     TrainingError,
 )
 from meshwright.system.files import Place
@@ -28,21 +29,25 @@ def raise_data_error(
 
     Args:
         failures: their errors, by rank.
-        is_new: this process has taken steps, so starting it again makes progress. Otherwise it is a
-            config error: a scheduler that restarts the job would loop forever.
+        is_new: this process has taken steps, so starting it again makes progress. Otherwise an
+            error of the data is a config error: a scheduler that restarts the job would loop
+            forever.
 
     Raises:
-        ConfigError: if the process has taken no step.
+        StorageError: if the process has taken no step, and the error may pass.
+        ConfigError: if it has taken no step, and the error stays.
         TrainingError: as `check_resumes`.
         DataError: otherwise.
     """
     rank, error = min(failures.items())
     fault = f"the data cannot be read after step {step}: rank {rank}: {error}"
     if not is_new:
+        if isinstance(error, StorageError):
+            raise StorageError(fault)
         raise ConfigError(getattr(error, "key", ""), fault)
     check_resumes(config, fault)
     fix = "if the cause was temporary, run the same command again: the last step is saved"
-    raise DataError(f"{fault}\n  fix: {fix}")
+    raise DataError(fault if isinstance(error, StorageError) else f"{fault}\n  fix: {fix}")
 
 
 def check_resumes(config: Checkpoint, stopped: str) -> None:
@@ -77,13 +82,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 def export_at_end(plan: Plan, requests: Requests) -> bool:
     """Export the last checkpoint if the config asks for it. False: a request to stop ends it."""
     config = plan.config.checkpoint
-    if not (config.last_save_in_hf and saves(config)):
+    if not (config.last_save_in_hf and config.saves):
         return True
     try:
         requests.check()  # it may have come during the last save
         export_last(plan)
     except StopRequested as asked:
-        logger.info("%s: the export is left out; start it again to export what is saved", asked)
+        logger.info("%s: the export is left out; start it again for it", asked)
         return False
     return True
 
@@ -104,30 +109,26 @@ def export_last(plan: Plan) -> None:
     Raises:
         SaveError: if it cannot be written, or is not what was saved.
     """
-    try:
-        _export_newest(plan)
-    except ConfigError as error:
-        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None
-
-
-def _export_newest(plan: Plan) -> None:
     # not above: other jobs would import them before their first step
     from meshwright.checkpoint.conversion.export import export
     from meshwright.checkpoint.conversion.export_job import export_job, tokenizer_files
 
     config = plan.config
     place = Place("checkpoint.last_save_in_hf", plan.checkpoint_folder)
-    with open_checkpoint(place, logger.warning) as (found, manifest):
-        out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
-        if out.exists():
-            return
-        job = export_job(
-            found,
-            manifest,
-            plan.spec,
-            plan.tokenizer,
-            tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
-            dtype=getattr(torch, config.checkpoint.export_dtype),
-            max_shard_bytes=MAX_SHARD_BYTES,
-        )
-        export(job, out, logger.info)
+    try:
+        with open_checkpoint(place, logger.warning) as (found, manifest):
+            out = Path(config.job.dump_folder).absolute() / "hf" / found.path.name
+            if out.exists():
+                return
+            job = export_job(
+                found,
+                manifest,
+                plan.family,
+                plan.tokenizer,
+                tokenizer_files(plan.tokenizer, config.model.tokenizer_path),
+                dtype=getattr(torch, config.checkpoint.export_dtype),
+                max_shard_bytes=MAX_SHARD_BYTES,
+            )
+            export(job, out, logger.info)
+    except ConfigError as error:
+        raise SaveError(f"the checkpoint is saved, but not as a model folder: {error}") from None

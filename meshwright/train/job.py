@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manager import HasState
-from meshwright.config.job_config import Checkpoint, JobConfig, compiles, is_compiled, saves
+from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import StepData, num_bad_records, whole_cursor
 from meshwright.launch.heartbeat import heartbeat_of_this_rank
 from meshwright.metrics.planned import planned_memory
 from meshwright.metrics.profiling import Profiler
 from meshwright.metrics.records import Sink
 from meshwright.parallelisms.meshes import barrier, last_collectives, set_timeout
-from meshwright.system.device import ordered_attention
+from meshwright.system.hardware import ordered_attention
 from meshwright.system.log import busy, logger
 from meshwright.system.processes import Launch, Requests
 from meshwright.train.announce import announce_end, note_end, note_failure
@@ -79,7 +79,7 @@ def due_after(
         stop=stop,
         validate=validate,
         log=is_first or stop or validate or step % config.metrics.log_freq == 0,
-        save=saves(config.checkpoint) and not stop and _is_save_step(step, config.checkpoint),
+        save=config.checkpoint.saves and not stop and _is_save_step(step, config.checkpoint),
         collect_garbage=step % config.training.gc_freq == 0,
     )
 
@@ -160,7 +160,7 @@ def _train(job: Job, requests: Requests) -> bool:
             job.heart.guard(),
         ):
             taken, is_done = _loop(job, vote, profiler, requests)
-            if taken is not None and saves(config.checkpoint):
+            if taken is not None and config.checkpoint.saves:
                 _save(job, taken, is_last=True, is_done=is_done)
         step = taken.step if taken is not None else step
         with job.phase("end", step):
@@ -180,7 +180,7 @@ def _loop(
     waited_s = _fetch(job, vote, step)
     vote.cast()
     is_over = _decide(job, vote, step)
-    if is_compiled(config.compile) and not is_over:
+    if config.compile.is_on and not is_over:
         logger.info("the first step compiles: minutes, or seconds if a job like it has run here")
     while not is_over:
         data = next(job.loader, None)
@@ -212,7 +212,7 @@ def _loop(
         is_best = config.checkpoint.keep_best and due.validate and job.reporter.is_best(step)
         if (due.save or is_best) and not is_over:
             _save(job, taken, is_last=False)
-        elif is_first and saves(config.checkpoint) and not is_over:
+        elif is_first and config.checkpoint.saves and not is_over:
             with job.phase("preparing saves", step):
                 job.checkpoints.prepare_saves(job.trainer.tensors)
         job.checkpoints.poll()
@@ -281,7 +281,7 @@ def _figures(job: Job, vote: Vote, taken: Taken) -> dict[str, float]:
 def _validate(job: Job, vote: Vote, step: int) -> dict[str, float]:
     """Evaluate the model, and have it continue the prompts, until the ranks decide to stop."""
     assert job.validate is not None
-    if compiles(job.plan.config):
+    if job.plan.config.compiles_validation:
         _set_limit(job, vote, "init_timeout_seconds")
 
     def is_stopped() -> bool:

@@ -5,16 +5,14 @@ import os
 import shlex
 import sys
 import time
-from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from meshwright.config.job_config import is_compiled
 from meshwright.config.loader import parse_config, read, with_lines
 from meshwright.metrics.planned import planned_ledger
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import (
     EXIT_CODES,
     EXIT_CONFIG,
@@ -29,7 +27,7 @@ from meshwright.system.exit_codes import LOST_PEER
 from meshwright.system.log import logger, print_error
 from meshwright.system.processes import Launch, Requests, before_training, die_with_parent
 from meshwright.train.job import run
-from meshwright.train.preflight import preflight
+from meshwright.train.preflight import Plan, preflight
 
 
 def main(launch: Launch, requests: Requests) -> None:
@@ -99,7 +97,6 @@ def _log_failure(error: Exception) -> None:
 COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 """Modules of the errors that compilation raises; private, for a hint alone."""
 
-
 FIRST_RANK_PRINTS_WITHIN_S = 5
 """Seconds ranks > 0 wait before exiting, so that rank 0 can report a shared error first."""
 
@@ -116,29 +113,25 @@ def _to_plan() -> str:
 @record  # an exception reaches the launcher, which shows the first failing rank's
 def _run_command_line(launch: Launch, requests: Requests) -> bool:
     given = parse_config(sys.argv[1:])
-    try:
-        return _run(given, launch, requests)
-    except ConfigError as error:
-        raise with_lines(error, given) from None
-
-
-def _run(given: Namespace, launch: Launch, requests: Requests) -> bool:
     written = read(given)
     config = written.config()
     if not launch.is_checked and os.environ.get("RANK", "0") == "0":
         for note in written.notes:
             logger.info("%s", note)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
+    plan: Plan | None = None
     try:
+        plan = preflight(config, world_size, is_gpu=torch.cuda.is_available(), looks_at_files=False)
         return run(plan, requests=requests, launch=launch)
+    except ConfigError as error:
+        raise with_lines(error, given) from None
     except torch.OutOfMemoryError as error:
         lines = planned_ledger(config, world_size)
-        lines += ["to see what needs the memory, and what would fit:", f"  {_to_plan()}"]
+        lines += ["to see where the memory goes, and which changes would fit:", f"  {_to_plan()}"]
         error.add_note("\n".join(lines))
         raise
     except Exception as error:
         is_of_compiler = type(error).__module__.startswith(COMPILERS)
-        if is_of_compiler and plan.compile_line and is_compiled(plan.config.compile):
+        if is_of_compiler and plan and plan.compile_line and plan.config.compile.is_on:
             error.add_note(f"{plan.compile_line}\n  fix: compile.enable = false")
         raise

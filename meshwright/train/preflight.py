@@ -1,6 +1,6 @@
 """Every check of a job that needs no rank and no memory.
 
-Free of torch: the launcher calls it first, so a mistake is reported in a blink, once. Every rank
+Free of torch: the launcher calls it first, so a mistake is reported at once. Every rank
 calls it again, for users who start torchrun themselves.
 """
 
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
-from meshwright.config.contradictions import check_contradictions
-from meshwright.config.idle import idle_options
-from meshwright.config.job_config import JobConfig, changed, num_data_ranks, num_microbatches
+from meshwright.config.combinations import check_contradictions, idle_options
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.datasets.files import LATER, settings_of
 from meshwright.datasets.named_sources import (
     check_budgets,
@@ -33,12 +32,10 @@ from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
-from meshwright.parallelisms.rules import memory
-from meshwright.parallelisms.rules import stages as pipeline_split
+from meshwright.parallelisms.rules import memory, stages
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.degrees import (
     ParallelDims,
-    _holds_folders,
     check_divisible,
     resolve_auto_values,
 )
@@ -48,9 +45,10 @@ from meshwright.parallelisms.rules.precision import (
     find_fp32_modules,
 )
 from meshwright.system.errors import Mistakes, check
+from meshwright.system.files import holds_folders
 from meshwright.system.modules import code_of
 from meshwright.train.optim.groups import find_names, idle_groups, names_by_group
-from meshwright.train.resolve_model import extend, resolve_model
+from meshwright.train.resolve_model import extend_by, resolve_model
 
 
 def check_writable(folder: str) -> None:
@@ -59,7 +57,7 @@ def check_writable(folder: str) -> None:
     while not os.path.exists(existing):
         existing = existing.parent
     check(
-        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and _holds_folders(existing),
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and holds_folders(existing),
         "job.dump_folder",
         folder,
         f"{existing} is not a folder that can be written to",
@@ -77,7 +75,7 @@ class Plan:
     """How `compile.enable = "auto"` was decided, for the log; as `resolve_compile` returns it."""
     batch_line: str
     """For the log: that the batch, and so the result, follows the number of ranks; or ""."""
-    spec: Family
+    family: Family
     model_args: DecoderArgs
     tokenizer: Tokenizer
     dims: ParallelDims
@@ -153,7 +151,7 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Per rank and optimizer step."""
-        return num_microbatches(self.config)
+        return self.config.num_microbatches
 
 
 def preflight(
@@ -177,9 +175,9 @@ def preflight(
     """
     tokenizer = check_alone(config, looks_at_files=looks_at_files)
     given_batch = config.training.global_batch_size
-    config = resolve_auto_values(config, world_size, pipeline_split.num_stages(config.parallelism))
-    spec, model_args = resolve_model(config)
-    config = changed(config, {"model": {"name": spec.name}})
+    config = resolve_auto_values(config, world_size, stages.num_stages(config.parallelism))
+    family, model_args = resolve_model(config)
+    config = changed(config, {"model": {"name": family.name}})
     check_divisible(config, model_args.table)
     fp32_modules = find_fp32_modules(config, model_args)
     config, compile_line = resolve_compile(config, model_args, fp32_modules, is_gpu=is_gpu)
@@ -201,12 +199,12 @@ def preflight(
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     resume_step = None
     if config.checkpoint.enable and looks_at_files:
-        resume_step = commit.choose_step(folder, config.checkpoint.load_step)
+        resume_step = find.choose_step(folder, config.checkpoint.load_step)
     plan = Plan(
         config=config,
         compile_line=compile_line,
         batch_line=_batch_line(given_batch, config.training.global_batch_size, world_size),
-        spec=spec,
+        family=family,
         model_args=model_args,
         tokenizer=tokenizer,
         dims=ParallelDims(
@@ -228,7 +226,7 @@ def preflight(
     if resume_step is not None:
         resume_diff(plan).check()
     elif looks_at_files:
-        check_first_weights(plan)
+        check_initial(config.checkpoint, model_args, family)
     return plan
 
 
@@ -285,17 +283,6 @@ def check_installed(key: str, is_on: bool, package: str) -> None:
     )
 
 
-def check_first_weights(plan: Plan) -> None:
-    """Check `checkpoint.initial_load_path`, if it is given.
-
-    Raises:
-        ConfigError: if it does not hold the weights of the model.
-    """
-    config, spec = plan.config, plan.spec
-    if config.checkpoint.initial_load_path:
-        check_initial(config.checkpoint, plan.model_args, spec)
-
-
 def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     """Check the data as far as possible without reading it; return the tokenizer.
 
@@ -305,7 +292,7 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     Raises:
         ConfigError: for every fault.
     """
-    extend(config)
+    extend_by(config.experimental.custom_import)
     mistakes = Mistakes()
     with mistakes.collect():
         model = config.model
@@ -336,10 +323,10 @@ def _find_frozen(patterns: Sequence[str], args: DecoderArgs) -> frozenset[str]:
 def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
     """Check that the model can run as the pipeline that is asked for; the modules of each stage."""
     parallelism = config.parallelism
-    pipeline_split.check_schedule(
+    stages.check_schedule(
         config,
-        num_microbatches=num_microbatches(config),
-        per_microbatch=num_data_ranks(config) * config.training.local_batch_size,
+        num_microbatches=config.num_microbatches,
+        per_microbatch=config.num_data_ranks * config.training.local_batch_size,
     )
     check(
         parallelism.pipeline_parallel_degree == 1 or not args.tie_embeddings,
@@ -348,7 +335,7 @@ def _plan_pipeline(config: JobConfig, args: DecoderArgs) -> list[list[str]]:
         "the first and the last stage would share the embedding (model.args.tie_embeddings)",
         "set it to 1, or model.args.tie_embeddings = false",
     )
-    return pipeline_split.assign_modules(
+    return stages.assign_modules(
         parallelism,
         args.n_layers,
         layer=args.table.num_params_of("layers.0"),
@@ -370,8 +357,8 @@ def _plan_memory(
         The config without "auto", and the bytes that a rank surely needs, by purpose.
     """
     load = memory.heaviest_load(config, args.parameter_shapes(), stage_modules, frozen)
-    config = memory.choose_reduction(config, load, num_microbatches(config))
-    needed = memory.least_memory(config, load, num_microbatches(config))
+    config = memory.choose_reduction(config, load, config.num_microbatches)
+    needed = memory.least_memory(config, load, config.num_microbatches)
     if config.job.device_memory_gib and checks_memory:
         memory.check_memory(config, needed, config.job.device_memory_gib)
     return config, needed

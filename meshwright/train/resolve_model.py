@@ -1,4 +1,4 @@
-"""The model family and the dimensions that a config names. Free of torch."""
+"""Finds the model family and dimensions that a config names, also in your own module. No torch."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from meshwright.checkpoint.conversion.hf_folder import find_family, read_args
 from meshwright.config.explain import explain_value
 from meshwright.config.job_config import JobConfig
-from meshwright.config.short_forms import is_folder
+from meshwright.config.loader import is_path
 from meshwright.datasets import DATASETS
 from meshwright.datasets.sources import DatasetSpec
 from meshwright.models.args import DecoderArgs
@@ -33,7 +33,6 @@ from meshwright.system.modules import import_user_module
 
 IMPORT_KEY = "experimental.custom_import"
 
-
 KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "MODELS": ("Family", lambda value: isinstance(value, Family)),
     "DATASETS": ("DatasetSpec", lambda value: isinstance(value, DatasetSpec)),
@@ -41,18 +40,8 @@ KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
 }
 """Tables that a module may have, by name; and the kind of their values."""
 
-
 BuildSink = Callable[[JobConfig, Path], Any]
 """From the config and the dump folder to a sink: `write(record)` and `close()`."""
-
-
-def extend(config: JobConfig) -> None:
-    """Take over the models and datasets of the module that the config names, if it names one.
-
-    Raises:
-        ConfigError: if it cannot be imported, or takes a name that is ours.
-    """
-    extend_by(config.experimental.custom_import)
 
 
 def extend_by(name: str, key: str = IMPORT_KEY) -> None:
@@ -63,7 +52,7 @@ def extend_by(name: str, key: str = IMPORT_KEY) -> None:
         key: that gave it, for errors.
 
     Raises:
-        ConfigError: as `extend`.
+        ConfigError: if it cannot be imported, or takes a name that is ours.
     """
     if not name:
         return
@@ -114,22 +103,22 @@ def resolve_model(config: JobConfig) -> tuple[Family, DecoderArgs]:
     Raises:
         ConfigError: if there is no such family or size, or `model.args` are wrong.
     """
-    extend(config)
+    extend_by(config.experimental.custom_import)
     name, flavor = config.model.name, config.model.flavor
     check(name in MODELS, "model.name", name, "no such model", did_you_mean(name, MODELS))
-    spec = MODELS[name]
-    if is_folder(flavor):
+    family = MODELS[name]
+    if is_path(flavor):
         place = Place("model.flavor", Path(flavor))
         if "name" not in config.model.model_fields_set:
-            spec = find_family(place, list(MODELS.values()))
-        args = read_args(place, spec.hf, spec.args)
+            family = find_family(place, list(MODELS.values()))
+        args = read_args(place, family.hf, family.args)
     else:
-        sizes = spec.flavors
+        sizes = family.flavors
         check(flavor in sizes, "model.flavor", flavor, "no such size", did_you_mean(flavor, sizes))
         args = sizes[flavor]
     merged = dataclasses.asdict(args) | config.model.args
     try:
-        return spec, _decode(type(args), json.dumps(merged))
+        return family, _decode(type(args), json.dumps(merged))
     except ValidationError as error:
         raise CombinedConfigError(
             [_args_mistake(mistake, args) for mistake in error.errors()]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: where a job was, and how another resumes from there."""
+"""What a job writes into the manifest of a checkpoint, and reads from it when it resumes."""
 
 import dataclasses
 import math
@@ -100,7 +100,7 @@ def best_of(
         differ.add("content of the validation data")
     if differ:
         logger.info(
-            "the best validation loss so far, %.4f at step %d, counts no longer: it was measured "
+            "the best validation loss so far, %.4f at step %d, no longer counts: it was measured "
             "with other %s",
             loss,
             step,

@@ -1,4 +1,14 @@
-"""The parts of one rank's job, made ready for its first step."""
+"""The parts of one rank's job, made ready for its first step.
+
+The order matters:
+
+1. `meet`: start the process group, open the data, compare the jobs of all ranks, claim the
+   checkpoints' folder.
+2. `_resume_or_begin`: choose and verify the checkpoint; every later message names its step.
+3. `set_up`: begin the log file and the history, now that the job will train.
+4. `_build`: seed, stop garbage collection, build the meshes; then the model and its optimizer.
+5. `_set_values`: load the checkpoint or the first weights; then the loader can begin at its place.
+"""
 
 import gc
 import os
@@ -12,7 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import find
+from meshwright.checkpoint.conversion.initial_load import check_initial
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
@@ -26,7 +37,7 @@ from meshwright.datasets.opening import (
 )
 from meshwright.datasets.stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.metrics.records import Sink
 from meshwright.metrics.reporter import Pause, Phase, Reporter
 from meshwright.metrics.sinks import Spared
@@ -34,14 +45,14 @@ from meshwright.parallelisms.activation_checkpoint import find_ops
 from meshwright.parallelisms.meshes import Meshes, build_meshes, set_timeout, start_process_group
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.memory import check_memory
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.log import busy, log_to_file, logger
 from meshwright.system.processes import Launch
 from meshwright.train.agreement import check_agreement
 from meshwright.train.announce import announce, note_failure, note_start
 from meshwright.train.bad_steps import BadStepReporter
 from meshwright.train.build import build_loader, build_reporter, initialize_weights
-from meshwright.train.preflight import Plan, check_first_weights, resume_diff
+from meshwright.train.preflight import Plan, resume_diff
 from meshwright.train.resolve_model import user_sinks
 from meshwright.train.resume import best_of, place_in_data
 from meshwright.train.trainer import Trainer
@@ -185,7 +196,7 @@ def set_up(met: Met, extra_sinks: Sequence[Sink]) -> Job | None:
     """Resume or begin: build every part of the job. None if its last step is done already.
 
     Args:
-        extra_sinks: beside those that the config asks for.
+        extra_sinks: in addition to the config's.
     """
     since = time.perf_counter()
     met, found = _resume_or_begin(met)
@@ -232,7 +243,16 @@ def _build(met: Met, found: Manifest | None, extra_sinks: Sequence[Sink], since:
         reporter=build_reporter(plan, device, trainer.phases, extra_sinks, tokens_seen, best),
         validate=Validation(plan, met.held_out, meshes, device) if met.held_out else None,
         write_texts=build_sampling(plan, meshes) if writes_texts else None,
-        bad_steps=_build_bad_steps(met, cursor, found),
+        bad_steps=BadStepReporter(
+            config.bad_steps,
+            device,
+            is_early=config.optimizer.early_step_in_backward,
+            folder=Path(config.job.dump_folder),
+            sources=[source.entry.name for source in met.sources],
+            step=plan.resume_step,
+            cursor=cursor,
+            saved=found["bad_steps"] if found else None,
+        ),
         since=since,
     )
 
@@ -257,22 +277,10 @@ def _resume_or_begin(met: Met) -> tuple[Met, Manifest | None]:
     if found is not None:
         resume_diff(plan, found).check()
     else:
-        met.checkpoints.tell(lambda: check_first_weights(plan))
+        met.checkpoints.tell(
+            lambda: check_initial(plan.config.checkpoint, plan.model_args, plan.family)
+        )
     return replace(met, plan=plan), found
-
-
-def _build_bad_steps(met: Met, cursor: Cursor, found: Manifest | None) -> BadStepReporter:
-    config = met.plan.config
-    return BadStepReporter(
-        config.bad_steps,
-        met.device,
-        is_early=config.optimizer.early_step_in_backward,
-        folder=Path(config.job.dump_folder),
-        sources=[source.entry.name for source in met.sources],
-        step=met.plan.resume_step,
-        cursor=cursor,
-        saved=found["bad_steps"] if found else None,
-    )
 
 
 def _user_sinks(config: JobConfig) -> list[Sink]:
@@ -300,4 +308,4 @@ def _set_values(met: Met, trainer: Trainer, found: Manifest | None) -> Cursor:
 def _is_newest(plan: Plan) -> bool:
     """Return whether `meshwright check`, which verifies no content, saw the same checkpoint."""
     load_step = plan.config.checkpoint.load_step
-    return plan.resume_step == commit.choose_step(plan.checkpoint_folder, load_step)
+    return plan.resume_step == find.choose_step(plan.checkpoint_folder, load_step)

@@ -1,5 +1,4 @@
-"""Being asked to stop, by a signal, a file or the clock, or having no data: all ranks stop at the
-same step."""
+"""The vote of all ranks on when to stop: for a signal, a file, the clock, or the end of data."""
 
 import os
 import time
@@ -11,24 +10,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.log import logger
 from meshwright.system.processes import STOP_SIGNALS, Requests
 
 STOP_FILE = "STOP"
 """In the dump folder: asks the job to stop, as a signal does."""
 
-
 PROFILE_FILE = "PROFILE"
 """In the dump folder: asks the job for a trace of the next steps."""
-
 
 LOOK_EVERY_S = 1.0
 """Files are looked for no more often; they may be on a file system that many share."""
 
-
 NO_LIMIT = 2**62
-
 
 VOTE_TIMEOUT = timedelta(hours=1)
 """Longer delays of a vote are found by the timeouts of training."""
@@ -91,7 +86,7 @@ class Vote:
         if last_step >= self._own_last_step:
             return
         self._error, self._own_last_step = error, last_step
-        if not isinstance(error, (ConfigError, OSError)):
+        if not isinstance(error, ConfigError | StorageError | OSError):
             logger.error("reading failed", exc_info=error)
 
     def failures(self, step: int) -> dict[int, Exception]:
@@ -187,4 +182,6 @@ def _as_plain(error: Exception) -> Exception:
     """Return the error without its cause, and of a kind that can be sent."""
     if isinstance(error, ConfigError):
         return ConfigError(error.key, str(error))
+    if isinstance(error, StorageError):
+        return StorageError(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

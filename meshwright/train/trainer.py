@@ -1,4 +1,4 @@
-"""This rank's model and its optimizer, and the step that the config asks for."""
+"""One optimizer step, and the `Trainer` that holds this rank's model and optimizer for it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

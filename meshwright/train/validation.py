@@ -1,4 +1,4 @@
-"""How well a model does on data that it does not learn from, on any mesh."""
+"""Validation: the loss on held-out data, and texts that the model writes, on any mesh."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from meshwright.parallelisms.data_parallel import reset_after_no_grad
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes
 from meshwright.system.errors import ConfigError
-from meshwright.train.build import _batch_shape
+from meshwright.train.build import batch_shape
 from meshwright.train.preflight import Plan
 
 
@@ -259,7 +259,7 @@ class Validation:
     ) -> None:
         self._training, self._num_samples = plan.config.training, plan.config.validation.num_samples
         self._sources, self._meshes, self._device = sources, meshes, device
-        self._shape = _batch_shape(plan, meshes)
+        self._shape = batch_shape(plan, meshes)
         self._token_bytes = torch.tensor(plan.tokenizer.token_bytes, device=device)
         self._kept = {
             source.entry.key: list(self._read(source))

@@ -181,7 +181,7 @@ def stray_files(begin: Starter, folder: Path, chance: random.Random) -> str:
         if path.exists():
             continue
         # a folder with a checkpoint's name and nothing else there is damage, and refused as such
-        is_refused = commit.STEP_FOLDER.fullmatch(name) and start is None
+        is_refused = commit.step_of(name) is not None and start is None
         if chance.random() < 0.5 and not is_refused:
             path.mkdir()
             path = path / "notes"

@@ -206,6 +206,9 @@ def main() -> None:
     parser.add_argument("--world-faults", type=int, default=0, help="with two machines a job")
     kinds = file_faults.FAULTS | world_faults.FAULTS
     parser.add_argument("--only", action="append", choices=kinds, help="these faults alone")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="so many faults that were planted before"
+    )
     parser.add_argument("--steps", type=int, help="120; with faults alone 30")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -223,12 +226,13 @@ def main() -> None:
             done += interrupt(reference, want, plan, steps, options.compile, chance)
         if options.file_faults:
             kinds = options.only or file_faults.possible()
-            done += plant(reference, want, options.file_faults, kinds, steps, chance)
+            done += plant(reference, want, options.file_faults, options.skip, kinds, steps, chance)
         if options.world_faults:
             kinds = options.only or [*world_faults.FAULTS, *file_faults.FAULTS]
             reference = Path(folder) / "two_machines"
             want = train_uninterrupted(reference, steps, options.compile, machines=2)
-            done += plant(reference, want, options.world_faults, kinds, steps, chance, machines=2)
+            count, skip = options.world_faults, options.skip
+            done += plant(reference, want, count, skip, kinds, steps, chance, machines=2)
     for what, count in sorted(done.items()):
         print(f"{count:5}  {what}")
     print(f"all as they should be, in {time.monotonic() - begun:.0f} s")
@@ -298,12 +302,13 @@ def plant(
     reference: Path,
     want: Records,
     number: int,
+    skip: int,
     kinds: list[str],
     steps: int,
     chance: random.Random,
     machines: int = 1,
 ) -> Counter[str]:
-    """Plant so many faults; how often which was."""
+    """Plant so many faults, but for the first `skip`; how often which was."""
     done = Counter[str]()
     shuffled: list[str] = []
     for count in range(number):
@@ -311,6 +316,8 @@ def plant(
             shuffled = chance.sample(kinds, len(kinds))
         kind, seed = shuffled.pop(), chance.random()
         current, mode = reference.with_name(f"fault_{count}"), chance.choice(("disabled", "thread"))
+        if count < skip:
+            continue
         begun, starts = time.monotonic(), list[Start]()
 
         def begin(
@@ -365,7 +372,7 @@ def _check_all(current: Path, reference: Path, steps: int, want: Records) -> Non
     last = [run / "checkpoint" / f"step-{steps}" for run in (current, reference)]
     if subprocess.run([*compare, *last], check=False).returncode:
         raise file_faults.WrongError("tensors of the last checkpoint differ")
-    left = [path.name for path in checkpoints.iterdir() if commit.PARTIAL_FOLDER.match(path.name)]
+    left = [entry.path.name for entry in commit.entries(checkpoints) if entry.nonce]
     if left or (checkpoints / "job.lock").exists():
         raise file_faults.WrongError(f"left over: {left or 'job.lock'}")
 

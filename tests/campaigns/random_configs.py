@@ -25,7 +25,7 @@ from meshwright.commands.prove.measure import LAST_RESUMED_STEP, measure
 from meshwright.commands.prove.prove import record_references
 from meshwright.commands.prove.ranks import RankError, RankPool
 from meshwright.commands.prove.shrink import GLOBAL_BATCH, shrink
-from meshwright.config.job_config import JobConfig, changed, is_compiled
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.loader import load_config
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.stages import SCHEDULES
@@ -78,7 +78,7 @@ def _case(
     kind: Kind = "fp32"
     if training.mixed_precision_param == "bfloat16":
         is_exact = training.mixed_precision_reduce == "float32"
-        is_exact = is_exact and not is_compiled(config.compile)
+        is_exact = is_exact and not config.compile.is_on
         kind = "bf16 sums" if is_exact and not {"cp", "tp"} & mesh.keys() else "bf16"
     per_rank = config.parallelism.pipeline_parallel_stages_per_rank
     options["parallelism"]["pipeline_parallel_stages_per_rank"] = per_rank

@@ -3,40 +3,18 @@
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.models.batch import Batch
 from meshwright.parallelisms.data_parallel import accumulate_in_reduce_dtype
-from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.trainer import StepOptions, train_step
-from tests.distributed.test_step import adamw, global_batch
 from tests.helpers.fsdp import parameter_groups
+from tests.helpers.job import Job, mesh
 from tests.helpers.tiny import parallel_model
 
 
 def _gradients(num_microbatches: int, every: bool) -> dict[str, torch.Tensor]:
-    """This rank's, of a step whose microbatches are all the same."""
-    model, meshes = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=2),
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,
-    )
-    optimizer, gradients = adamw(model), {}
-
-    def keep(*_: object) -> None:
-        for name, parameter in model.named_parameters():
-            gradients[name] = parameter.grad.to_local().clone()
-
-    optimizer.register_step_pre_hook(keep)
-    batch = Batch(*(part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1)))
-    train_step(
-        model,
-        [batch] * num_microbatches,
-        optimizer,
-        step=1,
-        options=StepOptions(reduce_every_microbatch=every),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    """Of a step whose microbatches are all the same."""
+    bf16 = torch.bfloat16
+    job = Job(mesh(dp_shard=2), param_dtype=bf16, reduce_dtype=bf16)
+    gradients = job.whole_gradients()
+    job.take_step(1, job.batches(1) * num_microbatches, reduce_every_microbatch=every)
     return gradients
 
 
@@ -66,7 +44,7 @@ def _sums_of_weights_alone() -> set[float]:
     """As a schedule leaves them that computes gradients of weights one after the other, without
     those of inputs between, in which FSDP2 would add them up itself."""
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=1),
+        mesh(),
         param_dtype=torch.bfloat16,
         enable_cpu_offload=True,  # otherwise one rank would do without FSDP2
     )

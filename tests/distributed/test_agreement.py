@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint import on_ranks as shared_folder
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
@@ -192,7 +192,7 @@ def own_folder(folder: Path) -> tuple[str, float]:
     dist.barrier()
     with patch.object(shared_folder, "SEEN_WITHIN_S", 0.3):
         try:
-            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).select_and_verify()
+            CheckpointManager(mine / "checkpoint", Checkpoint(enable=True)).claim()
         except ConfigError as error:
             return str(error)
     return ""
@@ -210,8 +210,11 @@ def shared_by_all(folder: Path) -> tuple[object, int]:
         return inspect(checkpoint)
 
     inspect = commit.inspect
-    with patch.object(commit, "inspect", noting):
-        found = CheckpointManager(folder, Checkpoint(enable=True)).select_and_verify()
+    manager = CheckpointManager(folder, Checkpoint(enable=True))
+    with patch.object(find, "inspect", noting):
+        manager.claim()
+        found = manager.select_and_verify()
+    manager.release()
     assert found is not None
     return found["step"], len(looks)
 

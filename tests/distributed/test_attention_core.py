@@ -33,7 +33,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
 
 
 @pytest.mark.parametrize(("key_width", "value_width"), WIDTHS)
-def test_one_device_and_generation(key_width, value_width) -> None:
+def test_one_device_and_generation_keep_the_contract(key_width, value_width) -> None:
     q, k, v = (x.detach() for x in inputs(key_width, value_width))
     want = plain(q, k, v, torch.ones(SEQ_LEN, SEQ_LEN).tril().bool())
     torch.testing.assert_close(CausalAttention()(q, k, v, scale=SCALE), want)
@@ -66,5 +66,5 @@ def _compare_over_ranks() -> None:
                 torch.testing.assert_close(mine.grad, theirs.grad[:, :, positions])
 
 
-def test_context_parallelism(on_ranks) -> None:
+def test_context_parallelism_keeps_the_contract(on_ranks) -> None:
     on_ranks(2, _compare_over_ranks)

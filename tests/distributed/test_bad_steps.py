@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from meshwright.config.training import BadSteps
 from meshwright.datasets.stream import Cursor
@@ -16,22 +15,13 @@ from meshwright.models.loss import IGNORE
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.system.errors import TrainingError
 from meshwright.train.bad_steps import FILE, BadStepDetector, BadStepReporter
-from meshwright.train.trainer import StepOptions, train_step
 from tests.distributed.test_manager import logged
-from tests.distributed.test_step import (
-    DEEP,
-    GLOBAL_BATCH,
-    SCHEDULES,
-    adamw,
-    frozen,
-    global_batch,
-)
 from tests.helpers.faults import loss_times
-from tests.helpers.rounding import assert_updated_alike
+from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
+from tests.helpers.rounding import adamw, assert_updated_alike
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import CPU, TINY, plain_model, whole
 
-CPU = torch.device("cpu")
 STEPS = 7
 FACTORS = {4: float("nan"), 6: 1000.0}
 """By step that is bad: what the loss is multiplied by, on one rank or on all."""
@@ -49,49 +39,27 @@ def reference(args: LlamaArgs, trained: set[str]) -> dict[str, torch.Tensor]:
         parameter.requires_grad_(name in trained)
     optimizer = adamw(model)
     for step in range(1, STEPS + 1):
-        if step in FACTORS:
-            continue
-        tokens, labels = global_batch(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.param_groups[0]["lr"] = lr_at(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        if step not in FACTORS:
+            plain_steps(model, optimizer, [step])
     return dict(model.named_parameters())
 
 
-class Run:
+class Run(Job):
     """On a mesh, step by step."""
 
     def __init__(
         self, dims: ParallelDims, num_microbatches: int, options: dict, args: LlamaArgs
     ) -> None:
-        self.size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-        microbatches = num_microbatches, self.size
-        self.model, self.meshes = parallel_model(dims, args, microbatches=microbatches, **options)
-        self.optimizer = adamw(self.model)
         config = BadSteps(policy="skip", budget=2, spike_std=50, spike_window=3)
-        self.detector = BadStepDetector(CPU, config)
+        detector = BadStepDetector(CPU, config)
+        super().__init__(dims, 0, num_microbatches, detector=detector, args=args, **options)
 
-    def take_step(self, step: int, has_labels: bool = True) -> None:
-        dp = self.meshes.dp
+    def run_step(self, step: int, has_labels: bool = True) -> None:
         tokens, labels = global_batch(step)
-        if not has_labels:
-            labels = torch.full_like(labels, IGNORE)
-        parts = [
-            part.split(self.size)[dp.get_local_rank() :: dp.size()] for part in (tokens, labels)
-        ]
+        batch = Batch(tokens, labels if has_labels else torch.full_like(labels, IGNORE))
         self.optimizer.param_groups[0]["lr"] = lr_at(step)
-        train_step(
-            self.model,
-            [*map(Batch, *parts)],
-            self.optimizer,
-            step=step,
-            options=StepOptions(max_norm=0.5),
-            meshes=self.meshes,
-            detector=self.detector,
-        )
+        self.take_step(step, self.part(batch), max_norm=0.5)
 
     def state(self) -> list[torch.Tensor]:
         """Copies of what this rank holds of weights and optimizer state, its step counts too."""
@@ -110,7 +78,7 @@ def _skips(
         before = run.state()
         factor = FACTORS.get(step, 1.0) if is_faulty or step == 6 else 1.0
         with loss_times(factor):
-            run.take_step(step)
+            run.run_step(step)
         pairs = list(zip(before, run.state(), strict=step > 1))
         if step in FACTORS:
             assert all(torch.equal(*pair) for pair in pairs), step
@@ -120,7 +88,7 @@ def _skips(
     never = Run(dims, num_microbatches, options, args)
     for step in range(1, STEPS + 1):
         if step not in FACTORS:
-            never.take_step(step)
+            never.run_step(step)
     assert all(torch.equal(*pair) for pair in zip(run.state(), never.state(), strict=True))
 
     plain = reference(args, {*args.parameter_names()} - options.get("frozen", set()))
@@ -131,42 +99,38 @@ def _skips(
         )
     bad_steps = run.detector.bad_steps(0, run.detector.num_bad())
     statistics = run.detector.statistics()
-    run.take_step(STEPS + 1, has_labels=False)
+    run.run_step(STEPS + 1, has_labels=False)
     assert [bad.num_labels > 0 for bad in run.detector.bad_steps(0, 3)] == [True, True, False]
     return [(bad.step, bad.is_finite_here) for bad in bad_steps], statistics
 
 
-def dims(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
-    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
-
-
 MESHES = {
-    "1": (dims(), 1, {}, TINY),
-    "accumulate": (dims(dp_shard=2), 2, {}, TINY),
-    "frozen": (dims(dp_shard=2), 1, frozen("*.wq.*"), TINY),
-    "offload": (dims(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
-    "compile": (dims(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
-    "replicate": (dims(dp_replicate=2), 1, {}, TINY),
-    "tp": (dims(tp=2), 1, {}, TINY),
-    "cp": (dims(cp=2), 1, {}, TINY),
-    "pp": (dims(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
-    "pp-zbv": (dims(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
+    "1": (mesh(), 1, {}, TINY),
+    "accumulate": (mesh(dp_shard=2), 2, {}, TINY),
+    "frozen": (mesh(dp_shard=2), 1, frozen("*.wq.*"), TINY),
+    "offload": (mesh(dp_shard=2), 1, {"enable_cpu_offload": True}, TINY),
+    "compile": (mesh(dp_shard=2), 1, {"compile_backend": "eager"}, TINY),
+    "replicate": (mesh(dp_replicate=2), 1, {}, TINY),
+    "tp": (mesh(tp=2), 1, {}, TINY),
+    "cp": (mesh(cp=2), 1, {}, TINY),
+    "pp": (mesh(pp=2, dp_shard=2), 2, SCHEDULES["1F1B"], DEEP),
+    "pp-zbv": (mesh(pp=2), 4, SCHEDULES["ZBVZeroBubble"], DEEP),
 }
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
+    ("dims", "microbatches", "options", "args"), slow_but("accumulate offload tp pp-zbv", MESHES)
 )
-def test_a_skipped_step_leaves_all_as_it_was(on_ranks, mesh, microbatches, options, args) -> None:
-    ranks = mesh.dp * mesh.cp * mesh.tp * mesh.pp
+def test_a_skipped_step_leaves_all_as_it_was(on_ranks, dims, microbatches, options, args) -> None:
+    ranks = dims.dp * dims.cp * dims.tp * dims.pp
     found, statistics = zip(
-        *on_ranks(ranks, _skips, mesh, microbatches, options, args), strict=True
+        *on_ranks(ranks, _skips, dims, microbatches, options, args), strict=True
     )
     assert all(theirs == statistics[0] for theirs in statistics), "ranks judge by other figures"
     for rank, bad in enumerate(found):
         assert [step for step, _ in bad] == [4, 6], rank
         assert bad[1] == (6, True), rank
-    if mesh.tp == mesh.pp == 1:
+    if dims.tp == dims.pp == 1:
         assert [bad[0] for bad in found] == [(4, rank < ranks - 1) for rank in range(ranks)]
 
 

@@ -12,15 +12,15 @@ from torch._functorch import config as partitioner
 from meshwright.parallelisms.activation_checkpoint import MESHES_HAVE_NO_SIZE
 from meshwright.parallelisms.cpu_kernels import attention
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_state import Job
-from tests.distributed.test_step import DEEP, SCHEDULES, steps_on_mesh
+from tests.distributed.test_step import steps_on_mesh
 from tests.helpers.compiler import needs_compiler
+from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.tiny import TINY, parallel_model
 
-FSDP = ParallelDims(dp_replicate=1, dp_shard=2)
-TP = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
-CP = ParallelDims(dp_replicate=1, dp_shard=1, cp=2)
-PP = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+FSDP = mesh(dp_shard=2)
+TP = mesh(tp=2)
+CP = mesh(cp=2)
+PP = mesh(pp=2)
 INDUCTOR = {"compile_backend": "inductor"}
 # what is recomputed is settled before a backend's own part, whose kernels take minutes
 AOT = {"compile_backend": "aot_eager"}

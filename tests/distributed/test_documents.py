@@ -3,33 +3,25 @@
 import dataclasses
 
 import pytest
-import torch
 
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.trainer import StepOptions, train_step
 from tests.distributed.test_compile import Graphs
-from tests.distributed.test_step import DEEP, SCHEDULES, adamw
 from tests.helpers.compiler import needs_compiler
+from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.packed import packed, reference
 from tests.helpers.rounding import gradient_bound
 from tests.helpers.slow import slow_but
-from tests.helpers.tiny import TINY, parallel_model, whole
+from tests.helpers.tiny import TINY
 
-ALONE = ParallelDims(dp_replicate=1, dp_shard=1)
+ALONE = mesh()
 FSDP = dataclasses.replace(ALONE, dp_shard=2)
 CASES = {
-    "1": (ALONE, {}),
     "2d": (dataclasses.replace(FSDP, tp=2), {}),
     "cp4": (dataclasses.replace(ALONE, cp=4), {}),
     "cp-tp": (dataclasses.replace(ALONE, cp=2, tp=2), {}),
     "pp-zbv": (dataclasses.replace(ALONE, pp=2), SCHEDULES["ZBVZeroBubble"]),
     "pp-cp": (dataclasses.replace(ALONE, pp=2, cp=2), SCHEDULES["1F1B"]),
-    "pp-interleaved": (dataclasses.replace(ALONE, pp=2), SCHEDULES["Interleaved1F1B"]),
     "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
     "cp-full": (dataclasses.replace(ALONE, cp=2), {"ac_mode": "full"}),
 }
@@ -41,56 +33,28 @@ COMPILED = {
 }
 
 
-class PackedJob:
-    """A model that is given packed batches."""
-
-    def __init__(self, dims: ParallelDims, args: LlamaArgs, options: dict) -> None:
-        self._num_microbatches = 4 if dims.pp > 1 else 2
-        self._size = 8 // (dims.dp * self._num_microbatches)
-        self.model: LocalModel
-        self.meshes: Meshes
-        self.model, self.meshes = parallel_model(
-            dims, args, microbatches=(self._num_microbatches, self._size), **options
-        )
-        self.optimizer = adamw(self.model)
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.optimizer.register_step_pre_hook(self._keep_gradients)
-
-    def _keep_gradients(self, *_: object) -> None:
-        for name, parameter in self.model.named_parameters():
-            self.gradients[name] = whole(parameter.grad).clone()
-
-    def take_step(self, step: int) -> float:
-        batch, dp = packed(step), self.meshes.dp
-        parts = (
-            part.split(self._size)[dp.get_local_rank() :: dp.size()]
-            for part in (batch.tokens, batch.labels, batch.documents)
-        )
-        result = train_step(
-            self.model,
-            [*map(Batch, *parts)],
-            self.optimizer,
-            step=step,
-            options=StepOptions(),
-            meshes=self.meshes,
-            detector=BadStepDetector(torch.device("cpu")),
-        )
-        return result.loss.item()
+def packed_job(dims: ParallelDims, options: dict) -> Job:
+    args = DEEP if dims.pp > 1 else TINY
+    return Job(dims, 0, 4 if dims.pp > 1 else 2, args=args, **options)
 
 
-def _compare(job: PackedJob, args: LlamaArgs) -> None:
-    loss = job.take_step(1)
+def take_packed_step(job: Job, step: int) -> float:
+    return job.take_step(step, job.part(packed(step))).loss.item()
+
+
+def _compare(job: Job, args: LlamaArgs) -> None:
+    gradients = job.whole_gradients()
+    loss = take_packed_step(job, 1)
     want_loss, want_gradients = reference(args)
     assert loss == pytest.approx(want_loss, rel=1e-6)
-    for name, gradient in job.gradients.items():
+    for name, gradient in gradients.items():
         want = want_gradients[name]
         error = ((gradient - want).norm() / want.norm()).item()
         assert error <= gradient_bound(args), f"{name}: {error:.1e}"
 
 
 def _packed_step(dims: ParallelDims, options: dict) -> None:
-    args = DEEP if dims.pp > 1 else TINY
-    _compare(PackedJob(dims, args, options), args)
+    _compare(packed_job(dims, options), DEEP if dims.pp > 1 else TINY)
 
 
 @pytest.mark.parametrize(("dims", "options"), slow_but("2d cp-full pp-zbv op", CASES))
@@ -100,13 +64,12 @@ def test_packed_documents_learn_as_they_do_alone(on_ranks, dims, options) -> Non
 
 def _compiled_packed_steps(dims: ParallelDims, options: dict) -> tuple[int, int]:
     """Graphs of the first step, less the loss's two, and of two with other documents."""
-    args = DEEP if dims.pp > 1 else TINY
     graphs = Graphs()
-    job = PackedJob(dims, args, {"compile_backend": "aot_eager", **options})
-    _compare(job, args)
+    job = packed_job(dims, {"compile_backend": "aot_eager", **options})
+    _compare(job, DEEP if dims.pp > 1 else TINY)
     first = graphs.new()
     for step in (2, 3):
-        job.take_step(step)
+        take_packed_step(job, step)
     num_of_loss = 2 * any(stage.output is not None for stage in job.model.stages)
     return first - num_of_loss, graphs.new()
 

@@ -14,12 +14,11 @@ from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shards import local_box
 from meshwright.parallelisms.tensor_parallel import NormOverRanks
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.trainer import StepOptions, train_step
 from tests.helpers.families import small
+from tests.helpers.job import Job
 from tests.helpers.packed import packed
 from tests.helpers.slow import slow
-from tests.helpers.tiny import SEQ_LEN, meshes_of, parallel_model, plain_model, whole
+from tests.helpers.tiny import SEQ_LEN, meshes_of, plain_model
 
 ARGS = {name: small(family, vocab_size=131) for name, family in MODELS.items()}
 OPTIONS = {
@@ -68,34 +67,13 @@ def compare(family: str, dims: ParallelDims, options: dict, is_packed: bool) -> 
     torch.compiler.reset()  # a job compiles one model, of one shape
     batch = batch_of(is_packed)
     want_loss, wanted = reference(family, is_packed)
-    size = len(batch.tokens) // (dims.dp * dims.pp)
-    microbatches = (dims.pp, size)
-    model, meshes = parallel_model(dims, ARGS[family], microbatches=microbatches, **options)
+    job = Job(dims, 0, dims.pp, args=ARGS[family], **options)
     initial = dict(plain_model(ARGS[family]).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter), initial[name]), name
-    stir(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    gradients: dict[str, torch.Tensor] = {}
-
-    def keep(*_: object) -> None:
-        gradients.update({name: whole(p.grad) for name, p in model.named_parameters()})
-
-    optimizer.register_step_pre_hook(keep)
-    parts = [
-        part.split(size)[meshes.dp.get_local_rank() :: dims.dp]
-        for part in (batch.tokens, batch.labels, batch.documents)
-        if part is not None
-    ]
-    result = train_step(
-        model,
-        [Batch(*microbatch, *[None] * (3 - len(parts))) for microbatch in zip(*parts, strict=True)],
-        optimizer,
-        step=1,
-        options=StepOptions(),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    for name, weight in job.weights().items():
+        assert torch.equal(weight, initial[name]), name
+    stir(job.model)
+    gradients = job.whole_gradients()
+    result = job.take_step(1, job.part(batch))
     what = f"{family} on {dims}, {options}"
     assert result.loss.item() == pytest.approx(want_loss, rel=2e-6), what
     for name, got in gradients.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims

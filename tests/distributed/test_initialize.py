@@ -1,7 +1,5 @@
 """One model, bit by bit, however it is sharded."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -39,26 +37,6 @@ def test_initial_weights_do_not_depend_on_the_mesh(
 ) -> None:
     dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     on_ranks(replicate * shard * cp * tp, _compare_with_plain, dims, args)
-
-
-def _compare_stages(schedule: str, stages_per_rank: int) -> set[str]:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    args = dataclasses.replace(TINY, n_layers=4)
-    model, _ = parallel_model(
-        dims, args, microbatches=(2, 1), schedule=schedule, stages_per_rank=stages_per_rank
-    )
-    wanted = dict(plain_model(args).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter), wanted[name]), name
-    return {*dict(model.named_parameters())}
-
-
-@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2)])
-def test_stages_have_every_weight_once(on_ranks, schedule, stages) -> None:
-    first, second = on_ranks(2, _compare_stages, schedule, stages)
-    assert not first & second
-    args = dataclasses.replace(TINY, n_layers=4)
-    assert first | second == {*args.parameter_names()}
 
 
 @pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)])

@@ -107,6 +107,9 @@ def _damage(folder: str) -> None:
         assert "the content of __1_0.distcp has changed" in messages[0]
         assert "the content of .metadata has changed" in messages[1]
         assert "__0_0.distcp has " in messages[2]
+    of_sizes = make(folder, verify="sizes").select_and_verify()
+    assert of_sizes is not None
+    assert of_sizes["step"] == 20
     for step in (10, 15, 20):
         with pytest.raises(ConfigError, match=f"step-{step} is damaged"):
             make(folder, load_step=step).select_and_verify()
@@ -141,6 +144,7 @@ def _storage_fails(folder: str) -> None:
         found = manager.select_and_verify()
     assert found is not None
     assert found["step"] == 10
+    file = file.replace("__0_", "__1_")  # another part of the files, and the rank's own tensors
     with failing_reads(file, errno.EIO, 99), pytest.raises(StorageError, match="rank 1: .*step-10"):
         manager.load(State(0), found)
     with failing_reads(".metadata", errno.EIO, 1):

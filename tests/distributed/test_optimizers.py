@@ -4,39 +4,25 @@ import dataclasses
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.checkpoint.state import TrainingTensors
 from meshwright.config.training import Optimizer
-from meshwright.models.batch import Batch
-from meshwright.models.loss import IGNORE
+from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import (
-    OptimizerInBackward,
-    build_optimizer,
-    set_learning_rate,
-    update,
-)
-from meshwright.train.trainer import StepOptions, train_step
+from meshwright.train.optim.optimizers import build_optimizer, set_learning_rate, update
+from tests.helpers.job import Job, mesh, plain_steps
 from tests.helpers.optimizers import GROUPS, plain_groups
 from tests.helpers.rounding import assert_updated_alike
-from tests.helpers.tiny import SEQ_LEN, TINY, parallel_model, plain_model, whole
+from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
 
-BATCH, LRS, DECAY = 4, (1.0, 0.5), 0.05
+LRS, DECAY = (1.0, 0.5), 0.05
 CONFIG = Optimizer(lr=LRS[0], eps=1.0, weight_decay=DECAY, groups=GROUPS)  # as `rounding.adamw`
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
-def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
-    labels = torch.randint(TINY.vocab_size, (BATCH, SEQ_LEN), generator=generator)
-    labels[1, 3:] = IGNORE
-    return tokens, labels
+def optimizer_of(model: LocalModel) -> torch.optim.Optimizer:
+    return build_optimizer(model.named_parameters(), CONFIG)
 
 
 def reference() -> dict[str, torch.Tensor]:
@@ -47,59 +33,41 @@ def reference() -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(
         [group for group, _ in groups], betas=betas, eps=CONFIG.eps, fused=True
     )
-    for step, lr in enumerate(LRS):
-        tokens, labels = global_batch(step)
-        F.cross_entropy(
-            model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
-        ).backward()
+    for step, lr in enumerate(LRS, 1):
         for group, (_, scale) in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = lr * scale
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_steps(model, optimizer, [step], max_norm=float("inf"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _groups_on(dims: ParallelDims, is_early: bool) -> None:
-    local = BATCH // dims.dp // dims.pp
-    model, meshes = parallel_model(dims, microbatches=(dims.pp, local))
-    optimizer = build_optimizer(model.named_parameters(), CONFIG)
+    job = Job(dims, 0, dims.pp, is_early, optimizer_of=optimizer_of)
     if dims.pp > 1:  # the embedding's group is on the first stage alone
-        assert len(optimizer.param_groups) == 3 - meshes.pp.get_local_rank()
-    early = OptimizerInBackward(optimizer) if is_early else None
-    detector = BadStepDetector(torch.device("cpu"))
-    for step, lr in enumerate(LRS):
-        tokens, labels = (
-            part.split(local)[meshes.dp.get_local_rank() :: dims.dp] for part in global_batch(step)
-        )
-        set_learning_rate(optimizer, lr)
-        train_step(
-            model,
-            [*map(Batch, tokens, labels)],
-            optimizer,
-            early,
-            step=step + 1,
-            options=StepOptions(),
-            meshes=meshes,
-            detector=detector,
-        )
+        assert len(job.optimizer.param_groups) == 3 - job.meshes.pp.get_local_rank()
+    for step, lr in enumerate(LRS, 1):
+        set_learning_rate(job.optimizer, lr)
+        job.take_step(step)
     want, initial = reference(), dict(plain_model().named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_updated_alike(whole(parameter), want[name], initial[name], name, num_steps=len(LRS))
+    for name, weight in job.weights().items():
+        assert_updated_alike(weight, want[name], initial[name], name, num_steps=len(LRS))
     # what is saved is the same without groups, and either loads into the other
-    grouped = TrainingTensors(model, optimizer, 0).state_dict()
-    other, _ = parallel_model(dims, seed=1, microbatches=(dims.pp, local))
-    plain = build_optimizer(other.named_parameters(), Optimizer())
-    tensors = TrainingTensors(other, plain, 0)
-    assert tensors.state_dict().keys() == grouped.keys()
-    tensors.load_state_dict(grouped)
-    after = tensors.state_dict()
+    grouped = job.tensors.state_dict()
+    other = Job(
+        dims,
+        1,
+        dims.pp,
+        optimizer_of=lambda model: build_optimizer(model.named_parameters(), Optimizer()),
+    )
+    assert other.tensors.state_dict().keys() == grouped.keys()
+    other.tensors.load_state_dict(grouped)
+    after = other.tensors.state_dict()
     for key, tensor in grouped.items():
         assert torch.equal(whole(after[key]), whole(tensor)), key
 
 
 def _groups(cases: list[tuple[dict[str, int], bool]]) -> None:
     for degrees, is_early in cases:
-        _groups_on(ParallelDims(**dict.fromkeys(AXES, 1) | degrees), is_early)
+        _groups_on(mesh(**degrees), is_early)
 
 
 def test_groups_on_two_ranks_are_those_of_plain_torch(on_ranks) -> None:
@@ -120,7 +88,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _updates_shards() -> None:
-    model, _ = parallel_model(ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2}))
+    model, _ = parallel_model(mesh(dp_shard=2))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     groups = [[*group["params"]] for group in optimizer.param_groups]
     seen = []  # by a hook, which the proof of gradients relies on
@@ -152,7 +120,7 @@ def test_the_kernel_gets_shards_and_the_state_is_laid_out_as_parameters(on_ranks
 def _growth_of_updates() -> tuple[list[float], float]:
     """Most memory that each of two updates takes beyond that before it, and that of the largest
     parameter, in bytes of this rank's parameters."""
-    dims = ParallelDims(**dict.fromkeys(AXES, 1) | {"dp_shard": 2})
+    dims = mesh(dp_shard=2)
     args = dataclasses.replace(TINY, dim=256, n_layers=4, hidden_dim=512)
     model, _ = parallel_model(dims, args)
     optimizer = build_optimizer(model.named_parameters(), Optimizer())

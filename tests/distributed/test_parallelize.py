@@ -9,36 +9,22 @@ from meshwright.config.loader import load_config
 from meshwright.system.log import logger
 from meshwright.train.build import build_model
 from meshwright.train.preflight import preflight
+from tests.distributed.test_manager import logged
 from tests.helpers.tiny import meshes_of
 
 FSDP = "FSDP2: parameters cut in {}; computes in {}, reduces in float32; through shared memory"
-FULL = "activation checkpointing: full"
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _build(options: dict[str, str], world_size: int) -> list[str]:
     words = ["--job.config_file", "tests/integration/tiny.toml"]
     words += [word for key, value in options.items() for word in (f"--{key}", value)]
     plan = preflight(load_config(words), world_size)
-    handler, level = Lines(), logger.level
-    logger.addHandler(handler)
+    level = logger.level
     logger.setLevel(logging.INFO)
-    try:
+    with logged() as messages:
         build_model(plan, meshes_of(plan.dims, "cpu"), torch.device("cpu"))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return handler.lines
+    logger.setLevel(level)
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -70,7 +56,7 @@ def _build(options: dict[str, str], world_size: int) -> list[str]:
             },
             [
                 "pipeline: 4 stages on 2 ranks, Interleaved1F1B, 2 microbatches",
-                FULL,  # once, not of each stage
+                "activation checkpointing: full",  # once, not of each stage
                 FSDP.format(2, "bfloat16"),
             ],
         ),

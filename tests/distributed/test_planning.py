@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.plan.figures import curve, find_peak, flops, peaks_by_place, traffic
+from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.ledger import PURPOSES
 from meshwright.commands.plan.simulate import run_step
 from meshwright.parallelisms.meshes import build_meshes
@@ -57,13 +57,14 @@ def _on_a_real_rank(case: Case) -> dict[str, object]:
     for event in simulation.record.events:
         totals[simulation.record.items[event.item].purpose] += event.delta
         assert all(size >= 0 for size in totals.values())
-    assert sum(curve(simulation.record)[0].values()) > 0
-    peaks = peaks_by_place(simulation.record)  # by microbatch: of the first update it is 0
+    memory = Memory(simulation.record)
+    assert sum(memory.curve()[0].values()) > 0
+    peaks = memory.by_place()  # by microbatch: of the first update it is 0
     assert peaks["update (model)  0"] > peaks["update (model)  1"]  # which makes the state
     return {
-        "peak": find_peak(simulation.record).num_bytes,
-        "traffic": [vars(row) for row in traffic(simulation, plan.num_microbatches, 8)],
-        "flops": flops(simulation, plan.num_microbatches),
+        "peak": memory.peak.num_bytes,
+        "traffic": [vars(row) for row in traffic(simulation, 8)],
+        "flops": flops(simulation),
         "operators": operators(simulation),
     }
 

@@ -274,7 +274,13 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
             rows.append(row)
             yield row
 
-    arguments = ["--output", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"]
+    arguments = [
+        "debug_model",
+        "--output",
+        str(tmp_path),
+        "--parallelism.tensor_parallel_degree",
+        "2",
+    ]
     monkeypatch.setattr("sys.argv", ["meshwright", "prove", *arguments])
     cases = [case_on(tp=2), case_on(dp_shard=2)]
     monkeypatch.setattr("meshwright.commands.prove.command.shrink", lambda *_: SMALL)
@@ -289,7 +295,7 @@ def test_the_command_goes_on_after_a_case_that_stops(tmp_path, monkeypatch, caps
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["proved"] is False
     assert [bool(case["failures"]) for case in proof["cases"]] == [True, False]
-    page = (tmp_path / "proof.html").read_text()
+    page = (tmp_path / "proof.md").read_text()
     assert "1 of 2 cases equal one process" in page
     assert "no such luck" in page
 
@@ -447,7 +453,7 @@ def test_heads_are_narrow_whatever_the_users_are(flavor) -> None:
 
 
 def test_a_config_that_cannot_run_is_not_proved(monkeypatch, capsys) -> None:
-    arguments = ["prove", "--parallelism.tensor_parallel_degree", "3"]
+    arguments = ["prove", "debug_model", "--parallelism.tensor_parallel_degree", "3"]
     monkeypatch.setattr("sys.argv", ["meshwright", *arguments])
     with pytest.raises(SystemExit) as exit_code:
         main()

@@ -7,8 +7,9 @@ import pytest
 
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.rules.stages import SCHEDULES
-from tests.distributed.test_step import DEEP, steps_on_mesh
-from tests.distributed.test_step import SCHEDULES as OPTIONS
+from tests.distributed.test_step import steps_on_mesh
+from tests.helpers.job import DEEP
+from tests.helpers.job import SCHEDULES as OPTIONS
 
 DIMS = ParallelDims(dp_replicate=1, dp_shard=2, pp=2)
 LAYERS_8 = dataclasses.replace(DEEP, n_layers=8)

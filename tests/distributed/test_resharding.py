@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.parallelisms.rules.degrees import ParallelDims
-from tests.distributed.test_state import Job
-from tests.distributed.test_step import DEEP, SCHEDULES
+from tests.helpers.job import DEEP, SCHEDULES, Job, mesh
 from tests.helpers.rounding import assert_updated_alike
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import whole
@@ -17,15 +15,9 @@ from tests.helpers.tiny import whole
 Tensors = dict[str, torch.Tensor]
 
 
-def mesh(dp_replicate: int = 1, dp_shard: int = 1, **axes: int) -> ParallelDims:
-    return ParallelDims(dp_replicate=dp_replicate, dp_shard=dp_shard, **axes)
-
-
 MESHES = {
-    "1": (mesh(), {}),
     "fsdp2": (mesh(dp_shard=2), {}),
     "tp2": (mesh(tp=2), {}),
-    "pp2": (mesh(pp=2), SCHEDULES["1F1B"]),
     "fsdp4": (mesh(dp_shard=4), {}),
     "hsdp": (mesh(dp_replicate=2, dp_shard=2), {}),
     "2d": (mesh(dp_shard=2, tp=2), {}),
@@ -40,10 +32,8 @@ PAIRS = {  # every mesh is reached, and every axis is left
         ("2d", "pp-interleaved"),
         ("pp-interleaved", "hsdp"),
         ("hsdp", "pp-zbv"),
-        ("2d", "cp-tp"),
-        ("fsdp4", "1"),
+        ("fsdp4", "cp-tp"),
         ("pp-interleaved", "fsdp2"),
-        ("2d", "pp2"),
         ("hsdp", "tp2"),
     )
 }

@@ -8,9 +8,7 @@ import torch
 
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.train.validation import NextToken
-from tests.distributed.test_step import SCHEDULES
 from tests.distributed.test_validation import (
-    ALONE,
     CP,
     FSDP,
     NUM_TOKENS,
@@ -21,6 +19,7 @@ from tests.distributed.test_validation import (
     job_of,
     texts_of,
 )
+from tests.helpers.job import SCHEDULES
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import TIED, plain_model
 
@@ -48,12 +47,10 @@ def _texts(dims, options: dict, eos_id: int) -> list:
 
 
 MESHES = {
-    "1": (ALONE, {}),
     "fsdp": (FSDP, {}),
-    "tp": (TP, {}),
     "tied-tp": (TP, {"args": TIED}),
     "cp": (CP, {}),
-    **{name: (PP, SCHEDULES[name]) for name in ("1F1B", "DualPipeV")},
+    "DualPipeV": (PP, SCHEDULES["DualPipeV"]),
     "pp-tp": (dataclasses.replace(PP, tp=2), SCHEDULES["ZBVZeroBubble"]),
     "pp-cp": (dataclasses.replace(PP, cp=2), SCHEDULES["Interleaved1F1B"]),
 }

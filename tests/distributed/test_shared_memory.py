@@ -9,31 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.parallelisms.shared_memory import Slots, open_slots
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.trainer import StepOptions
-from tests.distributed.test_step import GLOBAL_BATCH, CountCollectives, adamw, take_steps
-from tests.helpers.tiny import TINY, parallel_model, whole
+from tests.distributed.test_step import CountCollectives
+from tests.helpers.job import Job, mesh
+from tests.helpers.tiny import TINY
 
 RANKS = 2
-DIMS = ParallelDims(dp_replicate=1, dp_shard=RANKS)
-MICROBATCHES = 2
+DIMS = mesh(dp_shard=RANKS)
 
 
 def _train(**options: object) -> tuple[int, list[torch.Tensor]]:
     """Count FSDP2's collectives by gloo in some steps; return figures and weights after them."""
-    size = GLOBAL_BATCH // (RANKS * MICROBATCHES)
-    model, meshes = parallel_model(
-        DIMS, microbatches=(MICROBATCHES, size), param_dtype=torch.bfloat16, **options
-    )
-    detector = BadStepDetector(torch.device("cpu"))
-    step_options = StepOptions(0.5, reduce_every_microbatch=True)
+    job = Job(DIMS, 0, 2, param_dtype=torch.bfloat16, **options)
     with CountCollectives() as counter:
-        results = [*take_steps(model, meshes, size, adamw(model), step_options, detector)]
+        results = [
+            job.take_step(step, max_norm=0.5, reduce_every_microbatch=True) for step in (1, 2)
+        ]
     calls = counter.counts["_allgather_base_"] + counter.counts["_reduce_scatter_base_"]
     figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
-    return calls, [*figures, *(whole(parameter) for parameter in model.parameters())]
+    return calls, [*figures, *job.weights().values()]
 
 
 def _compare() -> dict[str, object]:

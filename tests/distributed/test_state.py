@@ -5,89 +5,11 @@ from collections.abc import Collection
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint.state import TrainingTensors
-from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
-from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
-from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import OptimizerInBackward
-from meshwright.train.trainer import StepOptions, StepResult, train_step
-from tests.distributed.test_step import DEEP, GLOBAL_BATCH, SCHEDULES, adamw, frozen, global_batch
-from tests.helpers.tiny import TINY, parallel_model, plain_model, whole
-
-
-class Job:
-    """A model, its meshes and its optimizer."""
-
-    def __init__(
-        self,
-        dims: ParallelDims,
-        seed: int = 0,
-        num_microbatches: int = 1,
-        is_early: bool = False,
-        **options: object,
-    ) -> None:
-        self.model: LocalModel
-        self.meshes: Meshes
-        self._size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-        microbatches = num_microbatches, self._size
-        self.model, self.meshes = parallel_model(
-            dims, seed=seed, microbatches=microbatches, **options
-        )
-        self.optimizer = adamw(self.model)
-        self.early = OptimizerInBackward(self.optimizer) if is_early else None
-        self.tensors = TrainingTensors(self.model, self.optimizer, dist.get_rank())
-
-    def part(self, batch: Batch) -> list[Batch]:
-        """This rank's microbatches of a global batch."""
-        dp = self.meshes.dp
-        parts = (
-            part.split(self._size)[dp.get_local_rank() :: dp.size()]
-            for part in (batch.tokens, batch.labels, batch.documents)
-            if part is not None
-        )
-        return [*map(Batch, *parts)]
-
-    def batches(self, step: int) -> list[Batch]:
-        return self.part(Batch(*global_batch(step)))
-
-    def take_step(self, step: int) -> StepResult:
-        return train_step(
-            self.model,
-            self.batches(step),
-            self.optimizer,
-            self.early,
-            step=step,
-            options=StepOptions(),
-            meshes=self.meshes,
-            detector=BadStepDetector(torch.device("cpu")),
-        )
-
-    def forward(self, step: int) -> torch.Tensor:
-        """Logits of a microbatch."""
-        tokens = self.batches(step)[0].tokens
-        return self.model.stages[0](tokens, positions=torch.arange(tokens.shape[1]))
-
-    def save(self, folder: str) -> None:
-        dcp.save(self.tensors.state_dict(), checkpoint_id=folder)
-
-    def load(self, folder: str) -> None:
-        state = self.tensors.state_dict()
-        dcp.load(state, checkpoint_id=folder)
-        self.tensors.load_state_dict(state)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p).clone() for name, p in self.model.named_parameters()}
-
-
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, frozen, mesh
+from tests.helpers.tiny import TINY, plain_model
 
 
 def keys(trained: Collection[str]) -> set[str]:
@@ -102,7 +24,7 @@ def keys(trained: Collection[str]) -> set[str]:
 
 def _resume_frozen(folder: str) -> None:
     options = frozen("tok_embeddings.*", "layers.0.*", "*norm.weight")
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     job = Job(dims, **options)
     job.take_step(1)
     trained = set(TINY.parameter_names()) - options["frozen"]
@@ -121,7 +43,7 @@ def test_frozen_parameters_are_saved_without_optimizer_state(on_ranks, tmp_path)
 
 def _change_early_step(folder: str) -> None:
     """Every other way to take the two steps, one before a resume and one after."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     ends = []
     for first in (False, True):
         job = Job(dims, is_early=first)
@@ -152,14 +74,14 @@ def _shapes(dims: ParallelDims, options: dict, args: LlamaArgs) -> dict[str, tup
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        (ParallelDims(dp_replicate=1, dp_shard=1), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
+        (mesh(), {}),
+        (mesh(dp_shard=2), {"compile_backend": "eager", "ac_mode": "full"}),
         (ParallelDims(dp_replicate=2, dp_shard=2), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {"compile_backend": "eager"}),
-        (ParallelDims(dp_replicate=1, dp_shard=1, cp=2), {}),
-        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"]),
-        (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["Interleaved1F1B"]),
-        (ParallelDims(dp_replicate=1, dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
+        (mesh(dp_shard=2, tp=2), {"compile_backend": "eager"}),
+        (mesh(cp=2), {}),
+        (mesh(pp=2), SCHEDULES["1F1B"]),
+        (mesh(pp=2), SCHEDULES["Interleaved1F1B"]),
+        (mesh(dp_shard=2, pp=2), SCHEDULES["ZBVZeroBubble"]),
     ],
     ids=["1", "fsdp", "hsdp", "2d", "cp", "pp", "pp-interleaved", "pp-zbv-fsdp"],
 )
@@ -174,14 +96,16 @@ def test_names_and_shapes_are_those_of_the_plain_model(on_ranks, dims, options) 
     random_states = {name for name in held if name.startswith("rng.")}
     assert random_states == {f"rng.cpu.rank_{rank}" for rank in range(dims.num_ranks)}
     assert {name: shape for name, shape in held.items() if name not in random_states} == want
+    if dims.num_ranks == dims.pp == 2:  # stages have every tensor once
+        assert not by_rank[0].keys() & by_rank[1].keys()
     if dims.pp == 1:
         assert all(shapes.keys() >= want.keys() for shapes in by_rank)
 
 
 def _two_models(folder: str) -> None:
     meshes = {
-        "tp": ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
-        "fsdp": ParallelDims(dp_replicate=1, dp_shard=2),
+        "tp": mesh(tp=2),
+        "fsdp": mesh(dp_shard=2),
     }
     alone: dict[str, list[dict[str, torch.Tensor]]] = {}
     for seed, (name, dims) in enumerate(meshes.items()):

@@ -9,8 +9,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -24,29 +23,15 @@ from meshwright.config.training import BadSteps
 from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE
-from meshwright.parallelisms.local_model import LocalModel
-from meshwright.parallelisms.meshes import Meshes
 from meshwright.parallelisms.rules.degrees import ParallelDims
 from meshwright.train.bad_steps import BadStepDetector
-from meshwright.train.optim.optimizers import OptimizerInBackward
-from meshwright.train.trainer import StepOptions, StepResult, train_step
 from tests.helpers.fsdp import parameter_groups
+from tests.helpers.job import DEEP, SCHEDULES, Job, frozen, global_batch, mesh, plain_steps
 from tests.helpers.rounding import FIGURES_BOUND, adamw, assert_updated_alike
-from tests.helpers.slow import slow, slow_but
-from tests.helpers.tiny import SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
+from tests.helpers.slow import slow
+from tests.helpers.tiny import CPU, SEQ_LEN, TIED, TINY, parallel_model, plain_model, whole
 
-STEPS, GLOBAL_BATCH = 2, 8
-
-
-def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels are missing very unevenly: a mean of the ranks' means would be far off."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(TINY.vocab_size, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
-    labels = torch.randint(TINY.vocab_size, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
-    labels[0] = IGNORE
-    labels[1, 3:] = IGNORE
-    labels[5, ::2] = IGNORE
-    return tokens, labels
+STEPS = 2
 
 
 @functools.cache
@@ -57,16 +42,7 @@ def reference(
     model = plain_model(args)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    optimizer = adamw(model)
-    figures = []
-    for step in range(1, STEPS + 1):
-        tokens, labels = global_batch(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        figures.append((loss.item(), norm.item()))
+    figures = plain_steps(model, adamw(model), range(1, STEPS + 1), max_norm)
     return figures, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -89,55 +65,25 @@ def reference_group_norms(args: LlamaArgs, frozen: Collection[str]) -> dict[str,
     return {group: size**0.5 for group, size in squares.items()}
 
 
-def batches_of(meshes: Meshes, step: int, size: int) -> list[Batch]:
-    """Return this rank's microbatches of a step, of `size` samples each."""
-    rank, ranks = meshes.dp.get_local_rank(), meshes.dp.size()
-    return [*map(Batch, *(part.split(size)[rank::ranks] for part in global_batch(step)))]
-
-
-def take_steps(
-    model: LocalModel,
-    meshes: Meshes,
-    size: int,
-    optimizer: torch.optim.Optimizer,
-    options: StepOptions,
-    detector: BadStepDetector,
-    early: OptimizerInBackward | None = None,
-) -> Iterator[StepResult]:
-    """Yield the results of `STEPS` steps, by microbatches of `size` samples."""
-    for step in range(1, STEPS + 1):
-        yield train_step(
-            model,
-            batches_of(meshes, step, size),
-            optimizer,
-            early,
-            step=step,
-            options=options,
-            meshes=meshes,
-            detector=detector,
-        )
-
-
 def steps_on_mesh(
     dims: ParallelDims,
     num_microbatches: int,
     options: dict,
     args: LlamaArgs = TINY,
-    *,
     reduce_every_microbatch: bool = False,
     is_early: bool = False,
 ) -> None:
     max_norm = float("inf") if is_early else 0.5
     want_figures, want_weights = reference(args, options.get("frozen", frozenset()), max_norm)
     want_norms = reference_group_norms(args, options.get("frozen", frozenset()))
-    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    model, meshes = parallel_model(dims, args, microbatches=(num_microbatches, size), **options)
-    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    early = OptimizerInBackward(optimizer) if is_early else None
-    groups = () if is_early else list(want_norms)
-    step_options = StepOptions(max_norm, reduce_every_microbatch, groups)
-    results = take_steps(model, meshes, size, optimizer, step_options, detector, early)
-    for step, (want, result) in enumerate(zip(want_figures, results, strict=True), 1):
+    job = Job(dims, 0, num_microbatches, is_early, args=args, **options)
+    for step, want in enumerate(want_figures, 1):
+        result = job.take_step(
+            step,
+            max_norm=max_norm,
+            reduce_every_microbatch=reduce_every_microbatch,
+            norm_groups=() if is_early else list(want_norms),
+        )
         if step == 1 and result.group_norms is not None:
             got_norms = dict(zip(want_norms, result.group_norms.tolist(), strict=True))
             # a small group has a larger part of the rounding than the whole
@@ -145,48 +91,120 @@ def steps_on_mesh(
         got = (result.loss.item(), result.grad_norm.item())
         assert got == pytest.approx(want, rel=FIGURES_BOUND), f"step {step}: {got}, not {want}"
     initial = initial_weights(args)
-    for name, parameter in model.named_parameters():
+    for name, parameter in job.model.named_parameters():
         weights = whole(parameter), want_weights[name], initial[name]
         if parameter.requires_grad:
             assert_updated_alike(*weights, name, args=args, num_steps=STEPS)
         else:
             assert torch.equal(weights[0], weights[2]), name
-    assert detector.num_bad() == 0
+    assert job.detector.num_bad() == 0
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "tp", "num_microbatches"),
-    [
-        *[(1, 1, 1, 4), (1, 2, 1, 1), (1, 2, 1, 4), (2, 1, 1, 2), (1, 1, 2, 1), (1, 2, 2, 2)],
-        *slow((1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 2, 1)),
-    ],
+AXES = {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
+
+
+def case(
+    num_microbatches: int = 0,
+    args: LlamaArgs | None = None,
+    every: bool = False,
+    early: bool = False,
+    **others: object,
+) -> tuple:
+    """Arguments of `steps_on_mesh`: degrees above 1, and options of `parallel_model`."""
+    dims = mesh(**{axis: others.pop(axis) for axis in AXES & others.keys()})
+    if dims.pp > 1:
+        return dims, num_microbatches or 4, others, args or DEEP, every, early
+    return dims, num_microbatches or 2, others, args or TINY, every, early
+
+
+BY_OP = {"ac_mode": "selective", "selective_ac_option": "op"}
+EVERY_OTHER = {"ac_mode": "selective", "selective_ac_option": "2"}
+ONE, ZBV, INTERLEAVED = (
+    {"pp": 2} | SCHEDULES[name] for name in ("1F1B", "ZBVZeroBubble", "Interleaved1F1B")
 )
-def test_loss_norm_and_weights_equal_plain_pytorch(
-    on_ranks, replicate, shard, tp, num_microbatches
-) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    on_ranks(replicate * shard * tp, steps_on_mesh, dims, num_microbatches, {})
+BEGIN = frozen("tok_embeddings.*", "layers.0.*")
+SCATTERED = frozen("*norm.weight", "*.wq.weight")
+END = frozen("layers.2.*", "norm.weight", "output.weight")
+ALL_BUT_OUTPUT = frozen("tok_embeddings.*", "layers.*", "norm.weight")
+# the first of two stages and a part of the second, or the first three of four
+STAGES = frozen("tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*", args=DEEP)
+LAST_STAGE = frozen("layers.[34].*", "norm.*", "output.*", args=DEEP)
+CASES = {
+    "4 microbatches": case(4),
+    "fsdp, 1 microbatch": case(1, dp_shard=2),
+    "fsdp, 4 microbatches": case(4, dp_shard=2),
+    "copies": case(dp_replicate=2),
+    "tp": case(1, tp=2),
+    "fsdp-tp": case(dp_shard=2, tp=2),
+    "cp": case(cp=2),
+    "cp-fsdp": case(cp=2, dp_shard=2),
+    "cp-copies": case(cp=2, dp_replicate=2),
+    "cp4": case(cp=4),
+    "cp-tp": case(cp=2, tp=2),
+    "recomputed": case(dp_shard=2, tp=2, ac_mode="full"),
+    "recomputed by op": case(dp_shard=2, tp=2, **BY_OP),
+    "never resharded": case(dp_shard=2, reshard_after_forward="never"),
+    "chunks of the loss": case(dp_shard=2, tp=2, loss_chunk_tokens=5),
+    "gathered ahead, recomputed": case(dp_shard=2, prefetch_layers=9, ac_mode="full"),
+    "every microbatch reduced": case(dp_shard=2, every=True),
+    "every microbatch reduced, copies": case(dp_replicate=2, every=True),
+    "tied-fsdp": case(dp_shard=2, args=TIED),
+    **{  # parts of an odd vocabulary
+        f"{name}-tp, chunks of {tokens}": case(1, args, tp=2, loss_chunk_tokens=tokens)
+        for name, args in {"untied": TINY, "tied": TIED}.items()
+        for tokens in (0, 5, 1000)
+    },
+    **{name: case(pp=2, **options) for name, options in SCHEDULES.items()},
+    "pp-cp": case(2, cp=2, **ONE),
+    "pp-fsdp": case(dp_shard=2, **INTERLEAVED),
+    "pp-tp": case(tp=2, **ZBV),
+    "pp, recomputed": case(ac_mode="full", **ONE),
+    "pp, every other block recomputed": case(pp=2, **EVERY_OTHER, **SCHEDULES["DualPipeV"]),
+    "pp-fsdp, always resharded": case(dp_shard=2, reshard_after_forward="always", **ONE),
+    "frozen begin": case(dp_shard=2, **BEGIN),
+    "frozen here and there": case(dp_shard=2, **SCATTERED),
+    "frozen but for the output": case(dp_shard=2, **ALL_BUT_OUTPUT),
+    "frozen end, tp": case(tp=2, **END),
+    "frozen stages, Interleaved1F1B": case(**INTERLEAVED, **STAGES),
+    "frozen stages, ZBVZeroBubble": case(**ZBV, **STAGES),
+    "frozen last stage, 1F1B": case(**ONE, **LAST_STAGE),
+    "frozen last stage, ZBVZeroBubble": case(**ZBV, **LAST_STAGE),
+    "early, tied": case(early=True, args=TIED),
+    "early, fsdp": case(early=True, dp_shard=2),
+    "early, ZBVZeroBubble": case(early=True, **ZBV),
+}
+SLOW_CASES = {
+    "fsdp4": case(dp_shard=4),
+    "hsdp": case(dp_replicate=2, dp_shard=2),
+    "copies-tp": case(1, dp_replicate=2, tp=2),
+    "every other block recomputed": case(dp_shard=2, tp=2, **EVERY_OTHER),
+    "always resharded": case(dp_shard=2, tp=2, reshard_after_forward="always"),
+    "gathered ahead": case(dp_shard=2, tp=2, prefetch_layers=2),
+    "every microbatch reduced, tp": case(dp_shard=2, tp=2, every=True),
+    "pp-copies": case(2, dp_replicate=2, **ONE),
+    "pp-tp, Interleaved1F1B": case(tp=2, **INTERLEAVED),
+    "pp-fsdp, ZBVZeroBubble": case(dp_shard=2, **ZBV),
+    "pp-tp, recomputed": case(tp=2, ac_mode="full", **ZBV),
+    "pp-tp, chunks of the loss": case(tp=2, loss_chunk_tokens=5, **ONE),
+    "frozen begin, 1 rank": case(**BEGIN),
+    "frozen end": case(dp_shard=2, **END),
+    "frozen begin, tp": case(tp=2, **BEGIN),
+    "frozen here and there, tp": case(dp_shard=2, tp=2, **SCATTERED),
+    "frozen stages": case(**ONE, **STAGES),
+    "frozen stages, tp": case(tp=2, **ONE, **STAGES),
+    "frozen stages, ZBVZeroBubble, fsdp": case(dp_shard=2, **ZBV, **STAGES),
+    "early": case(early=True),
+    "early, frozen": case(early=True, dp_shard=2, **frozen("*.wq.*")),
+    "early, copies": case(early=True, dp_replicate=2),
+    "early, fsdp-tp": case(early=True, dp_shard=2, tp=2),
+    "early, 1F1B": case(early=True, **ONE),
+}
 
 
-@pytest.mark.parametrize(
-    ("tp", "options"),
-    [
-        (2, {"ac_mode": "full"}),
-        (2, {"ac_mode": "selective", "selective_ac_option": "op"}),
-        (1, {"reshard_after_forward": "never"}),
-        (2, {"loss_chunk_tokens": 5}),
-        (1, {"prefetch_layers": 9, "ac_mode": "full"}),
-        *slow(
-            (2, {"ac_mode": "selective", "selective_ac_option": "2"}),
-            (2, {"reshard_after_forward": "always"}),
-            (2, {"prefetch_layers": 2}),
-        ),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
-def test_options_do_not_change_the_numbers(on_ranks, tp, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=tp)
-    on_ranks(2 * tp, steps_on_mesh, dims, 2, options)
+@pytest.mark.parametrize("name", [*CASES, *slow(*SLOW_CASES)])
+def test_loss_norms_and_weights_equal_plain_pytorch(on_ranks, name) -> None:
+    dims, *others = (CASES | SLOW_CASES)[name]
+    on_ranks(dims.num_ranks, steps_on_mesh, dims, *others)
 
 
 def _offloaded_steps(dims: ParallelDims, num_microbatches: int) -> None:
@@ -209,153 +227,14 @@ def test_offloading_does_not_change_the_numbers(on_ranks, replicate, shard, tp, 
     on_ranks(replicate * shard * tp * pp, _offloaded_steps, dims, 2)
 
 
-@pytest.mark.parametrize(("replicate", "shard", "tp"), [(1, 2, 1), (2, 1, 1), *slow((1, 2, 2))])
-def test_reducing_every_microbatch_does_not_change_the_numbers(
-    on_ranks, replicate, shard, tp
-) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=tp)
-    steps = functools.partial(steps_on_mesh, reduce_every_microbatch=True)
-    on_ranks(replicate * shard * tp, steps, dims, 2, {})
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "cp", "tp"),
-    [(1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2)],
-)
-def test_context_parallelism(on_ranks, replicate, shard, cp, tp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
-    on_ranks(replicate * shard * cp * tp, steps_on_mesh, dims, 2, {})
-
-
-DEEP = dataclasses.replace(TINY, n_layers=5)  # uneven on four stages
-SCHEDULES = {
-    **{name: {"schedule": name} for name in ("GPipe", "1F1B")},
-    **{
-        name: {"schedule": name, "stages_per_rank": 2}
-        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    },
-}
-
-
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_pipeline(on_ranks, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    on_ranks(2, steps_on_mesh, dims, 4, options, DEEP)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "replicate", "shard", "cp", "tp"),
-    [
-        *[("1F1B", 1, 1, 2, 1), ("Interleaved1F1B", 1, 2, 1, 1), ("ZBVZeroBubble", 1, 1, 1, 2)],
-        *slow(("1F1B", 2, 1, 1, 1), ("Interleaved1F1B", 1, 1, 1, 2), ("ZBVZeroBubble", 1, 2, 1, 1)),
-    ],
-)
-def test_pipeline_with(on_ranks, schedule, replicate, shard, cp, tp) -> None:
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, pp=2, cp=cp, tp=tp)
-    on_ranks(4, steps_on_mesh, dims, 2 if schedule == "1F1B" else 4, SCHEDULES[schedule], DEEP)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shard", "tp", "options"),
-    [
-        ("1F1B", 1, 1, {"ac_mode": "full"}),
-        ("DualPipeV", 1, 1, {"ac_mode": "selective", "selective_ac_option": "2"}),
-        ("1F1B", 2, 1, {"reshard_after_forward": "always"}),
-        *slow(
-            ("ZBVZeroBubble", 1, 2, {"ac_mode": "full"}),
-            ("1F1B", 1, 2, {"loss_chunk_tokens": 5}),
-        ),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
-def test_options_in_a_pipeline(on_ranks, schedule, shard, tp, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
-    on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
-
-
-def frozen(*patterns: str, args: LlamaArgs = TINY) -> dict[str, frozenset[str]]:
-    """As the trainer makes it of `model.frozen`."""
-    names = args.parameter_names()
-    return {"frozen": frozenset(n for n in names if any(fnmatchcase(n, p) for p in patterns))}
-
-
-BEGIN, SCATTERED = ["tok_embeddings.*", "layers.0.*"], ["*norm.weight", "*.wq.weight"]
-END = ["layers.2.*", "norm.weight", "output.weight"]
-ALL_BUT_OUTPUT = ["tok_embeddings.*", "layers.*", "norm.weight"]
-
-
-@pytest.mark.parametrize(
-    ("patterns", "shard", "tp"),
-    [
-        *[(BEGIN, 2, 1), (SCATTERED, 2, 1), (ALL_BUT_OUTPUT, 2, 1), (END, 1, 2)],
-        *slow((BEGIN, 1, 1), (END, 2, 1), (BEGIN, 1, 2), (SCATTERED, 2, 2)),
-    ],
-)
-def test_frozen(on_ranks, patterns, shard, tp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
-    on_ranks(shard * tp, steps_on_mesh, dims, 2, frozen(*patterns))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "shard", "tp"),
-    [
-        *[("Interleaved1F1B", 1, 1), ("ZBVZeroBubble", 1, 1)],
-        *slow(("1F1B", 1, 1), ("1F1B", 1, 2), ("ZBVZeroBubble", 2, 1)),
-    ],
-)
-def test_frozen_stages(on_ranks, schedule, shard, tp) -> None:
-    """The first of two stages and a part of the second, or the first three of four."""
-    patterns = ["tok_embeddings.*", "layers.[012].*", "layers.3.attention.wq.*"]
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, pp=2, tp=tp)
-    options = SCHEDULES[schedule] | frozen(*patterns, args=DEEP)
-    on_ranks(2 * shard * tp, steps_on_mesh, dims, 4, options, DEEP)
-
-
-def test_a_frozen_last_stage(on_ranks) -> None:
-    options = frozen("layers.[34].*", "norm.*", "output.*", args=DEEP)
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    for schedule in ("1F1B", "ZBVZeroBubble"):
-        on_ranks(2, steps_on_mesh, dims, 4, SCHEDULES[schedule] | options, DEEP)
-
-
-EARLY = {
-    "1": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TINY),
-    "tied": (ParallelDims(dp_replicate=1, dp_shard=1), {}, TIED),
-    "fsdp": (ParallelDims(dp_replicate=1, dp_shard=2), {}, TINY),
-    "frozen": (ParallelDims(dp_replicate=1, dp_shard=2), frozen("*.wq.*"), TINY),
-    "replicate": (ParallelDims(dp_replicate=2, dp_shard=1), {}, TINY),
-    "2d": (ParallelDims(dp_replicate=1, dp_shard=2, tp=2), {}, TINY),
-    "pp": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["1F1B"], DEEP),
-    "pp-zbv": (ParallelDims(dp_replicate=1, dp_shard=1, pp=2), SCHEDULES["ZBVZeroBubble"], DEEP),
-}
-
-
-@pytest.mark.parametrize(("dims", "options", "args"), slow_but("tied fsdp pp-zbv", EARLY))
-def test_early_step_in_backward(on_ranks, dims, options, args) -> None:
-    num_microbatches = 4 if dims.pp > 1 else 2
-    steps = functools.partial(steps_on_mesh, is_early=True)
-    on_ranks(dims.dp * dims.tp * dims.pp, steps, dims, num_microbatches, options, args)
-
-
 def _most_gradients() -> int:
     """That an update found in memory, itself included."""
-    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
-    optimizer = adamw(model)
-    early, found = OptimizerInBackward(optimizer), []
-    optimizer.register_step_pre_hook(
-        lambda *_: found.append(sum(p.grad is not None for p in model.parameters()))
+    job, found = Job(mesh(dp_shard=2), is_early=True), []
+    job.optimizer.register_step_pre_hook(
+        lambda *_: found.append(sum(p.grad is not None for p in job.model.parameters()))
     )
-    train_step(
-        model,
-        [Batch(*(part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1)))],
-        optimizer,
-        early,
-        step=1,
-        options=StepOptions(),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
-    assert len(found) == len(list(model.parameters()))
+    job.take_step()
+    assert len(found) == len(list(job.model.parameters()))
     return max(found)
 
 
@@ -363,41 +242,18 @@ def test_an_early_step_leaves_no_gradient_in_memory(on_ranks) -> None:
     assert on_ranks(2, _most_gradients) == [1, 1]
 
 
-@pytest.mark.parametrize("args", [TINY, TIED], ids=["untied", "tied"])
-def test_output_and_loss_on_parts_of_an_odd_vocabulary(on_ranks, args) -> None:
-    assert args.vocab_size % 2
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
-    for chunk_tokens in (0, 5, 1000):
-        on_ranks(2, steps_on_mesh, dims, 1, {"loss_chunk_tokens": chunk_tokens}, args)
-
-
-def test_tied_embeddings_under_fsdp(on_ranks) -> None:
-    on_ranks(2, steps_on_mesh, ParallelDims(dp_replicate=1, dp_shard=2), 2, {}, TIED)
-
-
 def _bf16_loss() -> None:
-    model, meshes = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=2), param_dtype=torch.bfloat16
-    )
-    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    job = Job(mesh(dp_shard=2), param_dtype=torch.bfloat16)
     seen = []
-    hook = model.layers["1"].attention.register_forward_pre_hook(
+    hook = job.model.layers["1"].attention.register_forward_pre_hook(
         lambda module, inputs: seen.extend(tensor.dtype for tensor in inputs[:3])
     )
-    assert model.stages[0](tokens).dtype == torch.bfloat16
+    assert job.forward(1).dtype == torch.bfloat16
     assert seen == [torch.bfloat16, torch.float32, torch.float32]  # x, cos, sin
     hook.remove()
-    result = train_step(
-        model,
-        [Batch(tokens, labels)],
-        adamw(model),
-        step=1,
-        options=StepOptions(max_norm=0.5),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    result = job.take_step(max_norm=0.5)
     assert result.loss.dtype == torch.float32
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in job.model.parameters()} == {torch.float32}
     want_loss, want_norm = reference(TINY)[0][0]
     assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
@@ -409,22 +265,8 @@ def test_bf16_parameters_fp32_master_weights(on_ranks) -> None:
 
 def _bf16_figures(pp: int) -> tuple[float, float]:
     """Loss and gradient norm of two microbatches of four sequences, none of them divided."""
-    model, meshes = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=1, pp=pp),
-        DEEP,
-        param_dtype=torch.bfloat16,
-        microbatches=(2, 4),
-    )
-    batches = [*map(Batch, *(part.split(4) for part in global_batch(1)))]
-    result = train_step(
-        model,
-        batches,
-        adamw(model),
-        step=1,
-        options=StepOptions(max_norm=0.5),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    dims = mesh(pp=pp)
+    result = Job(dims, 0, 2, args=DEEP, param_dtype=torch.bfloat16).take_step(max_norm=0.5)
     return result.loss.item(), result.grad_norm.item()
 
 
@@ -435,7 +277,7 @@ def test_casts_survive_the_cut_into_stages(on_ranks) -> None:
 
 
 def _async_tensor_parallelism() -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, tp=2)
+    dims = mesh(tp=2)
     with torch._inductor.config.patch(_micro_pipeline_tp=False):
         _, meshes = parallel_model(dims)
         group = meshes.tp.get_group().group_name
@@ -494,30 +336,14 @@ def _step_with_fp32_modules(
     tolerance: float,
     args: LlamaArgs = TINY,
 ) -> None:
-    num_microbatches = 4 if args is DEEP else 2
-    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    model, meshes = parallel_model(
-        dims,
-        args,
-        param_dtype=torch.bfloat16,
-        fp32_modules=fp32_modules,
-        microbatches=(num_microbatches, size),
-        **options,
-    )
+    options = {"param_dtype": torch.bfloat16, "fp32_modules": fp32_modules} | options
+    job = Job(dims, 0, 4 if args is DEEP else 2, args=args, **options)
     inside = tuple(f"{name}." for name in fp32_modules)
-    for name, module in model.named_modules():
+    for name, module in job.model.named_modules():
         if isinstance(module, torch.nn.Linear | torch.nn.RMSNorm):
             dtype = torch.float32 if f"{name}.".startswith(inside) else torch.bfloat16
             module.register_forward_pre_hook(functools.partial(_assert_dtype, name, dtype))
-    result = train_step(
-        model,
-        batches_of(meshes, 1, size),
-        adamw(model),
-        step=1,
-        options=StepOptions(max_norm=0.5),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    result = job.take_step(max_norm=0.5)
     got, want = (result.loss.item(), result.grad_norm.item()), mixed_reference(args, fp32_modules)
     assert got[0] == pytest.approx(want[0], rel=tolerance)
     assert got[1] == pytest.approx(want[1], rel=100 * tolerance)
@@ -539,7 +365,7 @@ def test_fp32_modules_in_a_bf16_model(on_ranks, fp32_modules, replicate, shard, 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
+    dims = mesh(pp=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, SCHEDULES[schedule], 1e-5, DEEP)
 
 
@@ -555,12 +381,12 @@ def test_fp32_modules_in_a_pipeline(on_ranks, schedule) -> None:
     ids=lambda options: "-".join(options),
 )
 def test_fp32_modules_with_other_options(on_ranks, options) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
+    dims = mesh(dp_shard=2)
     on_ranks(2, _step_with_fp32_modules, dims, FP32_MODULES, options, 1e-5)
 
 
 def test_fp32_modules_with_tensor_parallelism(on_ranks) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, tp=2)
+    dims = mesh(dp_shard=2, tp=2)
     on_ranks(4, _step_with_fp32_modules, dims, FP32_MODULES, {}, 1e-4)
 
 
@@ -579,7 +405,7 @@ class DtypesOfReduceScatter(TorchDispatchMode):
 
 def _sums_over_tp(fp32_modules: tuple[str, ...]) -> list[torch.dtype]:
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=1, tp=2),
+        mesh(tp=2),
         param_dtype=torch.bfloat16,
         fp32_modules=fp32_modules,
     )
@@ -597,22 +423,11 @@ def test_gradients_of_fp32_modules_are_summed_over_tp_in_fp32(on_ranks) -> None:
 
 def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
     bf16, fp32_modules = torch.bfloat16, ("layers.0", "layers.1.ffn_norm", "output")
-    model, meshes = parallel_model(
-        dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules
-    )
-    for name, parameter in model.named_parameters():
+    job = Job(dims, param_dtype=bf16, master_dtype=bf16, fp32_modules=fp32_modules)
+    for name, parameter in job.model.named_parameters():
         is_kept = name.startswith(tuple(f"{module}." for module in fp32_modules))
         assert parameter.dtype == (torch.float32 if is_kept else bf16), name
-    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
-    result = train_step(
-        model,
-        [Batch(tokens, labels)],
-        adamw(model),
-        step=1,
-        options=StepOptions(max_norm=0.5),
-        meshes=meshes,
-        detector=BadStepDetector(torch.device("cpu")),
-    )
+    result = job.take_step(max_norm=0.5)
     want_loss, want_norm = reference(TINY)[0][0]
     assert result.loss.item() == pytest.approx(want_loss, rel=1e-3)
     assert result.grad_norm.item() == pytest.approx(want_norm, rel=1e-2)
@@ -620,26 +435,21 @@ def _fp32_modules_among_bf16_master_weights(dims: ParallelDims) -> None:
 
 @pytest.mark.parametrize(("shard", "tp"), [(1, 1), (2, 2)])
 def test_fp32_modules_among_bf16_master_weights(on_ranks, shard, tp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp)
+    dims = mesh(dp_shard=shard, tp=tp)
     on_ranks(shard * tp, _fp32_modules_among_bf16_master_weights, dims)
 
 
 def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
-    model, meshes = parallel_model(
-        dims,
-        param_dtype=torch.bfloat16,
-        master_dtype=torch.bfloat16,
-        microbatches=(num_microbatches, GLOBAL_BATCH // (dims.dp * num_microbatches)),
-    )
-    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    size = GLOBAL_BATCH // (dims.dp * num_microbatches)
-    results = take_steps(model, meshes, size, optimizer, StepOptions(max_norm=0.5), detector)
-    for step, (want, result) in enumerate(zip(reference(TINY)[0], results, strict=True), 1):
+    bf16 = torch.bfloat16
+    job = Job(dims, 0, num_microbatches, param_dtype=bf16, master_dtype=bf16)
+    model = job.model
+    for step, want in enumerate(reference(TINY)[0], 1):
+        result = job.take_step(step, max_norm=0.5)
         # the 8 bits of a weight after an update of half its size
         assert result.loss.item() == pytest.approx(want[0], rel=5e-3), f"step {step}"
         assert result.grad_norm.item() == pytest.approx(want[1], rel=5e-2), f"step {step}"
     assert result.grad_norm.dtype == result.loss.dtype == torch.float32
-    state = [tensor for slot in optimizer.state.values() for tensor in slot.values()]
+    state = [tensor for slot in job.optimizer.state.values() for tensor in slot.values()]
     assert {tensor.dtype for tensor in state if tensor.dim()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in state if not tensor.dim()} == {torch.float32}  # step counts
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -648,8 +458,8 @@ def _train_in_bf16(dims: ParallelDims, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("shard", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_bf16_master_weights(on_ranks, shard, tp, pp) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=shard, tp=tp, pp=pp)
+def test_bf16_master_weights_train_within_their_rounding(on_ranks, shard, tp, pp) -> None:
+    dims = mesh(dp_shard=shard, tp=tp, pp=pp)
     on_ranks(shard * tp * pp, _train_in_bf16, dims, 2)
 
 
@@ -666,26 +476,15 @@ class NoSync(TorchDispatchMode):
 
 
 def _step_without_sync(is_early: bool) -> None:
-    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
-    tokens, labels = (part.chunk(2)[meshes.dp.get_local_rank()] for part in global_batch(1))
-    documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(tokens), -1)
-    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    if not is_early:
-        config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
-        detector = BadStepDetector(torch.device("cpu"), config)
-    early = OptimizerInBackward(optimizer) if is_early else None
+    config = BadSteps(policy="skip", spike_std=0.1, spike_window=2)
+    detector = None if is_early else BadStepDetector(CPU, config)
+    job = Job(mesh(dp_shard=2), is_early=is_early, detector=detector)
+    (batch,) = job.batches(1)
+    documents = (torch.arange(SEQ_LEN, dtype=torch.int32) // 5).expand(len(batch.tokens), -1)
+    batches = [batch, Batch(batch.tokens, batch.labels, documents)]
     for step in range(1, 6):
         with NoSync():
-            train_step(
-                model,
-                [Batch(tokens, labels), Batch(tokens, labels, documents)],
-                optimizer,
-                early,
-                step=step,
-                options=StepOptions(max_norm=float("inf") if is_early else 0.5),
-                meshes=meshes,
-                detector=detector,
-            )
+            job.take_step(step, batches, max_norm=float("inf") if is_early else 0.5)
 
 
 @pytest.mark.parametrize("is_early", [False, True], ids=["late", "early"])
@@ -706,20 +505,11 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives(dims: ParallelDims, step_options: StepOptions, options: dict) -> Counter[str]:
+def _collectives(dims: ParallelDims, of_step: dict[str, bool], options: dict) -> Counter[str]:
     """Those of a step with four microbatches."""
-    model, meshes = parallel_model(dims, fsdp_cpu_backend="gloo", **options)
-    tokens, labels = (part.chunk(dims.dp)[meshes.dp.get_local_rank()] for part in global_batch(1))
+    job = Job(dims, fsdp_cpu_backend="gloo", **options)
     with CountCollectives() as counter:
-        train_step(
-            model,
-            [Batch(tokens, labels)] * 4,
-            adamw(model),
-            step=1,
-            options=step_options,
-            meshes=meshes,
-            detector=BadStepDetector(torch.device("cpu")),
-        )
+        job.take_step(1, job.batches(1) * 4, max_norm=0.5, **of_step)
     return counter.counts
 
 
@@ -727,7 +517,7 @@ def _collectives(dims: ParallelDims, step_options: StepOptions, options: dict) -
 def test_how_often_gradients_are_reduced(on_ranks, replicate, every) -> None:
     groups = 2 + TINY.n_layers  # embedding, blocks, output
     dims = ParallelDims(dp_replicate=replicate, dp_shard=2)
-    for counts in on_ranks(dims.dp, _collectives, dims, StepOptions(0.5, every), {}):
+    for counts in on_ranks(dims.dp, _collectives, dims, {"reduce_every_microbatch": every}, {}):
         assert counts["_reduce_scatter_base_"] == groups * (4 if every else 1)
         # the number of labels, and the loss with the norm; and copies add up gradients once a step
         assert counts["allreduce_"] == 2 + (groups if replicate > 1 else 0)
@@ -751,17 +541,16 @@ NEVER = {"reshard_after_forward": "never"}
     ids=["ahead", "always", "frozen", "never", "never, ahead"],
 )
 def test_how_often_parameters_are_gathered(on_ranks, options, gathers) -> None:
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
-    step_options = StepOptions(0.5, reshard_every_microbatch=not NEVER.items() <= options.items())
-    for counts in on_ranks(2, _collectives, dims, step_options, options):
+    dims = mesh(dp_shard=2)
+    of_step = {"reshard_every_microbatch": not NEVER.items() <= options.items()}
+    for counts in on_ranks(2, _collectives, dims, of_step, options):
         assert counts["_allgather_base_"] == gathers
 
 
 def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[torch.Tensor]:
     """Of steps of four microbatches; if not frugal, FSDP2 gathers and waits as often as it can."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=2)
-    model, meshes = parallel_model(dims, **options)
-    step_options = StepOptions(0.5, every, reshard_every_microbatch=not is_frugal)
+    job = Job(mesh(dp_shard=2), 0, 4, **options)
+    model, step_options = job.model, {"max_norm": 0.5, "reduce_every_microbatch": every}
     root, said = model.stages[0], list[bool]()
     set_is_last = root.set_is_last_backward
 
@@ -774,10 +563,10 @@ def _figures_and_weights(options: dict, is_frugal: bool, every: bool) -> list[to
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_unshard_in_backward(True)
-    results = take_steps(
-        model, meshes, 1, adamw(model), step_options, BadStepDetector(torch.device("cpu"))
-    )
-    figures = [part for result in results for part in (result.loss, result.grad_norm)]
+    figures = []
+    for step in range(1, STEPS + 1):
+        result = job.take_step(step, reshard_every_microbatch=not is_frugal, **step_options)
+        figures += [result.loss, result.grad_norm]
     assert said == [False, False, False, True] * STEPS
     for stage in model.stages:
         for module in stage.modules():
@@ -807,7 +596,7 @@ def test_fewer_gathers_and_waits_change_no_bit(on_ranks) -> None:
 def _gathered_when_blocks_compute(args: LlamaArgs, ahead: int) -> tuple[list[int], list[int]]:
     """All-gathers issued when each block begins forward, and those of backward at its backward."""
     model, _ = parallel_model(
-        ParallelDims(dp_replicate=1, dp_shard=2),
+        mesh(dp_shard=2),
         args,
         prefetch_layers=ahead,
         reshard_after_forward="always",
@@ -855,20 +644,11 @@ def test_layers_are_gathered_ahead_with_tied_embeddings(on_ranks, ahead) -> None
 
 def _gradients_sent(options: dict) -> int:
     """By the second stage of two, in a step with four microbatches."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, pp=2)
-    model, meshes = parallel_model(dims, microbatches=(4, 2), **options)
+    job = Job(mesh(pp=2), 0, 4, **options)
     for step in (1, 2):  # the first is preceded by messages about what there is to send
         with CountCollectives() as counter:
-            train_step(
-                model,
-                [*map(Batch, *(part.split(2) for part in global_batch(step)))],
-                adamw(model),
-                step=step,
-                options=StepOptions(max_norm=0.5),
-                meshes=meshes,
-                detector=BadStepDetector(torch.device("cpu")),
-            )
-    return counter.counts["send"] if meshes.pp.get_local_rank() == 1 else 0
+            job.take_step(step, max_norm=0.5)
+    return counter.counts["send"] if job.meshes.pp.get_local_rank() == 1 else 0
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch sends gradients to every stage")
@@ -879,27 +659,14 @@ def test_frozen_stages_are_sent_no_gradients(on_ranks) -> None:
 
 def _bad_second_step(is_early: bool) -> list[tuple[int, bool]]:
     """Rank 1 meets a label whose loss is infinite at step 2; then all is well again."""
-    model, meshes = parallel_model(ParallelDims(dp_replicate=1, dp_shard=2))
-    optimizer, detector = adamw(model), BadStepDetector(torch.device("cpu"))
-    early = OptimizerInBackward(optimizer) if is_early else None
-    rank = meshes.dp.get_local_rank()
-    weights = []
+    job = Job(mesh(dp_shard=2), is_early=is_early)
+    root, detector, weights = job.model.stages[0], job.detector, []
     for step in (1, 2, 3):
-        tokens, labels = (part.chunk(2)[rank] for part in global_batch(step))
-        if step == 2 and rank == 1:
-            model.stages[0].register_forward_hook(lambda m, i, logits: logits * float("inf"))
-        train_step(
-            model,
-            [Batch(tokens, labels)],
-            optimizer,
-            early,
-            step=step,
-            options=StepOptions(max_norm=float("inf") if is_early else 0.5),
-            meshes=meshes,
-            detector=detector,
-        )
-        model.stages[0]._forward_hooks.clear()
-        weights.append([whole(p).clone() for p in model.parameters()])
+        if step == 2 and dist.get_rank() == 1:
+            root.register_forward_hook(lambda m, i, logits: logits * float("inf"))
+        job.take_step(step, max_norm=float("inf") if is_early else 0.5)
+        root._forward_hooks.clear()
+        weights.append([*job.weights().values()])
     for after_1, after_2, after_3 in zip(*weights, strict=True):
         assert torch.equal(after_1, after_2)
         assert torch.equal(after_1, after_3)

@@ -161,6 +161,7 @@ def signalled(folder: Path, work: str, *numbers: int, **variables: str) -> tuple
     start = time.monotonic()
     done = process.wait(timeout_s=30)
     assert done.returncode == 0 or time.monotonic() - start < 2, "it ended of its own"
+    assert ("the job saves and stops; again: killed" in done.stderr) == (signal.SIGINT in numbers)
     return done.returncode, done.stdout.removeprefix("ready\n")
 
 

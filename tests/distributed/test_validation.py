@@ -23,9 +23,9 @@ from meshwright.train import validation as parts
 from meshwright.train.preflight import preflight
 from meshwright.train.validation import Evaluation, continue_prompts, evaluate
 from tests.distributed.test_compile import Graphs
-from tests.distributed.test_state import Job, assert_equal
-from tests.distributed.test_step import DEEP, SCHEDULES, CountCollectives, global_batch
+from tests.distributed.test_step import CountCollectives
 from tests.helpers.fsdp import parameter_groups
+from tests.helpers.job import DEEP, SCHEDULES, Job, assert_equal, global_batch
 from tests.helpers.packed import one_by_one, packed
 from tests.helpers.slow import slow_but
 from tests.helpers.tiny import SEQ_LEN, TIED, TINY, plain_model
@@ -118,13 +118,11 @@ def _evaluations(dims: ParallelDims, options: dict) -> list[Evaluation]:
 
 
 VALUES = {
-    "1": (ALONE, {}),
     "fsdp": (FSDP, {}),
     "tied-tp": (TP, {"args": TIED}),
     "tp-chunks": (TP, {"loss_chunk_tokens": 5}),
-    "2d": (dataclasses.replace(FSDP, tp=2), {}),
     "cp": (CP, {}),
-    **{name: (PP, SCHEDULES[name]) for name in ("1F1B", "DualPipeV")},
+    "DualPipeV": (PP, SCHEDULES["DualPipeV"]),
     "pp-tp": (dataclasses.replace(PP, tp=2), SCHEDULES["ZBVZeroBubble"]),
     "pp-cp": (dataclasses.replace(PP, cp=2), SCHEDULES["Interleaved1F1B"]),
 }
@@ -206,20 +204,13 @@ def _train_twice(dims: ParallelDims, options: dict) -> int:
 
 
 TRAINING = {
-    "1": (ALONE, {}),
     "fsdp-always": (FSDP, {"reshard_after_forward": "always"}),
     "fsdp-never": (FSDP, {"reshard_after_forward": "never"}),
-    "prefetch": (FSDP, {"prefetch_layers": 2}),
-    "early": (FSDP, {"is_early": True}),
     "offload": (FSDP, {"enable_cpu_offload": True}),
-    "full": (FSDP, {"ac_mode": "full"}),
-    "op": (FSDP, {"ac_mode": "selective", "selective_ac_option": "op"}),
-    "bf16": (FSDP, {"param_dtype": torch.bfloat16}),
-    "tied": (FSDP, {"args": TIED}),
-    "replicate": (dataclasses.replace(ALONE, dp_replicate=2), {"is_early": True}),
+    "tied-bf16": (FSDP, {"args": TIED, "param_dtype": torch.bfloat16}),
     "tp": (TP, {}),
     "cp-op": (CP, {"ac_mode": "selective"}),
-    **{name: (PP, SCHEDULES[name]) for name in ("1F1B", "Interleaved1F1B", "DualPipeV")},
+    "Interleaved1F1B": (PP, SCHEDULES["Interleaved1F1B"]),
     "pp-fsdp-always": (
         dataclasses.replace(FSDP, pp=2),
         SCHEDULES["ZBVZeroBubble"] | {"reshard_after_forward": "always"},
@@ -227,7 +218,6 @@ TRAINING = {
     "pp-early": (PP, SCHEDULES["1F1B"] | {"is_early": True}),
     "pp-offload": (PP, SCHEDULES["1F1B"] | {"enable_cpu_offload": True}),
     "compiled-op": (FSDP, {"compile_backend": "aot_eager", "ac_mode": "selective"}),
-    "compiled-cp-full": (CP, {"compile_backend": "aot_eager", "ac_mode": "full"}),
     "compiled-pp": (PP, SCHEDULES["1F1B"] | {"compile_backend": "aot_eager"}),
 }
 

@@ -21,7 +21,7 @@ from meshwright.parallelisms.context_parallel import (
     masked_in_chunks,
 )
 from meshwright.parallelisms.meshes import build_meshes
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.train.preflight import preflight
 from tests.gpu.launch import ROOT, run
 from tests.helpers.one_rank import OneRank

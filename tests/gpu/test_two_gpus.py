@@ -1,5 +1,6 @@
 """Meshes of two GPUs against one; what becomes of a rank that is killed."""
 
+import json
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.launch import figures, run, start
+from tests.helpers.jobs import ranks_of
 
 AXES = {
     "FSDP": {"data_parallel_shard_degree": 2},
@@ -68,17 +70,15 @@ def test_a_job_that_saves_in_the_background_resumes(tmp_path: Path) -> None:
         assert resumed[step][0] == pytest.approx(loss, rel=1e-4), f"step {step}"
 
 
-def _ranks(folder: Path) -> list[int]:
-    """Process numbers of the ranks that train into `folder`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"meshwright.train" in words[:5] and str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
+@pytest.mark.only_cuda
+def test_the_first_step_needs_no_more_memory_than_the_next(tmp_path: Path) -> None:
+    """A sharded optimizer that made its state twice would need 6 times the weights, then 4."""
+    sizes = "dim = 2048, n_layers = 8, n_heads = 16, n_kv_heads = 16, hidden_dim = 8192"  # 2 GiB
+    words = [f"--model.args={{{sizes}}}", "--training.steps=3", "--checkpoint.enable=false"]
+    run(tmp_path, 2, *words)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second, _ = (row["memory/peak_gib"] for row in rows)
+    assert first < 1.1 * second
 
 
 def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_killed_rank_ends_the_job_which_then_resumes(tmp_path: Path) -> None:
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < end
         time.sleep(0.01)
-    os.kill(max(_ranks(folder)), signal.SIGKILL)
+    os.kill(max(ranks_of(folder)), signal.SIGKILL)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 128 + signal.SIGKILL, output
     resumed = run(folder, 2)

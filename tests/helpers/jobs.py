@@ -75,6 +75,22 @@ def train_alone(
     return Forked([ROOT / "train.py", *words], environment(OMP_NUM_THREADS=1, **variables)).wait()
 
 
+def ranks_of(folder: Path) -> list[int]:
+    """Processes that train into `folder`, launchers and shells aside."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_rank = b"meshwright.train" in words[:5] or any(
+            w.endswith(b"/train.py") for w in words[:3]
+        )
+        if is_rank and str(folder).encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
 def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.commands.plan import torch_names
-from meshwright.commands.plan.figures import find_peak, flops, traffic
+from meshwright.commands.plan.figures import Memory, flops, traffic
 from meshwright.commands.plan.predict import in_processes
 from meshwright.commands.plan.simulate import Rank, Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Operator
@@ -164,14 +164,13 @@ def planned(case: Case) -> dict[str, object]:
     """Return the plan's peak and its ledger."""
     plan = case.plan()
     found = simulate(plan, case.rank, is_gpu=False)
-    peak = find_peak(found.record)
-    count = plan.num_microbatches
+    peak = Memory(found.record).peak
     return {
         "planned": peak.num_bytes,
         "by_purpose": peak.by_purpose,
         "module": peak.module,
-        "traffic": [asdict(row) for row in traffic(found, count, ranks_per_node=8)],
-        "flops": flops(found, count),
+        "traffic": [asdict(row) for row in traffic(found, ranks_per_node=8)],
+        "flops": flops(found),
         "operators": operators(found),
     }
 

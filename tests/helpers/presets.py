@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.commands.plan.devices import GIB, find_device
+from meshwright.commands.plan.devices import GIB, estimated, find_device
 from meshwright.commands.plan.predict import predict
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.loader import load_config
@@ -41,7 +41,7 @@ def command(path: Path, ranks: int) -> str:
 def peak_gib(path: Path, ranks: int) -> float:
     """The peak of tensors on rank 0, from two shallow depths."""
     config = load_config([f"--job.config_file={path}"])
-    device = find_device(DEVICE)
+    device = estimated(find_device(DEVICE))
     job = plan_job(config, ranks, is_gpu=True)
     return predict(job, 0, device).peak_bytes / GIB
 

@@ -1,5 +1,6 @@
 """The shortest forms of the campaigns of `tests/campaigns`, which attack whole jobs for hours."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import signals
+from tests.campaigns import mutations, signals
 from tests.helpers.jobs import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,12 @@ def test_the_job_stands_a_short_campaign(name: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(end, result.stdout), result.stdout
+
+
+def test_every_mutation_of_the_package_is_a_program() -> None:
+    """Else each would be caught, by the first import."""
+    for mutation in mutations.draw(seed=38):
+        ast.parse(mutation.of((ROOT / mutation.file).read_bytes()))
 
 
 def test_a_new_user_s_page_is_run_as_printed(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from tests.helpers.jobs import (
     ROOT,
     assert_close,
     environment,
+    launch,
     losses,
     records,
     start_on_ranks,
@@ -103,6 +107,38 @@ def train_noting(config: Path, folder: Path, ranks: int, kill_at: int | None = N
     assert job.wait().returncode == -signal.SIGKILL
 
 
+class Busy(BaseHTTPRequestHandler):
+    """A hub whose answer to everything is to try again later: 425, which no client waits for."""
+
+    def do_GET(self) -> None:
+        self.send_response(425)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_POST = do_GET  # noqa: N815  names that the server calls
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_hub_that_does_not_answer_is_no_mistake_of_the_config(tmp_path: Path) -> None:
+    """A scheduler starts a job again on exit code 5, and not on 2."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    variables = {"HF_HUB_OFFLINE": 0, "HF_HOME": tmp_path / "home", "NO_PROXY": "127.0.0.1"}
+    job = launch(
+        tmp_path / "out",
+        *("--training.dataset", "someone/something"),
+        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        **variables,
+    )
+    server.shutdown()
+    assert job.returncode == 5, job.stdout + job.stderr
+    assert "training.dataset = 'someone/something': cannot be read now: " in job.stderr
+    assert "fix: run the same command again when the network" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
 def test_a_bad_line_saves_and_may_be_passed_over(tmp_path: Path) -> None:
     """On two ranks, of which one meets it; then on one, with and without leave to pass over it."""
     write_texts(tmp_path / "data", 2, 2, 60)
@@ -166,6 +202,9 @@ def test_a_validation_that_fails_costs_no_step(tmp_path: Path) -> None:
     assert "validation/loss" in records(folder)[-1]
     manifest = read_manifest(commit.step_folder(folder / "checkpoint", 6))
     assert manifest.get("validation_content", {}).keys() == {"python_stdlib"}
+    # on which tokens and places in streamed data depend
+    packages = {name: version(name) for name in ("tokenizers", "datasets")}
+    assert packages.items() <= manifest["versions"].items()
 
 
 def test_a_streamed_validation_that_asks_for_too_much_is_found_at_start(tmp_path: Path) -> None:
@@ -275,11 +314,11 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
 
 
 BAD_DATA = {
-    "empty": ("{}.jsonl", b"", "there is nothing in it"),
+    "empty": ("{}.jsonl", b"", "holds no text"),
     "no column": ("{}.jsonl", b'{"txt": "a"}\n', "a.jsonl:1: no column 'text', but txt"),
     "no text": ("{}.jsonl", b'{"text": ""}\n', "holds no text"),
     "not UTF-8": ("{}.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: not UTF-8: byte 14"),
-    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "cannot be opened"),
+    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "Truncated"),
 }
 
 

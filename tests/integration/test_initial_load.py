@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.system.errors import ConfigError
+from tests.helpers.checkpoints import Trap
 from tests.helpers.cli import check_job, export, generate_text
 from tests.helpers.cli import checkpoint as checkpoint_tool
 from tests.helpers.files import flip_bit
 from tests.helpers.hf import SMALL, load_hf, save_checkpoint, save_transformers
 from tests.helpers.jobs import CONFIG, losses, train_alone, train_on_ranks
 
+INDEX = "model.safetensors.index.json"
 MODEL = {
     "model.tokenizer_path": "bytes",
     "model.args.n_layers": SMALL.n_layers,
@@ -95,11 +98,6 @@ def test_damaged_weights_are_passed_over_or_refused_on_every_rank(tmp_path) -> N
     assert not (tmp_path / "b" / "metrics.jsonl").exists()
 
 
-class Trap:
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (Path("trap_was_run"),))
-
-
 def edit(file: Path, **values: object) -> None:
     content = json.loads(file.read_text())
     for key, value in values.items():
@@ -107,14 +105,9 @@ def edit(file: Path, **values: object) -> None:
     file.write_text(json.dumps(content))
 
 
-def no_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def only_pickle(folder: Path) -> None:
-    for file in [*folder.glob("*.safetensors*")]:
-        file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+def shard(folder: Path, tensor: str) -> Path:
+    index = json.loads((folder / INDEX).read_text())
+    return folder / index["weight_map"][tensor]
 
 
 def no_weights(folder: Path) -> None:
@@ -122,9 +115,9 @@ def no_weights(folder: Path) -> None:
         file.unlink()
 
 
-def shard(folder: Path, tensor: str) -> Path:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return folder / index["weight_map"][tensor]
+def only_pickle(folder: Path) -> None:
+    no_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(Path("trap_was_run"))))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -155,60 +148,21 @@ def drop_tensor(folder: Path) -> None:
     file.write_text(json.dumps(index))
 
 
-def rename_in_file(folder: Path) -> None:
-    rewrite_header(shard(folder, NORM), lambda header: header.update(x=header.pop(NORM)))
+def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return lambda folder: rewrite_header(shard(folder, NORM), change)
 
 
-def other_shape(folder: Path) -> None:
-    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(shape=[8, 4]))
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return lambda folder: rewrite_tensors(shard(folder, NORM), change)
 
 
-def other_bytes(folder: Path) -> None:
-    rewrite_header(shard(folder, NORM), lambda header: header[NORM].update(shape=[33]))
-
-
-def other_type(folder: Path) -> None:
-    def convert(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[NORM] = tensors[NORM].to(torch.float8_e4m3fn)
-
-    rewrite_tensors(shard(folder, NORM), convert)
-
-
-def extra_tensor(folder: Path) -> None:
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.1.self_attn.q_proj.bias"] = tensors[NORM].clone()
-
-    rewrite_tensors(shard(folder, NORM), add)
-
-
-def cut_off(folder: Path) -> None:
-    file = shard(folder, NORM)
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def cut_in_header(folder: Path) -> None:
-    file = shard(folder, NORM)
-    file.write_bytes(file.read_bytes()[:50])
-
-
-def empty_file(folder: Path) -> None:
-    shard(folder, NORM).write_bytes(b"")
-
-
-def no_shard(folder: Path) -> None:
-    shard(folder, NORM).unlink()
-
-
-def outside(folder: Path) -> None:
-    edit(folder / "model.safetensors.index.json", weight_map={NORM: "../x.safetensors"})
+def cut(end: int) -> Callable[[Path], object]:
+    """The file of a tensor, at a byte."""
+    return lambda folder: shard(folder, NORM).write_bytes(shard(folder, NORM).read_bytes()[:end])
 
 
 def config(**values: object):
     return lambda folder: edit(folder / "config.json", **values)
-
-
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0}
@@ -227,21 +181,45 @@ def sound(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (no_index, ("no model.safetensors.index.json", "fix: download")),
+        (
+            lambda folder: (folder / INDEX).unlink(),
+            ("no model.safetensors.index.json", "fix: download"),
+        ),
         (only_pickle, ("pytorch_model.bin", "pickles", "can run code", "fix: ")),
         (no_weights, ("holds neither model.safetensors nor",)),
         (drop_tensor, (NORM, "our layers.1.attention_norm.weight", "is in none of its files")),
-        (rename_in_file, ("index.json says that", NORM, "but it is not")),
-        (other_shape, (f"{NORM} in model-0", "has shape (8, 4), not (32,)")),
-        (other_bytes, (".safetensors is damaged, or is not", "offset for tensor")),
-        (other_type, (f"{NORM} in model-0", "is of type F8_E4M3, not F32, BF16, F16")),
-        (extra_tensor, ("q_proj.bias, for which the model has no place",)),
-        (cut_off, ("is damaged, or", "file not fully covered", "fix: download or export")),
-        (cut_in_header, (": invalid header length", "fix: download")),
-        (empty_file, ("is not a safetensors file: header too small",)),
-        (no_shard, ("is missing, which model.safetensors.index.json names",)),
-        (outside, ("no weight_map of tensors to files in the folder",)),
-        (broken_config, ("config.json cannot be read",)),
+        (
+            header(lambda found: found.update(x=found.pop(NORM))),
+            ("index.json says that", NORM, "but it is not"),
+        ),
+        (
+            header(lambda found: found[NORM].update(shape=[8, 4])),
+            (f"{NORM} in model-0", "has shape (8, 4), not (32,)"),
+        ),
+        (
+            header(lambda found: found[NORM].update(shape=[33])),
+            (".safetensors is damaged, or is not", "offset for tensor"),
+        ),
+        (
+            tensors(lambda found: found.update({NORM: found[NORM].to(torch.float8_e4m3fn)})),
+            (f"{NORM} in model-0", "is of type F8_E4M3, not F32, BF16, F16"),
+        ),
+        (
+            tensors(lambda found: found.update({"a.bias": found[NORM].clone()})),
+            ("a.bias, for which the model has no place",),
+        ),
+        (cut(-10), ("is damaged, or", "file not fully covered", "fix: download or export")),
+        (cut(50), (": invalid header length", "fix: download")),
+        (cut(0), ("is not a safetensors file: header too small",)),
+        (
+            lambda folder: shard(folder, NORM).unlink(),
+            ("is missing, which model.safetensors.index.json names",),
+        ),
+        (
+            lambda folder: edit(folder / INDEX, weight_map={NORM: "../x.safetensors"}),
+            ("no weight_map of tensors to files in the folder",),
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), ("config.json cannot be read",)),
         (config(model_type="mistral"), ("model_type is 'mistral', not 'llama'",)),
         (config(attention_bias=True), ("attention_bias is True; this model has False alone",)),
         (config(layer_types=["sliding_attention"]), ("layer_types has 'sliding_attention'",)),
@@ -284,8 +262,7 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
     folder = tmp_path / "hf"
     shutil.copytree(sound, folder)
     options = words(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
-    words_of_job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out"
-    job = words_of_job.split()
+    job = ["--ngpu", "2", "--job.config_file", str(CONFIG), "--job.dump_folder", f"{tmp_path}/out"]
     damage(folder)
     with pytest.raises(ConfigError) as caught:
         check_job([*job, *options])
@@ -299,14 +276,7 @@ def test_a_folder_that_is_wrong_is_refused_before_any_rank_starts(
 def test_the_kind_of_the_folder_is_not_guessed(tmp_path) -> None:
     folder = save_transformers(tmp_path / "hf")
     checkpoint = save_checkpoint(tmp_path / "other" / "checkpoint", load_hf(folder), SMALL)
-    job = [
-        "--ngpu",
-        "2",
-        "--job.config_file",
-        str(CONFIG),
-        "--job.dump_folder",
-        str(tmp_path / "out"),
-    ]
+    job = f"--ngpu 2 --job.config_file {CONFIG} --job.dump_folder {tmp_path}/out".split()
 
     def message(path: Path | str, in_hf: bool, **changed: object) -> str:
         options = {"checkpoint__initial_load_path": path, "checkpoint__initial_load_in_hf": in_hf}

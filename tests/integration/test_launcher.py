@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import tomli
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,6 +28,7 @@ from tests.helpers.jobs import (
     environment,
     launch,
     losses,
+    ranks_of,
     records,
     start_on_ranks,
     train_alone,
@@ -38,22 +38,6 @@ from tests.helpers.jobs import (
 from tests.helpers.slow import slow
 
 DOOR = ROOT / "meshwright/launch/__main__.py"
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Processes that train into `folder`, launchers and shells aside."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_rank = b"meshwright.train" in words[:5] or any(
-            w.endswith(b"/train.py") for w in words[:3]
-        )
-        if is_rank and str(folder).encode() in words:
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +74,13 @@ def test_a_run_learns_and_leaves_what_was_promised(uninterrupted: Path) -> None:
     assert f"meshwright report {uninterrupted}" in console
     assert "[rank0]" not in console
     assert (uninterrupted / "logs" / "rank_1.log").read_text()
+    resolved = load_config([str(uninterrupted / "config.toml")])
+    assert resolved.parallelism.data_parallel_shard_degree == 2
+    assert resolved.training.global_batch_size == 8
     events = EventAccumulator(str(uninterrupted / "tb"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss/train")] == list(range(1, 21))
     assert events.Scalars("loss/train")[-1].value == pytest.approx(rows[-1]["loss/train"])
-
-
-def test_the_resolved_config_repeats_the_run(uninterrupted: Path) -> None:
-    path = uninterrupted / "config.toml"
-    config = load_config(["--job.config_file", str(path)])
-    assert config.parallelism.data_parallel_shard_degree == 2
-    assert tomli.loads(path.read_text())["training"]["global_batch_size"] == 8
 
 
 def test_a_finished_run_says_so_and_can_be_extended(uninterrupted: Path) -> None:
@@ -146,32 +126,6 @@ def test_an_earlier_checkpoint_can_be_gone_on_from_in_a_pipeline(uninterrupted, 
     assert_close(losses(folder), losses(uninterrupted))
     names = {path.name for path in (folder / "checkpoint").iterdir()}
     assert names == {"step-15", "step-20", "step-20.aside0"}
-
-
-@pytest.mark.slow
-def test_offload_prefetch_and_reduction_change_no_number(uninterrupted: Path, tmp_path) -> None:
-    """Nor does it matter that they were off when the checkpoint was saved."""
-    folder = tmp_path / "out"
-    shutil.copytree(uninterrupted, folder)
-    options = (
-        "--training.enable_cpu_offload",
-        *("--parallelism.fsdp_prefetch_layers", 2),
-        *("--parallelism.fsdp_reduce_gradients", "every_microbatch"),
-        *("--training.local_batch_size", 1, "--checkpoint.load_step", 15),
-    )
-    result = launch(folder, *options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert_close(losses(folder), losses(uninterrupted))
-    assert commit.saved_steps(folder / "checkpoint") == [15, 20]
-    # said by the check, before there are ranks; of the ranks' logs it is in the first
-    before, after = result.stdout.split("config, where it differs", 1)
-    logs = [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(2)]
-    for said in (
-        "parallelism.fsdp_reduce_gradients = 'every_microbatch' (was 'last_microbatch')",
-        "resuming step-15 with changes that no result will show, rounding aside: job.dump_folder",
-        ", training.local_batch_size = 1 (was 2), training.enable_cpu_offload = True (was False), ",
-    ):
-        assert [text.count(said) for text in (before, after, *logs)] == [1, 0, 1, 0]
 
 
 def test_a_resume_may_leave_out_the_place_in_the_data_and_the_optimizer(
@@ -628,14 +582,6 @@ def test_a_kill_while_saving_in_the_background_leaves_only_good_checkpoints(
     assert f"resumed from {checkpoints}/step-{steps[-1]} " in again.stdout
     assert losses(folder) == losses(uninterrupted)
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-19", "step-20"]
-
-
-@pytest.mark.parametrize("shown", ["x", "2"])
-def test_a_rank_that_does_not_exist_cannot_be_shown(tmp_path: Path, shown: str) -> None:
-    result = launch(tmp_path / "out", LOG_RANK=shown)
-    assert result.returncode == 2
-    assert f"LOG_RANK = {shown}" in result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_several_machines_need_an_endpoint(tmp_path: Path) -> None:

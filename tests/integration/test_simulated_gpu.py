@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright
-from meshwright.commands.plan.figures import find_peak
+from meshwright.commands.plan.figures import Memory
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.commands.plan.simulate import simulate as simulate_rank
 from meshwright.config.loader import load_config
@@ -141,5 +141,5 @@ def test_no_rank_makes_a_matrix_of_the_sequence_by_itself(figures) -> None:
 def test_a_plan_for_gpus_has_the_peak_of_the_simulated_gpu(figures) -> None:
     case = CASES["FSDP 8"]
     job = plan_job(load_config(case.words), case.world_size, is_gpu=True)
-    planned = find_peak(simulate_rank(job, case.rank, is_gpu=True).record)
+    planned = Memory(simulate_rank(job, case.rank, is_gpu=True).record).peak
     assert planned.num_bytes == pytest.approx(figures["FSDP 8"]["peak_bytes"], rel=0.005)

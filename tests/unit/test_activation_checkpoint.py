@@ -65,7 +65,9 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
     ("mode", "option", "blocks_recomputed"),
     [("full", "op", 3), ("selective", "1", 3), ("selective", "2", 2), ("selective", "op", 0)],
 )
-def test_what_is_recomputed(mode: str, option: str, blocks_recomputed: int) -> None:
+def test_as_many_blocks_are_recomputed_as_asked(
+    mode: str, option: str, blocks_recomputed: int
+) -> None:
     _, plain_flops, plain_gradients = backward(llama("none"))
     _, flops, gradients = backward(llama(mode, selective_ac_option=option))
     block = plain_model().layers["0"]
@@ -164,7 +166,7 @@ def saved_bytes(model: Decoder) -> int:
     return total
 
 
-def test_less_is_kept() -> None:
+def test_recomputation_keeps_less() -> None:
     assert saved_bytes(llama("full")) < 0.5 * saved_bytes(llama("none"))
 
 

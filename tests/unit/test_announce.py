@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.system.log import log_to_console
 from meshwright.system.processes import Launch
 from meshwright.train import announce
@@ -93,8 +92,3 @@ def test_a_job_with_frozen_parameters_says_how_many_are_trained(
     announce.announce(plan, torch.device("cpu"), Launch())
     num_all = f"{plan.model_args.table.num_params:,}"
     assert f"llama debugmodel: {num_all} parameters{words}" in caplog.messages
-
-
-def test_the_tokens_around_a_document_are_named() -> None:
-    line = announce._describe_tokenizer(build_tokenizer("bytes"))
-    assert line == "tokenizer: 258 tokens, BOS 256, EOS 257"

@@ -17,6 +17,7 @@ from meshwright.config.loader import load_config
 from meshwright.config.section import OnResume
 from meshwright.config.training import Training
 from meshwright.system.errors import ConfigError
+from meshwright.system.log import log_to_console, log_to_file, logger
 from meshwright.system.modules import code_of
 from meshwright.train.preflight import preflight, resume_diff
 from meshwright.train.resume import place_in_data
@@ -144,14 +145,8 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
     checkpoint = tmp_path / "checkpoint" / "step-5"
     error = error_of(
         resume,
-        *(
-            "--model.args.dim",
-            "64",
-            "--training.seed",
-            "1",
-            "--training.dataset_split",
-            "validation",
-        ),
+        *("--model.args.dim", "64", "--training.seed", "1"),
+        *("--training.dataset_split", "validation"),
         saved_with=("--model.frozen", '["norm.weight"]'),
     )
     assert error.splitlines() == [
@@ -160,7 +155,7 @@ def test_all_that_cannot_work_is_named_at_once(resume, tmp_path) -> None:
         "  training.seed = 1: it was saved with 0",
         "  model.frozen = []: it has no optimizer state for what was frozen: norm.weight",
         f"{DATA}going on would repeat some, and skip others",
-        "  fix: use another job.dump_folder, or what it was saved with",
+        "  fix: use another job.dump_folder, or the values it was saved with",
     ]
     error = error_of(resume, "--training.seed", "1")
     assert error.endswith(
@@ -230,6 +225,7 @@ def test_a_part_of_a_mixture_that_differs_is_named(resume) -> None:
     assert error.startswith("training.datasets.1.dataset_split = 'validation': checkpoint ")
     assert "was saved with 'train'\n" in error
     assert "weight" not in error
+    assert "training.datasets.1 = absent: checkpoint" in error_of(resume, *parts("weight=1"))
     budgets = parts("tokens=1_000_000_000_000", "tokens=1_000_000_000_000")
     assert error_of(resume, *budgets).startswith("training.datasets.0.tokens = 1000000000000: ")
 
@@ -305,8 +301,6 @@ def test_a_config_of_another_version_is_no_obstacle(resume, caplog) -> None:
 
 
 def test_what_another_process_has_said_goes_to_the_file_alone(resume, capsys, tmp_path) -> None:
-    from meshwright.system.log import log_to_console, log_to_file, logger
-
     drift = resume("--training.steps", "20", "--metrics.log_freq", "5")
     try:
         log_to_console()

@@ -241,7 +241,7 @@ def test_diff_of_tensors_says_how_many_by_how_much_and_where(made, tmp_path, cap
 
 
 def test_diff_compares_bits_and_finds_the_largest_in_any_chunk(monkeypatch) -> None:
-    from meshwright.checkpoint import weights as compare
+    from meshwright.checkpoint import reader as compare
 
     monkeypatch.setattr(compare, "CHUNK", 4)
     a = torch.arange(12.0).view(3, 4)

@@ -1,17 +1,21 @@
-"""Examples for clusters: their commands start our launcher as it wants to be, on every machine."""
+"""Examples for clusters, Slurm's script among them: they start our launcher as it wants to be."""
 
 import os
 import subprocess
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.run import config_from_args, parse_args
 
 from meshwright.commands.main import build_parser
-from meshwright.commands.train import _log_ranks, _rendezvous
+from meshwright.commands.train import _log_ranks, _patience, _rendezvous
 from meshwright.config.command_line import parse
 from meshwright.config.loader import find_config
+from meshwright.datasets.opening import CachedSource, StreamedSource
 from meshwright.system.errors import EXIT_DATA, EXIT_HANG, EXIT_STOPPED, ConfigError
 from meshwright.system.machine import Ranks, count_ranks
 
@@ -104,6 +108,24 @@ def test_kubeflow_s_own_types_take_the_example() -> None:
         assert read.to_dict() == example
 
 
+def test_machines_wait_until_the_others_have_made_their_tokens(monkeypatch) -> None:
+    """Also for the machine that they meet at, which torchrun gives 60 seconds."""
+    monkeypatch.setattr("meshwright.commands.train.count_cores", lambda: 4)
+    sources = [Mock(CachedSource, cache=Mock(num_tokens=n)) for n in (10**9, 10**7 + 1)]
+    words = _patience(Ranks(per_machine=1, machines=2, gpus=0), [*sources, Mock(StreamedSource)])
+    backend = ["--nnodes", "2", "--rdzv-backend", "c10d"]
+    config, *_ = config_from_args(parse_args([*backend, *words, "train.py"]))
+    seconds = 600 + 2526  # 1.01 billion tokens by 4 cores
+    for name in ("join_timeout", "read_timeout"):
+        assert (
+            RendezvousParameters("c10d", "node0:1", "id", 1, 2, **config.rdzv_configs).get_as_int(
+                name
+            )
+            == seconds
+        )
+    assert _patience(Ranks(per_machine=8, machines=1, gpus=8), sources) == []
+
+
 def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> None:
     """Otherwise the others would try that name for minutes."""
     monkeypatch.setattr("socket.getfqdn", lambda: "node7.invalid")
@@ -111,3 +133,33 @@ def test_a_machine_that_cannot_look_up_its_own_name_is_refused(monkeypatch) -> N
     ranks = Ranks(machines=2, per_machine=1, gpus=0)
     with pytest.raises(ConfigError, match=r"host name = node7\.invalid.*\n  fix: .*/etc/hosts"):
         _rendezvous(options, ranks)
+
+
+SCRIPT = Path(__file__).parents[2] / "multinode_trainer.slurm"
+PROGRAMS = {
+    "srun": 'exit "$CODE"',
+    "scontrol": 'if [ "$1" = requeue ]; then echo again; else echo node1; fi',
+    "squeue": "echo RUNNING",
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "again"),
+    [(0, 9999, False), (75, 10, True), (5, 10, True), (6, 1700, False), (6, 1801, True),
+     (1, 9999, False), (137, 9999, False)],
+)  # fmt: skip
+def test_it_starts_again_only_if_that_may_help(tmp_path, code, seconds, again) -> None:
+    for name, line in PROGRAMS.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "environment.sh").write_text("prepare_environment() { :; }\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[1-2]"}
+    slurm |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "17"}
+    # bash counts on from the number in SECONDS
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "SECONDS": str(seconds)}
+    job = subprocess.run(
+        ["bash", SCRIPT], env=os.environ | slurm | given, capture_output=True, text=True
+    )
+    assert (job.returncode, job.stdout) == (code, "again\n" if again else "")

@@ -11,8 +11,7 @@ from torch.distributed.run import parse_args
 import meshwright
 from meshwright.commands import train
 from meshwright.commands.main import COMMANDS, build_parser, main, run
-from meshwright.commands.train import environment
-from meshwright.config.loader import load_config, preset_names
+from meshwright.config.loader import load_config
 from meshwright.system import machine
 from meshwright.system.errors import (
     EXIT_CODES,
@@ -158,14 +157,14 @@ def test_words_that_are_not_understood(words, says, tmp_path, monkeypatch) -> No
         ),
     ],
 )
-def test_options_of_a_command(words, says) -> None:
+def test_slips_in_the_options_of_a_command_are_named(words, says) -> None:
     """Underscores are as good as hyphens, and a command without CONFIG asks for none."""
     with pytest.raises(ConfigError) as caught:
         run(words.split())
     assert says in str(caught.value)
 
 
-def test_origins_of_values(tmp_path, capsys) -> None:
+def test_config_shows_where_each_value_is_from(tmp_path, capsys) -> None:
     own = tmp_path / "own.toml"
     parts = '[[training.datasets]]\nname = "a"\n[[training.datasets]]\nweight = 2\n'
     groups = '[optimizer]\ngroups = [{ parameters = ["norm.*"], lr_scale = 2 }]\n'
@@ -186,7 +185,7 @@ def test_origins_of_values(tmp_path, capsys) -> None:
     assert tomli.loads(out)["training"]["steps"] == 9
 
 
-def test_config_diff(capsys) -> None:
+def test_config_diff_shows_keys_that_differ_and_exits_with_1(capsys) -> None:
     command("config diff")([DEBUG, DEBUG])
     assert capsys.readouterr().out == "equal\n"
     with pytest.raises(SystemExit) as end:
@@ -197,14 +196,14 @@ def test_config_diff(capsys) -> None:
     assert row.split()[1:4] == ["1", "2", "default"]
 
 
-def test_help_of_one_section(capsys) -> None:
+def test_help_of_a_section_shows_it_alone(capsys) -> None:
     command("config")(["--help", "comm"])
     out = capsys.readouterr().out
     assert "--comm.init_timeout_seconds INT (default: 300)" in out
     assert "--training" not in out
 
 
-def test_help_of_one_key(capsys) -> None:
+def test_help_of_a_key_shows_it_alone(capsys) -> None:
     command("config")(["--help", "optimizer.lr"])
     assert "--optimizer.lr FLOAT" in (out := capsys.readouterr().out)
     assert "--optimizer.eps" not in out
@@ -214,7 +213,7 @@ def test_help_of_one_key(capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_completion(name, tmp_path, capsys) -> None:
+def test_the_shell_completes_commands_keys_and_values(name, tmp_path, capsys) -> None:
     command("completion")([name])
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out.replace("autoload", ": autoload"))
@@ -223,16 +222,9 @@ def test_completion(name, tmp_path, capsys) -> None:
         line = " ".join(f"'{word}'" for word in words)
         code = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _meshwright"
         show = 'printf "%s\\n" "${COMPREPLY[@]}"'
-        result = subprocess.run(
-            [
-                "bash",
-                "-c",
-                f"bashcompinit() {{ :; }}; compinit() {{ :; }}; . {script}; {code}; {show}",
-            ],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
+        stubs = "bashcompinit() { :; }; compinit() { :; }"
+        words = ["bash", "-c", f"{stubs}; . {script}; {code}; {show}"]
+        result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
         assert result.stderr == ""
         return result.stdout.split()
 
@@ -252,26 +244,16 @@ def test_outputs_are_no_addresses(words) -> None:
         run(words)
 
 
+def test_a_proof_asks_which_config_it_is_of() -> None:
+    with pytest.raises(ConfigError, match="CONFIG: not given\n  fix: name a TOML"):
+        run(["prove", "--every-mesh"])
+
+
 @pytest.mark.parametrize("words", [["plan", "--html"], ["report", "--output"]])
 def test_files_that_cannot_be_written_are_refused_before_work(words, tmp_path) -> None:
     for path, says in ((tmp_path / "no/a.html", "there is no folder"), (tmp_path, "cannot be")):
         with pytest.raises(ConfigError, match=says):
             run([*words, str(path), "debug_model"])
-
-
-def test_environment_of_ranks() -> None:
-    on_cpu = environment(Ranks(2, 1, gpus=0), {})
-    assert "PYTORCH_ALLOC_CONF" not in on_cpu
-    assert int(on_cpu["OMP_NUM_THREADS"]) >= 1
-    assert environment(Ranks(8, 1, gpus=8), {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"):
-        new = environment(Ranks(8, 1, gpus=8), {own: "x"})
-        assert own not in new
-        assert ("PYTORCH_ALLOC_CONF" in new) == (own == "OMP_NUM_THREADS")
-
-
-def test_presets_are_those_of_the_repository() -> None:
-    assert set(preset_names()) == {path.stem for path in (ROOT / "train_configs").glob("*.toml")}
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -315,16 +297,6 @@ def test_a_type_that_the_cpu_is_slow_in_is_told(
     check_job([DEBUG, "--training.mixed_precision_param", dtype])
     said = "".join(capsys.readouterr())
     assert ('fix: training.mixed_precision_param = "float32"' in said) == is_said
-
-
-def test_a_machine_without_gpus_says_nothing_of_a_job_for_others(
-    monkeypatch, tmp_path, capsys
-) -> None:
-    (tmp_path / "cpuinfo").write_text("flags\t: fpu avx2\n")
-    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    check_job([DEBUG, "--ngpu", 8, "--training.mixed_precision_param", "bfloat16"])
-    assert "float32" not in "".join(capsys.readouterr())
 
 
 def test_check_takes_the_config_that_train_takes(monkeypatch, capsys) -> None:

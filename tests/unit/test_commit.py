@@ -6,17 +6,19 @@ import os
 import random
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import commit
+from meshwright.checkpoint import commit, find
 from meshwright.checkpoint import commit as locks
 from meshwright.checkpoint.commit import being_read
 from meshwright.checkpoint.manifest import MANIFEST, DamagedError, read_manifest, to_json
 from meshwright.checkpoint.retention import (
     Retention,
     apply_retention,
+    check_gets_on,
     clean_up,
     mark_best,
     set_aside_later,
@@ -51,10 +53,10 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     commit.unfinished_folder(tmp_path, 15).mkdir()  # killed while writing
     (tmp_path / "step-20-copy").mkdir()
     assert commit.saved_steps(tmp_path) == [5, 10]
-    assert commit.choose_step(tmp_path, -1) == 10
-    assert commit.choose_step(tmp_path, 5) == 5
+    assert find.choose_step(tmp_path, -1) == 10
+    assert find.choose_step(tmp_path, 5) == 5
     with pytest.raises(ConfigError, match="load_step = 15.*: 5, 10"):
-        commit.choose_step(tmp_path, 15)
+        find.choose_step(tmp_path, 15)
     (tmp_path / "step-4.0123456789abcdef.deleted").mkdir()  # killed while deleting
     clean_up(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -91,6 +93,20 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert (tmp_path / "step-8.aside0").is_dir()
 
 
+def test_a_job_is_not_begun_in_the_past_for_ever(tmp_path: Path) -> None:
+    """As a scheduler would that restarts a job with `load_step`."""
+    for _ in range(3):
+        for step in (4, 8):
+            save(tmp_path, step)
+        check_gets_on(tmp_path, 4)
+        set_aside_later(tmp_path, 4)
+    check_gets_on(tmp_path, 4)  # nothing would be set aside
+    save(tmp_path, 8)
+    with pytest.raises(ConfigError, match="step 8 has been set aside 3 times"):
+        check_gets_on(tmp_path, 4)
+    check_gets_on(tmp_path, 8)
+
+
 def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
     """benchmarks/checkpoint.py does the same to a checkpoint of a job."""
     rng = random.Random(0)
@@ -114,7 +130,7 @@ def test_a_read_error_that_passes_is_no_damage(tmp_path: Path, name: str, number
     save(tmp_path, 5, "older")
     newest = save(tmp_path, 10, "newest")
     with failing_reads(name, number, 1) as failed:
-        choice = commit.choose(tmp_path, -1)
+        choice = find.choose(tmp_path, -1)
         assert (choice.path, choice.passed_over) == (newest, {})
     assert failed == [str(newest / name)]
     with failing_reads(name, number, 1) as failed, being_read(newest):
@@ -131,7 +147,7 @@ def test_a_read_error_that_stays_discards_nothing(tmp_path: Path, name: str, num
     with failing_reads(name, number, 99) as failed:
         raised = ConfigError if number == errno.EACCES else StorageError
         with pytest.raises(raised, match=f"step-10/{name} cannot be read: .*\n  fix: "):
-            commit.choose(tmp_path, -1)
+            find.choose(tmp_path, -1)
         assert len(failed) == (1 if number == errno.EACCES else 3)
         with pytest.raises(raised), being_read(newest):
             commit.verify(newest, manifest, ["tensors"])
@@ -161,89 +177,52 @@ def test_retention_deletes_nothing_that_it_cannot_read_now(tmp_path: Path, caplo
         retention.apply()
         retention.wait()
     assert commit.saved_steps(tmp_path) == [5, 10, 15]
-    assert "could not be tidied" in caplog.text
-
-
-def cut(checkpoint: Path) -> None:
-    (checkpoint / "tensors").write_text("tens")
-
-
-def lose(checkpoint: Path) -> None:
-    (checkpoint / "tensors").unlink()
-
-
-def lose_manifest(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink()
-
-
-def no_json(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).write_text("{")
-
-
-def no_table(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).write_text("[]")
+    assert "could not be cleaned up" in caplog.text
 
 
 def lose_key(checkpoint: Path) -> None:
-    path = checkpoint / MANIFEST
-    manifest = json.loads(path.read_text())
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
     del manifest["data_identity"]
-    path.write_bytes(to_json(manifest))
+    (checkpoint / MANIFEST).write_bytes(to_json(manifest))
 
 
-def wrong_kind(checkpoint: Path) -> None:
-    set_manifest(checkpoint, step="x")
+def with_manifest(text: str) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / MANIFEST).write_text(text)
 
 
-def nested(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).write_text('{"data": ' * 100_000)
-
-
-def nest_deeply(checkpoint: Path) -> None:
-    """Not so deep that Python cannot read it."""
-    table: dict[str, object] = {}
-    for _ in range(100):
-        table = {"inner": table}
-    set_manifest(checkpoint, data=table)
-
-
-def rename(checkpoint: Path) -> None:
-    set_manifest(checkpoint, step=20)
-
-
-HARM = {
-    cut: "tensors has 4 bytes, but 7 were saved",
-    lose: "tensors: No such file",
-    lose_manifest: "checkpoint.json cannot be read: ",
-    no_json: "checkpoint.json: Expecting property name",
-    no_table: "checkpoint.json: is no table",
-    lose_key: "checkpoint.json: data_identity: field required",
-    wrong_kind: "checkpoint.json: step: input should be a valid integer",
-    nested: "checkpoint.json: has tables in tables without end",
-    nest_deeply: "checkpoint.json: has tables in tables without end",
-    rename: "it was saved as step-20, and has been renamed",
+HARM: dict[str, Callable[[Path], object]] = {
+    "tensors has 4 bytes, but 7": lambda checkpoint: (checkpoint / "tensors").write_text("tens"),
+    "tensors: No such file": lambda checkpoint: (checkpoint / "tensors").unlink(),
+    "checkpoint.json cannot be read: ": lambda checkpoint: (checkpoint / MANIFEST).unlink(),
+    "checkpoint.json: Expecting property name": with_manifest("{"),
+    "checkpoint.json: is no table": with_manifest("[]"),
+    "checkpoint.json: data_identity: field required": lose_key,
+    "json: step: input should be a valid integer": lambda c: set_manifest(c, step="x"),
+    "has tables in tables without end": with_manifest('{"data": ' * 100_000),
+    "it was saved as step-20, and has been renamed": lambda c: set_manifest(c, step=20),
 }
+"""By a part of the message."""
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path, harm) -> None:
+@pytest.mark.parametrize("says", HARM)
+def test_a_damaged_checkpoint_is_passed_over_unless_it_was_named(tmp_path: Path, says) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step, "tensors")
-    harm(tmp_path / "step-15")
-    choice = commit.choose(tmp_path, -1)
+    HARM[says](tmp_path / "step-15")
+    choice = find.choose(tmp_path, -1)
     assert (choice.path.name, choice.manifest["step"]) == ("step-10", 10)
     assert list(choice.passed_over) == [tmp_path / "step-15"]
-    assert HARM[harm] in choice.passed_over[tmp_path / "step-15"]
+    assert says in choice.passed_over[tmp_path / "step-15"]
     with pytest.raises(ConfigError, match="load_step: checkpoint .*step-15 is damaged") as error:
-        commit.choose(tmp_path, 15)
-    assert HARM[harm] in str(error.value)
+        find.choose(tmp_path, 15)
+    assert says in str(error.value)
 
     damaged = {tmp_path / "step-10": "content"}
-    choice = commit.choose(tmp_path, -1, damaged)
+    choice = find.choose(tmp_path, -1, damaged)
     assert choice.path.name == "step-5"
     assert [path.name for path in choice.passed_over] == ["step-15", "step-10"]
     with pytest.raises(ConfigError, match="every checkpoint in .* step-5: worse") as error:
-        commit.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
+        find.choose(tmp_path, -1, damaged | {tmp_path / "step-5": "worse"})
     assert error.value.key == "job.dump_folder"
 
 
@@ -261,7 +240,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_one_is_deleted_in_its_turn(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
-    no_json(tmp_path / "step-5")
+    (tmp_path / "step-5" / MANIFEST).write_text("{")
     apply_retention(tmp_path, 2)
     assert commit.saved_steps(tmp_path) == [10, 15]
 
@@ -269,7 +248,7 @@ def test_a_damaged_one_is_deleted_in_its_turn(tmp_path: Path) -> None:
 def test_every_nth_and_the_last_good_one_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60, 70):
         save(tmp_path, step, loss=None if step > 50 else 1.0)
-    lose(tmp_path / "step-50")
+    (tmp_path / "step-50" / "tensors").unlink()
     apply_retention(tmp_path, 1, keep_every_n_steps=20)
     assert commit.saved_steps(tmp_path) == [20, 40, 60, 70]
     apply_retention(tmp_path, 1)
@@ -347,7 +326,7 @@ def test_a_manifest_of_a_later_version_is_an_error(tmp_path: Path) -> None:
     set_manifest(save(tmp_path, 10), version=99)
     # passed over, it would be a resume from an older one that nobody asked for
     with pytest.raises(ConfigError, match="step-10: .*version 99; .* reads up to 1") as error:
-        commit.choose(tmp_path, -1)
+        find.choose(tmp_path, -1)
     assert not isinstance(error.value, DamagedError)
     save(tmp_path, 15)
     assert apply_retention(tmp_path, 1) == []
@@ -375,7 +354,7 @@ def test_what_is_not_ours_is_left_alone_and_stops_nothing(tmp_path: Path) -> Non
         save(tmp_path, step, "tensors")
         clean_up(tmp_path)
         apply_retention(tmp_path, 1)
-    assert commit.choose_step(tmp_path, -1) == 20
+    assert find.choose_step(tmp_path, -1) == 20
     ours = {"step-20", *(f"step-20/{name}" for name in (MANIFEST, "tensors"))}
     assert tree(tmp_path) == before | ours
     assert (tmp_path / "step-1" / "notes").read_text() == "keep"
@@ -406,12 +385,12 @@ def test_a_renamed_checkpoint_is_neither_the_newest_nor_counted(tmp_path: Path) 
     for step in (5, 10, 15):
         save(tmp_path, step)
     (tmp_path / "step-10").rename(tmp_path / "step-99")
-    choice = commit.choose(tmp_path, -1)
+    choice = find.choose(tmp_path, -1)
     assert choice.path.name == "step-15"
     renamed = {tmp_path / "step-99": "it was saved as step-10, and has been renamed"}
     assert choice.passed_over == renamed
     with pytest.raises(ConfigError, match="saved as step-10"):
-        commit.choose(tmp_path, 99)
+        find.choose(tmp_path, 99)
     apply_retention(tmp_path, 1)
     assert commit.saved_steps(tmp_path) == [15, 99]
 

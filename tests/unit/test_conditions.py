@@ -1,15 +1,13 @@
-"""Every key of the config acts, is refused, or is reported as idle: none is accepted in silence."""
+"""A key that has no effect beside the others of a config is told, and no other is."""
 
-import re
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+import tomli
 
-import meshwright
+from meshwright.config.combinations import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.fields import value_of
-from meshwright.config.idle import IDLE_BESIDE, IDLE_WHERE, idle_options
 from meshwright.config.job_config import JobConfig, needs_fsdp_alone
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import Float8
@@ -21,14 +19,13 @@ from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.cli import check_job
 
-PACKAGE = Path(meshwright.__file__).parent
 DEFAULTS = JobConfig()
 KEYS = [
     f"{section}.{key}"
     for section, field in JobConfig.model_fields.items()
     for key in field.annotation.model_fields
 ]
-JSON_SOURCE = {"dataset": "json", "dataset_path": __file__, "weight": 1.0}
+JSON_SOURCE = f'[{{dataset="json",dataset_path="{__file__}",weight=1.0}}]'
 VALUES: dict[str, Any] = {
     "lr_scheduler.total_steps": 20_000,
     "model.flavor": "llama3_8b",
@@ -80,218 +77,96 @@ def config_with(**values: Any) -> JobConfig:
     return JobConfig.model_validate(tables)
 
 
-def outcome(key: str, folder: Path) -> str:
-    """What one process says to a value that is not the default."""
-    dump = {} if key == "job.dump_folder" else {"job__dump_folder": str(folder / "out")}
-    config = config_with(**dump | {key.replace(".", "__"): other_value(key)})
-    try:
-        idle = preflight(config, 1).idle_options
-    except ConfigError:
-        return "refused"
-    assert value_of(config, key) != value_of(DEFAULTS, key)
-    return "idle" if any(text.startswith(f"{key} = ") for text in idle) else "acts"
-
-
-def keys_of(**sections: str) -> set[str]:
-    return {f"{name}.{key}" for name, keys in sections.items() for key in keys.split()}
-
-
 SOURCE = (
-    "dataset dataset_path dataset_subset dataset_revision dataset_split dataset_column "
-    "dataset_format"
+    "dataset_path dataset_subset dataset_revision dataset_split dataset_column dataset_format "
+    "dataset_mode"
 )
-OUTCOMES = {
-    "refused": keys_of(
-        job="max_run_seconds",
-        model="name tokenizer_path",
-        training="dataset dataset_path dataset_subset dataset_revision dataset_split "
-        "global_batch_size",
-        optimizer="early_step_in_backward",
-        parallelism="data_parallel_replicate_degree tensor_parallel_degree context_parallel_degree "
-        "pipeline_parallel_degree",
-        checkpoint="load_step exclude_from_loading initial_load_path initial_load_in_hf keep_best",
-        float8="enable",
-        metrics="enable_wandb",
-        experimental="custom_import",
-    ),
-    "idle": keys_of(
-        model="chat_template_path",
-        training="dataset_column dataset_format shuffle_window stream_shards max_bad_records",
-        validation=f"freq num_samples datasets {SOURCE} dataset_mode sample_prompts sample_tokens",
-        bad_steps="budget spike_window",
-        parallelism="enable_async_tensor_parallel "
-        "pipeline_parallel_schedule pipeline_parallel_stages_per_rank module_fqns_per_model_part "
-        "fsdp_reshard_after_forward fsdp_prefetch_layers fsdp_cpu_backend fsdp_reduce_gradients",
-        activation_checkpoint="selective_ac_option saved_ops memory_budget",
-        compile="backend cpu_attention",
-        float8="recipe_name filter_fqns emulate",
-        checkpoint="folder interval keep_latest_k keep_every_n_steps async_mode on_save_failure "
-        "load_only enable_first_step_checkpoint last_save_model_only last_save_in_hf export_dtype",
-        metrics="wandb_project wandb_entity wandb_name",
-        profiling="profile_freq",
-    ),
-    "acts": keys_of(
-        job="config_file dump_folder description device_memory_gib",
-        model="flavor args frozen",
-        training="datasets dataset_mode max_epochs mask_documents token_cache_folder "
-        "local_batch_size loss_chunk_tokens seq_len max_norm steps dtype mixed_precision_param "
-        "fp32_modules mixed_precision_reduce enable_cpu_offload gc_freq seed attention_kernel "
-        "deterministic",
-        validation="enable",
-        optimizer="name lr beta1 beta2 eps weight_decay decay_norm_and_bias groups",
-        bad_steps="policy spike_std",
-        lr_scheduler="warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-        parallelism="data_parallel_shard_degree",
-        activation_checkpoint="mode",
-        compile="enable",
-        checkpoint="enable",
-        metrics="log_freq peak_tflops grad_norm_by_group enable_tensorboard save_tb_folder",
-        profiling="enable_profiling enable_memory_snapshot save_traces_folder profiler_warmup "
-        "profiler_active save_memory_snapshot_folder",
-        comm="init_timeout_seconds train_timeout_seconds",
-    ),
-}
-"""What one process, with all else by default, says to another value of each key. A new key belongs
-under `acts` only if it does."""
+JSON = 'training.dataset="json" training.dataset_path="x"'
+TWO_IN_FP32 = 'parallelism.tensor_parallel_degree=2 training.mixed_precision_param="float32"'
+STREAMED = 'training.dataset_mode="streamed"'
 
 
-def test_every_key_acts_or_is_answered(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no wandb, no torchao
-    monkeypatch.setenv("CXX", "none")  # so nothing is compiled by default
-    got: dict[str, set[str]] = {name: set() for name in OUTCOMES}
-    for key in KEYS:
-        got[outcome(key, tmp_path)].add(key)
-    assert got == OUTCOMES
+def by_key(table: dict[str, str]) -> dict[str, str]:
+    """From "section: key key" to "section.key"."""
+    rows = ((*keys.split(": "), beside) for keys, beside in table.items())
+    return {f"{section}.{key}": beside for section, keys, beside in rows for key in keys.split()}
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_is_read_by_what_it_is_for(key: str) -> None:
-    """Outside of the config's own rules, which would answer for a key that nothing else reads."""
-    name = key.split(".")[1]
-    text = "".join(file.read_text() for file in PACKAGE.rglob("*.py") if not _is_rule(file))
-    assert re.search(rf"\.{name}\b|\"{name}\"", text) or key == "job.config_file"
-
-
-def _is_rule(file: Path) -> bool:
-    return "config" in file.relative_to(PACKAGE).parts or file.name == "idle.py"
-
-
-JSON = {"training__dataset": "json", "training__dataset_path": "x"}
-TWO_IN_FP32 = {
-    "parallelism__tensor_parallel_degree": 2,
-    "training__mixed_precision_param": "float32",
-}
-STREAMED = {"training__dataset_mode": "streamed"}
-AWAKE: dict[str, dict[str, Any]] = {
-    "parallelism.enable_async_tensor_parallel": {"parallelism__tensor_parallel_degree": 2},
-    **{
-        f"parallelism.{key}": {"parallelism__pipeline_parallel_degree": 2}
-        for key in (
-            *("pipeline_parallel_schedule", "pipeline_parallel_stages_per_rank"),
-            "module_fqns_per_model_part",
-        )
-    },
-    **{
-        f"parallelism.{key}": TWO_IN_FP32
-        for key in ("fsdp_reshard_after_forward", "fsdp_prefetch_layers", "fsdp_cpu_backend")
-    },
-    "parallelism.fsdp_reduce_gradients": {
-        "training__global_batch_size": 16,
-        "training__enable_cpu_offload": True,
-    },
-    "training.mixed_precision_reduce": TWO_IN_FP32,
-    "training.fp32_modules": {"training__mixed_precision_param": "bfloat16"},
-    "training.attention_kernel": {},
-    "training.dataset_column": JSON,
-    "training.dataset_format": JSON,
-    "training.dataset_path": JSON,
-    "model.chat_template_path": JSON,
-    "training.dataset_subset": {"training__dataset": "c4"},
-    "training.dataset_revision": {"training__dataset": "c4"},
-    "training.dataset_split": {},
-    "training.dataset_mode": {},
-    "training.shuffle_window": STREAMED,
-    "training.max_bad_records": STREAMED,
-    "training.stream_shards": STREAMED,
-    "training.token_cache_folder": {},
-    **{
-        f"validation.{key}": {"validation__enable": True, "validation__dataset": "json"}
-        for key in ("freq", "num_samples", "datasets", *SOURCE.split()[1:], "dataset_mode")
-    },
-    "validation.dataset": {"validation__enable": True},
-    "validation.sample_prompts": {"validation__enable": True},
-    "validation.sample_tokens": {
-        "validation__enable": True,
-        "validation__sample_prompts": ["def "],
-    },
-    "lr_scheduler.decay_type": {"lr_scheduler__warmup_steps": 2},
-    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.1},
-    "optimizer.decay_norm_and_bias": {},
-    "bad_steps.budget": {"bad_steps__policy": "skip"},
-    "bad_steps.spike_window": {"bad_steps__spike_std": 6.0},
-    "activation_checkpoint.selective_ac_option": {"activation_checkpoint__mode": "selective"},
-    "activation_checkpoint.saved_ops": {"activation_checkpoint__mode": "selective"},
-    "activation_checkpoint.memory_budget": {"activation_checkpoint__mode": "memory_budget"},
-    "compile.backend": {"compile__enable": True},
-    "compile.cpu_attention": {"compile__enable": True},
-    **{
-        f"float8.{key}": {"float8__enable": True}
-        for key in ("recipe_name", "filter_fqns", "emulate")
-    },
-    **{
-        f"checkpoint.{key}": {"checkpoint__enable": True}
-        for key in (
-            *("folder", "interval", "keep_latest_k", "keep_every_n_steps", "async_mode"),
-            *("keep_best", "on_save_failure", "load_only", "enable_first_step_checkpoint"),
-            *("last_save_model_only", "last_save_in_hf"),
-        )
-    },
-    "checkpoint.export_dtype": {
-        "checkpoint__enable": True,
-        "checkpoint__last_save_model_only": True,
-    },
-    "metrics.save_tb_folder": {},
-    **{
-        f"metrics.{key}": {"metrics__enable_wandb": True}
-        for key in ("wandb_project", "wandb_entity", "wandb_name")
-    },
-    "profiling.profile_freq": {"profiling__enable_profiling": True},
-}
+AWAKE = by_key(
+    {
+        "parallelism: enable_async_tensor_parallel": "parallelism.tensor_parallel_degree=2",
+        "parallelism: pipeline_parallel_schedule pipeline_parallel_stages_per_rank "
+        "module_fqns_per_model_part": "parallelism.pipeline_parallel_degree=2",
+        "parallelism: fsdp_reshard_after_forward fsdp_prefetch_layers "
+        "fsdp_cpu_backend": TWO_IN_FP32,
+        "parallelism: fsdp_reduce_gradients": "training.global_batch_size=16 "
+        "training.enable_cpu_offload=true",
+        "training: mixed_precision_reduce": TWO_IN_FP32,
+        "training: fp32_modules": 'training.mixed_precision_param="bfloat16"',
+        "training: dataset_column dataset_format dataset_path": JSON,
+        "model: chat_template_path": JSON,
+        "training: dataset_subset dataset_revision": 'training.dataset="c4"',
+        "training: attention_kernel dataset_split dataset_mode token_cache_folder": "",
+        "training: shuffle_window max_bad_records stream_shards": STREAMED,
+        f"validation: freq num_samples datasets {SOURCE}": "validation.enable=true "
+        'validation.dataset="json"',
+        "validation: dataset sample_prompts": "validation.enable=true",
+        "validation: sample_tokens": 'validation.enable=true validation.sample_prompts=["def"]',
+        "lr_scheduler: decay_type": "lr_scheduler.warmup_steps=2",
+        "lr_scheduler: min_lr_factor": "lr_scheduler.decay_ratio=0.1",
+        "optimizer: decay_norm_and_bias": "",
+        "bad_steps: budget": 'bad_steps.policy="skip"',
+        "bad_steps: spike_window": "bad_steps.spike_std=6.0",
+        "activation_checkpoint: selective_ac_option saved_ops": "activation_checkpoint.mode="
+        '"selective"',
+        "activation_checkpoint: memory_budget": 'activation_checkpoint.mode="memory_budget"',
+        "compile: backend cpu_attention": "compile.enable=true",
+        "float8: recipe_name filter_fqns emulate": "float8.enable=true",
+        "checkpoint: folder interval keep_latest_k keep_every_n_steps async_mode keep_best "
+        "on_save_failure load_only enable_first_step_checkpoint last_save_model_only "
+        "last_save_in_hf verify": "checkpoint.enable=true",
+        "checkpoint: export_dtype": "checkpoint.enable=true checkpoint.last_save_model_only=true",
+        "metrics: save_tb_folder": "",
+        "metrics: wandb_project wandb_entity wandb_name": "metrics.enable_wandb=true",
+        "profiling: profile_freq": "profiling.enable_profiling=true",
+    }
+)
 """Beside which values each key that can be idle has an effect."""
-ASLEEP: dict[str, dict[str, Any]] = {
-    **{
-        f"training.{key}": {"training__datasets": [JSON_SOURCE]}
-        for key in (*SOURCE.split()[1:], "dataset_mode")
-    },
-    "training.mixed_precision_reduce": {"training__mixed_precision_param": "float32"},
-    "training.fp32_modules": {"training__mixed_precision_param": "float32"},
-    "training.token_cache_folder": STREAMED,
-    "training.attention_kernel": {"training__mask_documents": True},
-    "parallelism.fsdp_reshard_after_forward": {},
-    "parallelism.fsdp_prefetch_layers": {},
-    "parallelism.fsdp_cpu_backend": {},
-    "lr_scheduler.decay_type": {"training__steps": 100},
-    "lr_scheduler.min_lr_factor": {"lr_scheduler__decay_ratio": 0.0},
-    "optimizer.decay_norm_and_bias": {"optimizer__weight_decay": 0.0},
-    "compile.backend": {"compile__enable": False},
-    "compile.cpu_attention": {"compile__enable": True, "training__mask_documents": True},
-    "metrics.save_tb_folder": {"metrics__enable_tensorboard": False},
-    "validation.sample_tokens": {"validation__enable": True},
-}
+ASLEEP = by_key(
+    {
+        f"training: {SOURCE}": f"training.datasets={JSON_SOURCE}",
+        "training: mixed_precision_reduce": 'training.mixed_precision_param="float32"',
+        "training: fp32_modules": 'training.mixed_precision_param="float32"',
+        "training: token_cache_folder": STREAMED,
+        "training: attention_kernel": "training.mask_documents=true",
+        "lr_scheduler: decay_type": "training.steps=100",
+        "lr_scheduler: min_lr_factor": "lr_scheduler.decay_ratio=0.0",
+        "optimizer: decay_norm_and_bias": "optimizer.weight_decay=0.0",
+        "compile: backend": "compile.enable=false",
+        "compile: cpu_attention": "compile.enable=true training.mask_documents=true",
+        "metrics: save_tb_folder": "metrics.enable_tensorboard=false",
+        "validation: sample_tokens": "validation.enable=true",
+    }
+)
 """Beside which it has none; of the others, beside the defaults."""
 ON_ONE_RANK = {"parallelism__data_parallel_shard_degree": 1, "training__global_batch_size": 8}
 
 
-def is_said_to_be_idle(key: str, beside: dict[str, Any]) -> bool:
+def settings(text: str) -> dict[str, Any]:
+    words = (word.split("=", 1) for word in text.split())
+    return {k.replace(".", "__"): tomli.loads(f"v = {v}")["v"] for k, v in words}
+
+
+def is_said_to_be_idle(key: str, beside: str) -> bool:
     value = {key.replace(".", "__"): other_value(key)}
-    config = config_with(**ON_ONE_RANK | beside | value)
+    config = config_with(**ON_ONE_RANK | settings(beside) | value)
     said = [*idle_options(config), *idle_source_options(config)]
     return any(text.startswith(f"{key} = ") for text in said)
 
 
 @pytest.mark.parametrize("key", AWAKE)
 def test_an_option_is_idle_only_where_it_has_no_effect(key: str) -> None:
-    assert is_said_to_be_idle(key, ASLEEP.get(key, {}))
+    assert is_said_to_be_idle(key, ASLEEP.get(key, ""))
     assert not is_said_to_be_idle(key, AWAKE[key])
 
 

@@ -1,13 +1,22 @@
-"""Files and names that the docs speak of are there."""
+"""Files, names, benchmarks and messages that the docs speak of are there."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.config.job_config import JobConfig
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+QUOTES = [
+    quote
+    for row in re.findall(r"^\| (`.*?) \|", TROUBLES, re.MULTILINE)
+    for quote in re.findall(r"`([^`]+)`", row)
+]
 GLOSSARY = (ROOT / "docs/glossary.md").read_text("utf-8")
 
 
@@ -32,3 +41,39 @@ def test_the_glossarys_names_exist() -> None:
         path = PACKAGE / module.replace(".", "/")
         file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
         assert re.search(rf"^(class )?{name}\b", file.read_text("utf-8"), re.M), f"{module}.{name}"
+
+
+def test_the_console_says_the_messages_of_troubleshooting() -> None:
+    """Dots, and N for a number, stand for a part that varies."""
+    code = "\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", code)  # strings over several lines
+    assert len(QUOTES) > 15
+    for quote in QUOTES:
+        for part in re.split(r"\.\.\.|\bN\b", quote):
+            assert part.strip() in joined, quote
+
+
+def test_the_keys_of_troubleshooting_exist() -> None:
+    keys = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", TROUBLES)) - {"metrics.jsonl"}
+    assert len(keys) >= 5
+    for section, name in (key.split(".") for key in keys):
+        assert name in JobConfig.model_fields[section].annotation.model_fields, name
+
+
+NAMING = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
+NAMING.remove(ROOT / "CHANGELOG.md")  # which tells of scripts that are gone
+
+
+def test_every_benchmark_finds_what_it_imports(monkeypatch) -> None:
+    """One that crashes later shows only when it is run: some take minutes."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as a script that imports another has it
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_every_benchmark_that_a_page_names_is_there() -> None:
+    """But for those named with the last commit that has them."""
+    text = "\n".join(page.read_text("utf-8") for page in NAMING)
+    names = {*re.findall(r"(?<![\w:])benchmarks[/.](\w+)\b(?:\.py)?", text)}
+    there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert names <= there

@@ -1,8 +1,12 @@
-"""The decisions that follow a step."""
+"""The decisions that follow a step, and how long ranks wait for each other."""
+
+from unittest.mock import MagicMock
 
 import pytest
 
+from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
+from meshwright.train import job as train
 from meshwright.train.job import Due, due_after
 
 KEYS = {
@@ -51,5 +55,27 @@ def of(decided: Due) -> set[str]:
         (due(3, keys={"checkpoint.enable_first_step_checkpoint": "true"}), set()),
     ],
 )
-def test_due(decided: Due, wanted: set[str]) -> None:
+def test_a_step_is_followed_by_all_that_is_due(decided: Due, wanted: set[str]) -> None:
     assert of(decided) == wanted
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "limits"),
+    [
+        ("compile", "enable", ["init_timeout_seconds"]),
+        ("training", "mask_documents", ["init_timeout_seconds"]),
+        ("training", "deterministic", []),
+    ],
+)
+def test_validation_that_compiles_may_take_as_long_as_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, section: str, key: str, limits: list[str]
+) -> None:
+    """Masks have compiled kernels in a job that is not compiled, too."""
+    eager: dict[str, dict[str, bool]] = {"compile": {"enable": False}}
+    config, given = JobConfig.model_validate(eager | {section: {key: True}}), list[str]()
+    job = MagicMock()
+    job.plan.config = config
+    job.validate.return_value = {"loss/validation": 1.0}
+    monkeypatch.setattr(train, "_set_limit", lambda job, stop, key: given.append(key))
+    assert "loss/validation" in train._validate(job, MagicMock(), 7)
+    assert given == limits

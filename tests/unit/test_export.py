@@ -12,7 +12,6 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import meshwright.checkpoint.conversion.export
-import meshwright.checkpoint.conversion.hf_write
 from meshwright.checkpoint.conversion import export_job
 from meshwright.checkpoint.retention import apply_retention
 from meshwright.datasets.tokenizers.kinds import build_tokenizer
@@ -126,7 +125,8 @@ def test_what_cannot_be_exported(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     assert "no such folder\n  fix: check the path" in message(tmp_path / "nowhere", out)
     assert "holds no checkpoint" in message(tmp_path / "hf", out)
-    assert "--max-shard-size = '5': is no size" in message(checkpoint, out, "--max-shard-size", "5")
+    said = message(checkpoint, out, "--max-shard-size", "5")
+    assert "--max-shard-size = '5': is not a file size" in said
     assert "must be positive" in message(checkpoint, out, "--max-shard-size", "0GB")
     assert "exists already" in message(checkpoint, tmp_path / "hf")
     (tmp_path / "file").touch()
@@ -153,7 +153,7 @@ def test_a_wrong_permutation_is_noticed(checkpoint, tmp_path, monkeypatch) -> No
     """Even one that our own reader has too, and so would undo."""
     out = tmp_path / "out"
     monkeypatch.setattr(
-        meshwright.checkpoint.conversion.hf_write, "halves", lambda tensor, head_dim: tensor
+        "meshwright.checkpoint.conversion.export.halves", lambda tensor, head_dim: tensor
     )
     assert "wq.weight differs from the checkpoint" in message(checkpoint, out)
     monkeypatch.setattr(

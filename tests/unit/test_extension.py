@@ -1,6 +1,7 @@
-"""The examples of docs/extending.md are modules that work."""
+"""The examples of docs/extending.md and docs/models.md are modules that work."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ from meshwright.datasets import DATASETS
 from meshwright.datasets.opening import open_training_data
 from meshwright.metrics.sinks import Spared
 from meshwright.models.families import MODELS
+from meshwright.models.family import Family
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
-from meshwright.train.resolve_model import extend, extend_by, user_sinks
+from meshwright.train.resolve_model import extend_by, user_sinks
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.families import small
 from tests.helpers.hf import load_hf, save_checkpoint, save_transformers, tensors_of
+from tests.unit import test_families
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -44,7 +47,7 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
     return ["--experimental.custom_import", str(path), *dump, *tokenizer, *others]
 
 
-def test_a_model(tmp_path) -> None:
+def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
     (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
     config = load_config(words(tmp_path, family + example("model"), *model))
@@ -96,7 +99,7 @@ def test_a_dataset_that_two_processes_tokenise(tmp_path) -> None:
     assert bytes(source.cache.tokens(1, 9).tolist()) == b"stanza 0"
 
 
-def test_a_sink(tmp_path) -> None:
+def test_the_sink_of_the_docs_writes_its_file(tmp_path) -> None:
     config = load_config(words(tmp_path, example("sink")))
     ((name, build),) = user_sinks(config).items()
     sink = Spared(name, lambda: build(config, tmp_path))
@@ -122,15 +125,39 @@ def test_a_sink(tmp_path) -> None:
 def test_a_module_that_is_wrong_is_named(code: str, message: str, tmp_path) -> None:
     config = load_config(words(tmp_path, code))
     with pytest.raises(ConfigError, match=message) as error:
-        extend(config)
+        extend_by(config.experimental.custom_import)
     assert error.value.key == "experimental.custom_import"
     with pytest.raises(ConfigError, match=message) as error:
         extend_by(str(tmp_path / "mine.py"), "--custom-import")
     assert error.value.key == "--custom-import"
 
 
-def test_a_module_by_its_name(tmp_path, monkeypatch) -> None:
+def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_sinks.py").write_text("SINKS = {'a': print}")
     monkeypatch.syspath_prepend(tmp_path)
     config = load_config(["--experimental.custom_import", "my_sinks"])
     assert user_sinks(config) == {"a": print}
+
+
+@pytest.fixture
+def family(tmp_path, monkeypatch) -> Family:
+    """The module in the text, as a user would add it."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text("utf-8"), re.DOTALL)
+    assert len(code.splitlines()) < 250
+    assert "parallelisms" not in code
+    (tmp_path / "mistral_of_the_docs.py").write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    import mistral_of_the_docs  # type: ignore[import-not-found]
+
+    assert "torch" not in vars(mistral_of_the_docs)
+    monkeypatch.setitem(MODELS, "mistral", mistral_of_the_docs.FAMILY)
+    yield mistral_of_the_docs.FAMILY
+    del sys.modules["mistral_of_the_docs"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}], ids=["untied", "tied"])
+def test_the_example_passes_the_tests_of_families(family, changes) -> None:
+    args = small(family, vocab_size=131, **changes)
+    test_families.test_the_table_is_that_of_the_model(args)
+    test_families.test_logits_loss_and_gradients_equal_transformers(args)
+    test_families.test_packed_documents_equal_transformers(args)

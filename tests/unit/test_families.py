@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint.conversion.readers import halves
+from meshwright.config.job_config import JobConfig
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.families import MODELS
+from meshwright.models.families import FIRST, MODELS
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.parallelisms.initialize import initialize
 from tests.helpers.families import cases, family_of
@@ -191,6 +192,10 @@ def test_flavors_have_their_published_size(family) -> None:
     for flavor, args in family.flavors.items():
         if flavor in PUBLISHED:
             assert round(args.table.num_params / 1e9, 3) == PUBLISHED[flavor], flavor
+
+
+def test_a_family_that_is_not_named_is_the_first() -> None:
+    assert next(iter(MODELS)) == FIRST == JobConfig().model.name == "llama"
 
 
 def test_the_table_of_families_does_without_torch() -> None:

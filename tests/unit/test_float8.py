@@ -10,7 +10,7 @@ import torch._inductor
 from torch import Tensor
 
 from meshwright.commands.plan.simulate import plan_job
-from meshwright.config.contradictions import check_contradictions
+from meshwright.config.combinations import check_contradictions
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
 from meshwright.config.parallelism import ActivationCheckpoint, Compile, Float8, Parallelism
@@ -22,7 +22,7 @@ from meshwright.parallelisms.activation_checkpoint import apply_ac
 from meshwright.parallelisms.parallelize import _compile, apply_float8, parallelize
 from meshwright.parallelisms.rules.degrees import check_device
 from meshwright.parallelisms.rules.precision import find_float8_layers
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train.preflight import preflight
 from tests.helpers.tiny import TINY, plain_model
@@ -71,7 +71,7 @@ def test_modules_in_fp32_are_left_out() -> None:
         ),
     ],
 )
-def test_layers_that_cannot_be(options, args, training, says: str) -> None:
+def test_layers_that_float8_cannot_have_are_refused(options, args, training, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         layers_of(ON.model_copy(update=options), args=args, training=training)
 
@@ -87,7 +87,7 @@ def test_a_ranks_part_is_counted() -> None:
         find_float8_layers(halves, LARGE.table, ())
 
 
-def test_devices_and_packages() -> None:
+def test_float8_needs_a_gpu_that_has_it_or_emulation() -> None:
     config = JobConfig(float8=Float8(enable=True))
     with pytest.raises(ConfigError, match="compute capability 8.9"):
         check_device(config, "cuda", has_float8=False)

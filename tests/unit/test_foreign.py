@@ -21,7 +21,7 @@ from meshwright.models.families import llama as meta
 from meshwright.models.families.llama import FLAVORS, LlamaArgs
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
-from tests.helpers.checkpoints import set_manifest
+from tests.helpers.checkpoints import Trap, set_manifest
 from tests.helpers.foreign import EVEN, PARAMS, interleaved, save_meta, save_torchtitan
 from tests.helpers.hf import save_checkpoint, transformers_model
 from tests.helpers.tiny import plain_model
@@ -104,13 +104,20 @@ def test_params_of_another_model_are_refused(tmp_path, args, parts) -> None:
         assert part in said
 
 
-class Trap:
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (Path("trap_was_run"),))
-
-
 def first(folder: Path) -> Path:
     return folder / "consolidated.00.pth"
+
+
+def params(**changed: object):
+    return lambda folder: (folder / "params.json").write_text(json.dumps(PARAMS | changed))
+
+
+def old_format(folder: Path) -> None:
+    tensors = torch.load(first(folder))
+    torch.save(tensors, first(folder), _use_new_zipfile_serialization=False)
+
+
+TRAP = Trap(Path("trap_was_run"))
 
 
 def edit(**changed: object):
@@ -125,23 +132,6 @@ def edit(**changed: object):
         torch.save(tensors, first(folder))
 
     return change
-
-
-def params(**changed: object):
-    return lambda folder: (folder / "params.json").write_text(json.dumps(PARAMS | changed))
-
-
-def old_format(folder: Path) -> None:
-    tensors = torch.load(first(folder))
-    torch.save(tensors, first(folder), _use_new_zipfile_serialization=False)
-
-
-def bare_pickle(folder: Path) -> None:
-    first(folder).write_bytes(pickle.dumps(Trap()))
-
-
-def cut_off(folder: Path) -> None:
-    first(folder).write_bytes(first(folder).read_bytes()[:-100])
 
 
 def compressed(folder: Path) -> None:
@@ -159,25 +149,23 @@ def encrypted(folder: Path) -> None:
     first(folder).write_bytes(content)
 
 
-def one_of_two(folder: Path) -> None:
-    (folder / "consolidated.01.pth").unlink()
-
-
-def code_in_params(folder: Path) -> None:
-    (folder / "params.json").write_text("{")
-
-
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
         (old_format, ("consolidated.00.pth is not a zip", "fix: ")),
-        (bare_pickle, ("consolidated.00.pth is not a zip", "fix: ")),
-        (edit(x=Trap()), ("holds more than tensors: it names", "getattr, which is no data")),
+        (lambda f: first(f).write_bytes(pickle.dumps(TRAP)), ("consolidated.00.pth is not a zip",)),
+        (edit(x=TRAP), ("holds more than tensors: it names", "getattr, which is no data")),
         (edit(x=[1]), ("holds more than tensors: [1] is no tensor",)),
-        (cut_off, ("consolidated.00.pth is cut off, or damaged",)),
+        (
+            lambda f: first(f).write_bytes(first(f).read_bytes()[:-100]),
+            ("consolidated.00.pth is cut off, or damaged",),
+        ),
         (compressed, ("consolidated.00.pth is compressed",)),
         (encrypted, ("consolidated.00.pth is cut off, or damaged", "encrypted")),
-        (one_of_two, ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor")),
+        (
+            lambda f: (f / "consolidated.01.pth").unlink(),
+            ("has shape (129, 32) in its 1 files", "neither all of (258, 32) nor"),
+        ),
         (edit(norm__weight=None), ("norm.weight is not in consolidated.00.pth",)),
         (edit(norm__weight=torch.ones(31)), ("norm.weight has shape (31,), (32,) in its 2",)),
         (edit(norm__weight=torch.ones(32).int()), ("is of type IntStorage, not F32, BF16, F16",)),
@@ -186,7 +174,7 @@ def code_in_params(folder: Path) -> None:
             ("layers.3.ffn_norm.weight", "no place"),
         ),
         (edit(output__weight=None), ("or set model.args.tie_embeddings = true",)),
-        (code_in_params, ("params.json cannot be read",)),
+        (lambda f: (f / "params.json").write_text("{"), ("params.json cannot be read",)),
         (params(dim="32"), ("dim is '32', not a positive integer",)),
         (params(quantization_args={"group_size": 32}), ("quantization_args", "another kind")),
         (params(ffn_dim_multiplier=math.inf), ("ffn_dim_multiplier is inf, not a positive",)),
@@ -260,7 +248,7 @@ def test_an_index_that_names_code_or_is_damaged_is_refused(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     folder = save_torchtitan(tmp_path / "torchtitan", TENSORS)
     content = (folder / ".metadata").read_bytes()
-    for damaged in (pickle.dumps(Trap()), content[:-50], b"", pickle.dumps({"a": 1})):
+    for damaged in (pickle.dumps(TRAP), content[:-50], b"", pickle.dumps({"a": 1})):
         (folder / ".metadata").write_bytes(damaged)
         assert ".metadata cannot be read" in refusal(folder)
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from meshwright.commands.saved import open_source
 from meshwright.models.decoder import Decoder
 from meshwright.models.generation import generate, greedy, sampler
 from meshwright.system.errors import ConfigError
+from meshwright.system.files import Place
 from tests.helpers.checkpoints import set_manifest
 from tests.helpers.cli import export, generate_text
 from tests.helpers.files import flip_bit
@@ -119,6 +121,9 @@ def test_the_command_writes_the_same_from_either_folder(tmp_path, capsys) -> Non
     before = bytes(token for token in new[: new.index(stop)] if token < 256)
     cut = said(folder, "--tokenizer", "bytes")
     assert cut == PROMPT + before.decode("utf-8", errors="replace")
+    (folder / "generation_config.json").unlink()
+    with open_source(Place("FOLDER", folder), "bytes") as source:
+        assert source.stop == {257}  # the tokenizer's own
     drawn = [said(checkpoint, "--temperature", 1, "--top-p", 0.9, "--seed", s) for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 

@@ -1,6 +1,8 @@
-"""What benchmarks/gpu_speed.py reads from a trace, and that it runs where there is no GPU."""
+"""What benchmarks/gpu_speed.py reads from a trace, and its jobs where there is no GPU."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,8 @@ def test_gaps_of_the_compute_stream_are_found_in_a_trace() -> None:
 
 
 def test_rates_are_measured_on_a_cpu_too(monkeypatch) -> None:
-    monkeypatch.setattr(gpu_speed, "best_s", lambda function, device: (function(), 1.0)[1])
+    for module in (gpu_speed, sys.modules["roofline"]):
+        monkeypatch.setattr(module, "best_s", lambda function, device: (function(), 1.0)[1])
     rates = gpu_speed.measure_rates(gpu_speed.TINY, CPU)
     assert rates["attention by torch's choice, forward, TFLOP/s"] == 2 * 64 * 64**2 / 1e12
     assert "attention" in rates["attention by torch's choice, kernels"]
@@ -57,3 +60,33 @@ def test_the_docs_state_the_limits_of_the_gpu_script() -> None:
     )
     assert stated is not None
     assert int(stated[1]) == seconds / 60
+
+
+@pytest.mark.slow
+def test_a_tiny_job_leaves_its_figures_and_one_that_fails_its_error(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = gpu_speed.run_job(gpu_speed.TINY, tmp_path / "good", {}, steps=7)
+    assert "error" not in found, found["error"]
+    for key in ("time/step_s", "time/wps", "step_1_allocated_gib", "steady_reserved_gib"):
+        assert found[key] > 0
+    assert "Self CPU time total" in found["operators"]
+    bad = gpu_speed.run_job(gpu_speed.TINY, tmp_path / "bad", {"training.seq_len": -1}, steps=7)
+    assert bad["exit_code"] == 2
+    assert "training.seq_len" in bad["error"]
+    machine = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.13"}
+    jobs = json.loads(json.dumps({"good": found, "bad": bad}))  # as saved
+    gpu_speed.show({"machine": machine, "rates": {"memory, GB/s": 1.0}, "jobs": jobs})
+    said = capsys.readouterr().out
+    assert "bad: FAILED" in said
+    assert "989 TFLOP/s" in said
+    assert f"{found['time/wps']:12.2f}" in said
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_speed, "LIMIT_S", 0.2)
+    found = gpu_speed.run_job(gpu_speed.TINY, tmp_path, {})
+    assert found["exit_code"] == -9
+    assert "0.2 s" in found["error"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 
 
 def test_a_resume_goes_on_with_the_history_and_a_new_job_begins_it_anew(tmp_path) -> None:

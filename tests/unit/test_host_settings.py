@@ -44,3 +44,5 @@ def test_who_chose_an_allocator_keeps_it(name: str) -> None:
 
 def test_with_gpus_it_is_the_memory_of_those() -> None:
     assert {*chosen(GPU)} == {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", *WAITING}
+    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert {*chosen(GPU, **{own: "x"})} == {"OMP_NUM_THREADS", *WAITING}

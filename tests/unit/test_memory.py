@@ -8,7 +8,7 @@ import torch
 
 from meshwright.config.loader import load_config
 from meshwright.models.families.llama import FLAVORS
-from meshwright.system import device as hardware
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.train import job as train
 from meshwright.train.preflight import Plan, preflight

@@ -14,12 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from meshwright.config.job_config import JobConfig, changed
-from meshwright.metrics import peak_flops
 from meshwright.metrics.console import Console, Eta
+from meshwright.metrics.planned import PLAN, job_identity, planned_memory
 from meshwright.metrics.reporter import Phases, Reporter, Work
 from meshwright.metrics.sinks import JsonLines, Spared, TextLines, WholeRecords
 from meshwright.metrics.tensorboard_events import TensorBoard
 from meshwright.metrics.weights_and_biases import WeightsAndBiases
+from meshwright.system import hardware
 from meshwright.system.errors import ConfigError
 from meshwright.system.log import log_to_console
 from meshwright.train.build import _peak_flops_per_s
@@ -223,11 +224,11 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path) -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
     ],
 )
-def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
-    monkeypatch.setattr(peak_flops, "device_name", lambda device: name)
-    found = peak_flops.peak_of(torch.device("cuda"), torch.bfloat16)
+def test_mfu_takes_the_published_peak_of_a_gpu(monkeypatch, name: str, peak: float) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
+    found = hardware.peak_of(torch.device("cuda"), torch.bfloat16)
     assert found.flops_per_s == peak
-    assert peak_flops.peak_of(torch.device("cuda"), torch.float32) is None
+    assert hardware.peak_of(torch.device("cuda"), torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_published_peaks(monkeypatch, name: str, peak: float) -> None:
 )
 def test_a_device_that_is_not_in_the_table_has_no_peak_but_the_users(monkeypatch, name) -> None:
     """A peak that is measured while the machine is busy gives an MFU above 100 %."""
-    monkeypatch.setattr(peak_flops, "device_name", lambda device: name)
+    monkeypatch.setattr(hardware, "device_name", lambda device: name)
     config, cpu = JobConfig(), torch.device("cpu")
     assert _peak_flops_per_s(config, cpu) is None
     given = changed(config, {"metrics": {"peak_tflops": 165.2}})
@@ -337,6 +338,20 @@ def test_a_wandb_run_that_is_refused_is_a_config_error(wandb, monkeypatch, tmp_p
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match="permission denied\n  fix: wandb login"):
         WeightsAndBiases(tmp_path, {}, project="", entity="", name="", is_resumed=False)
+
+
+def test_the_plan_beside_a_job_gives_its_planned_peak(tmp_path, caplog) -> None:
+    """Another job's, or one of other ranks, is a warning."""
+    config = changed(JobConfig(), {"job": {"dump_folder": str(tmp_path)}})
+    assert planned_memory(config, 2) == {}
+    plan = {"world_size": 2, "peak_bytes": 3 * 2**30, "job": job_identity(config)}
+    (tmp_path / PLAN).write_text(json.dumps(plan))
+    assert planned_memory(config, 2) == {"memory/planned_gib": 3.0}
+    assert caplog.messages == []
+    longer = changed(config, {"training": {"seq_len": 64}})
+    for other, ranks, said in ((config, 4, "is for 2 ranks, not 4"), (longer, 2, "training.seq_l")):
+        assert planned_memory(other, ranks) == {}
+        assert said in caplog.messages[-1]
 
 
 RECORD = {

@@ -15,9 +15,13 @@ PIPELINE = {
 }
 
 
-def plan(world_size: int = 2, **keys: object):
-    words = {**PIPELINE, **{key.replace("__", "."): value for key, value in keys.items()}}
-    config = load_config([f"--{key}={value}" for key, value in words.items()])
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+PARTS = "parallelism.module_fqns_per_model_part"
+
+
+def plan(*words: str, world_size: int = 2):
+    given = dict(word.split("=", 1) for word in words)
+    config = load_config([f"--{key}={value}" for key, value in (PIPELINE | given).items()])
     return preflight(config, world_size)
 
 
@@ -51,7 +55,7 @@ def test_embedding_and_output_weigh(embedding, output, want) -> None:
 def test_a_large_vocabulary_takes_the_place_of_layers() -> None:
     # 2048 x 256 weights at each end are little beside a layer; 40,000 x 256 are as eleven layers
     assert sizes(plan().stage_modules) == [3, 3]
-    many = plan(model__args__n_layers=12, model__args__vocab_size=4 * 2048, world_size=2)
+    many = plan("model.args.n_layers=12", f"model.args.vocab_size={4 * 2048}")
     assert sizes(many.stage_modules) == [6, 6]
 
 
@@ -66,102 +70,79 @@ def test_which_rank_has_which_stages(schedule, want) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_without_a_pipeline_leaves_the_model_whole(schedule) -> None:
-    keys = {"pipeline_parallel_degree": 1, "pipeline_parallel_schedule": schedule}
-    made = plan(1, **{f"parallelism__{key}": value for key, value in keys.items()})
+    words = ("parallelism.pipeline_parallel_degree=1", f"{SCHEDULE}={schedule}")
+    made = plan(*words, world_size=1)
     assert stages_of_rank(0, 1, len(made.stage_modules), schedule) == [0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_batch_that_is_not_given_fills_the_stages_once(schedule) -> None:
-    made = plan(parallelism__pipeline_parallel_schedule=schedule)
+    made = plan(f"{SCHEDULE}={schedule}")
     assert made.num_microbatches == len(made.stage_modules)
 
 
-def test_an_explicit_split() -> None:
+def test_stages_are_cut_as_the_user_says() -> None:
     parts = [
         ["tok_embeddings", "layers.0"],
         [f"layers.{i}" for i in range(1, 6)] + ["norm", "output"],
     ]
-    written = str(parts).replace("'", '"')
-    assert plan(parallelism__module_fqns_per_model_part=written).stage_modules == parts
+    assert plan(f"{PARTS}={parts}").stage_modules == parts
 
 
-def _parts(*parts: str) -> dict[str, str]:
-    quoted = ", ".join(
-        "[" + ", ".join(f'"{name}"' for name in part.split()) + "]" for part in parts
-    )
-    return {"parallelism__module_fqns_per_model_part": f"[{quoted}]"}
+def _parts(*parts: str) -> str:
+    return f"{PARTS}={[part.split() for part in parts]}"
 
 
 LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
 
 
 @pytest.mark.parametrize(
-    ("keys", "says", "fix"),
+    ("words", "says", "fix"),
     [
         (
-            {"training__global_batch_size": 1},
+            "training.global_batch_size=1",
             "makes 1 microbatches of 1 sequences; 1F1B needs at least one a stage, 2",
             "the nearest is 2",
         ),
         (
-            {
-                "training__global_batch_size": 5,
-                "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
-            },
+            f"training.global_batch_size=5 {SCHEDULE}=Interleaved1F1B",
             "needs at least one a rank, 2, and full rounds over the ranks",
             "the nearest is 6",
         ),
         (
-            {
-                "training__global_batch_size": 3,
-                "parallelism__pipeline_parallel_schedule": "DualPipeV",
-            },
+            f"training.global_batch_size=3 {SCHEDULE}=DualPipeV",
             "DualPipeV needs at least one a stage, 4",
             "the nearest is 4",
         ),
         (
-            {"training__global_batch_size": 1, "parallelism__pipeline_parallel_schedule": "GPipe"},
+            f"training.global_batch_size=1 {SCHEDULE}=GPipe",
             "GPipe needs at least one a rank, 2",
             "the nearest is 2",
         ),
+        ("model.args.n_layers=1", "makes 2 stages, but the model has 1 layers", "use at most 1"),
         (
-            {"model__args__n_layers": 1},
-            "makes 2 stages, but the model has 1 layers",
-            "use at most 1",
-        ),
-        (
-            {"parallelism__pipeline_parallel_stages_per_rank": 2},
+            "parallelism.pipeline_parallel_stages_per_rank=2",
             "schedule 1F1B takes 1",
             "set it to 1, or choose another",
         ),
         (
-            {
-                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
-                "parallelism__pipeline_parallel_stages_per_rank": 3,
-            },
+            f"{SCHEDULE}=ZBVZeroBubble parallelism.pipeline_parallel_stages_per_rank=3",
             "schedule ZBVZeroBubble takes 2",
             "set it to 2",
         ),
         (
-            {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble", "compile__enable": "true"},
+            f"{SCHEDULE}=ZBVZeroBubble compile.enable=true",
             "which compiled blocks cannot",
             "set compile.enable = false",
         ),
         (
-            {
-                "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
-                "activation_checkpoint__mode": "selective",
-            },
+            f"{SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=selective",
             "saves by op is gone after the first",
             'selective_ac_option = "2"',
         ),
         *(
             (
-                {
-                    "parallelism__pipeline_parallel_schedule": name,
-                    "parallelism__fsdp_reshard_after_forward": "always",
-                },
+                f"{SCHEDULE}={name} parallelism.fsdp_reshard_after_forward=always",
                 "torch would lose gradients of the weights freed after forward",
                 'leave it out, or set pipeline_parallel_schedule = "Interleaved1F1B"',
             )
@@ -169,7 +150,7 @@ LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
             if schedule.splits_backward
         ),
         (
-            {"model__args__tie_embeddings": "true"},
+            "model.args.tie_embeddings=true",
             "would share the embedding",
             "model.args.tie_embeddings = false",
         ),
@@ -200,16 +181,15 @@ LAYERS = "layers.0 layers.1 layers.2 layers.3 layers.4 layers.5"
         (_parts(f"tok_embeddings {LAYERS} norm", "output"), "a stage needs a layer", ""),
     ],
 )
-def test_what_cannot_be(keys, says, fix) -> None:
+def test_a_pipeline_that_cannot_be_is_refused_with_a_fix(words, says, fix) -> None:
     with pytest.raises(ConfigError) as error:
-        plan(**keys)
+        plan(*([words] if words.startswith(PARTS) else words.split()))
     assert says in str(error.value)
     assert fix in str(error.value)
 
 
 def test_a_split_without_a_pipeline() -> None:
     """It is for other meshes: all modules are in one stage."""
-    found = plan(
-        1, parallelism__pipeline_parallel_degree=1, **_parts("tok_embeddings", "norm output")
-    )
+    words = ("parallelism.pipeline_parallel_degree=1", _parts("tok_embeddings", "norm output"))
+    found = plan(*words, world_size=1)
     assert found.stage_modules == [["tok_embeddings", *LAYERS.split(), "norm", "output"]]

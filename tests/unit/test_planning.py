@@ -12,7 +12,15 @@ from torch.nn import functional
 from meshwright.commands.plan import plan as command
 from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import trace as scope
-from meshwright.commands.plan.devices import GIB, Device, find_device, overheads, verdict
+from meshwright.commands.plan.devices import (
+    GIB,
+    Device,
+    estimated,
+    find_device,
+    on_cpu,
+    on_gpu,
+    verdict,
+)
 from meshwright.commands.plan.figures import StepTime, bubble
 from meshwright.commands.plan.predict import Figures, Need, beside_tensors, need_of
 from meshwright.commands.plan.report import _parameters, mfu, slowest, tokens_per_step
@@ -76,24 +84,20 @@ def test_ranks_on_cpus_share_this_machine(monkeypatch) -> None:
         raise ConfigError("", "no such device")
 
     monkeypatch.setattr(command, "find_device", refuse)
-    options = {"rank": 0, "all_stages": False, "html": None, "tries_remedies": False, "workers": 1}
-    with pytest.raises(ConfigError):
-        command.plan(JobConfig(), 4, "cpu", as_json=False, **options)
-    with pytest.raises(ConfigError):
-        command.search(JobConfig(), 4, "cpu", 1, as_json=False)
+    given = SimpleNamespace(device="cpu", world_size=4)
+    for function in (command.plan, command.search):
+        with pytest.raises(ConfigError):
+            function(JobConfig(), given)
     assert seen == 2 * [("cpu", 4)]
 
 
 def test_on_cpus_slots_malloc_and_asynchronous_saves_count() -> None:
     """Llama of 140 M on two ranks, as it was measured: 1.58 GiB of tensors."""
-    device, peak = find_device("cpu", 2), int(1.58 * GIB)
+    peak, largest = int(1.58 * GIB), 256 << 20
     parts = {
-        name: (overheads(device, peak, peak, 1, **options))
-        for name, options in {
-            "shared": {"shared": 256 << 20},
-            "gloo": {"sends_by_gloo": True},
-            "async": {"staged": GIB},
-        }.items()
+        "shared": on_cpu(peak, largest),
+        "gloo": on_cpu(peak, largest, is_gloo=True),
+        "async": on_cpu(peak, staged=GIB),
     }
     high = {name: peak / GIB + sum(x.high for x in found) / GIB for name, found in parts.items()}
     assert 3.43 < high["shared"] < 1.2 * 3.43
@@ -135,9 +139,9 @@ def test_a_remedy_has_the_verdict_of_its_neediest_rank_and_its_own_groups(monkey
     config = load_config([DEBUG])
     job = plan_job(config, 2, is_gpu=True)
     shown = SimpleNamespace(peak=SimpleNamespace(num_bytes=20 * GIB))
-    high = sum(x.high for x in overheads(Device("", 1.0), 9 * GIB, 9 * GIB, 2)) / GIB
+    high = sum(x.high for x in on_gpu(9 * GIB, 9 * GIB, 2)) / GIB
     for room, word in ((high, "fits"), (high - 0.01, "tight"), (0.0, "does not fit")):
-        (found,) = command.find(job, 2, shown, Device("", 9 + room + 1e-6), 1)
+        (found,) = command.find_remedies(job, shown, estimated(Device("", 9 + room + 1e-6)), 1)
         assert "pipeline_parallel_degree = 2" in found.change
         assert (found.peak_bytes, found.verdict) == (9 * GIB, word)
 
@@ -148,7 +152,7 @@ def test_a_job_needs_the_memory_of_one_rank_and_the_time_of_another(monkeypatch)
 
     monkeypatch.setattr(predicting, "predict", predicted)
     config = load_config([DEBUG, "--parallelism.pipeline_parallel_degree=2"])
-    need = need_of(config, 2, find_device("h100"))
+    need = need_of(config, 2, estimated(find_device("h100")))
     assert (need.peak_bytes, need.seconds, need.verdict) == (2 * GIB, 2.0, "fits")
     assert need.needed_bytes > need.peak_bytes
 
@@ -175,7 +179,7 @@ def test_parameters_have_a_unit_of_their_size() -> None:
 
 def test_the_verdict_depends_on_what_is_modelled_only_between_two_limits() -> None:
     device = Device("", 10.0)
-    modelled = overheads(device, 0, 0, num_groups=1)
+    modelled = on_gpu(0, 0, num_groups=1)
     low, high = (sum(getattr(part, end) for part in modelled) for end in ("low", "high"))
     assert verdict(device, int(10 * GIB - high), modelled) == "fits"
     assert verdict(device, int(10 * GIB - high) + 2, modelled) == "tight"

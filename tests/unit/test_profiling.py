@@ -76,7 +76,7 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
                 torch.ones(64, 64) @ torch.ones(64, 64)
             profiler.step()
     assert "asked for a trace: of 2 step(s) after step 5" in caplog.text
-    assert caplog.text.count("PROFILE has no effect: a trace is under way") == 1
+    assert caplog.text.count("PROFILE ignored: profiling is already on") == 1
     (folder,) = (tmp_path / "profile_traces").iterdir()
     assert folder.name == "step_7"
     names = {e["name"] for e in json.loads((folder / "rank_1.json").read_text())["traceEvents"]}
@@ -91,7 +91,7 @@ def test_a_trace_on_demand_with_its_summary(tmp_path, caplog) -> None:
 def test_a_job_that_ends_before_leaves_no_half_of_a_trace(tmp_path, caplog) -> None:
     with Profiler(Profiling(profiler_warmup=0), tmp_path, 0, 0) as profiler:
         profiler.request()
-    assert "the job ends before the trace" in caplog.text
+    assert "the job ended before the requested trace" in caplog.text
     assert not (tmp_path / "profile_traces").exists()
 
 

@@ -41,7 +41,7 @@ def test_an_unfinished_proof_proves_nothing(tmp_path) -> None:
     write(tmp_path, small, rows, num_cases=3)
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert (proof["proved"], proof["num_cases"], len(proof["cases"])) == (False, 3, 1)
-    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.html").read_text()
+    assert "1 of 3 cases equal one process, 2 not run" in (tmp_path / "proof.md").read_text()
     write(tmp_path, small, rows, num_cases=1)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is True
 
@@ -63,13 +63,13 @@ def test_a_case_without_a_compiler_is_not_run(monkeypatch, tmp_path) -> None:
     write(tmp_path, small, rows, num_cases=2)
     assert json.loads((tmp_path / "proof.json").read_text())["proved"] is False
     with pytest.raises(ConfigError, match="mask_documents = True: .* there is no C.. compiler"):
-        prove(["--training.mask_documents=true"])
+        prove(["debug_model", "--training.mask_documents=true"])
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_before_the_first_case(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--output = .*/file/proof': cannot be written to"):
-        prove(["--output", str(tmp_path / "file" / "proof")])
+        prove(["debug_model", "--output", str(tmp_path / "file" / "proof")])
 
 
 @pytest.mark.parametrize(("lr", "small"), [(3e-4, 3e-4), (1e-3, 1e-3), (5e-2, HIGHEST_LR)])

@@ -38,11 +38,11 @@ def _operator(name: str, dtype: str, num_bytes: int, flops: int) -> Operator:
     ],
 )
 def test_a_group_uses_the_network_cards_of_its_ranks_in_a_node(ranks, is_message, width) -> None:
-    rates = replace(estimated(H100), link=450e9, network=50e9)
-    assert ring_width(ranks, rates, per_node=8, is_message=is_message) == pytest.approx(width)
+    rates = replace(estimated(H100), link_bytes_per_s=450e9, network_bytes_per_s=50e9)
+    assert ring_width(ranks, rates, is_message=is_message) == pytest.approx(width)
     kind = "send" if is_message else "all_gather"
     entry = Collective(kind, "fsdp", ranks, 0, 1e9, AT, is_fsdp=True)
-    assert entry_seconds(entry, rates, per_node=8) == pytest.approx(COLLECTIVE_S + 1e9 / width)
+    assert entry_seconds(entry, rates) == pytest.approx(COLLECTIVE_S + 1e9 / width)
 
 
 @pytest.mark.parametrize(("is_fsdp", "waits"), [(True, 0), (False, 1)])
@@ -50,12 +50,12 @@ def test_only_fsdp_gathers_beside_computation(is_fsdp, waits) -> None:
     rates = estimated(H100)
     matmuls = [_operator("mm", "bfloat16", 8, 10**12) for _ in range(2)]
     gather = Collective("all_gather", "", range(2), 0, 1e6, AT, is_fsdp=is_fsdp)
-    step = Simulation(Record(), [gather, *matmuls], 1)
     plan = plan_job(
         load_config(["--job.config_file=train_configs/debug_model.toml"]), 2, is_gpu=True
     )
-    matmul, waited = (entry_seconds(one, rates, 8) for one in (matmuls[0], gather))
-    found = step_time(step, plan, rates, per_node=8)
+    step = Simulation(Record(), [gather, *matmuls], 1, plan.num_microbatches - 1)
+    matmul, waited = (entry_seconds(one, rates) for one in (matmuls[0], gather))
+    found = step_time(step, plan, rates)
     each = 2 * matmul + waits * waited
     assert found.seconds == pytest.approx(plan.num_microbatches * each)
 
@@ -68,9 +68,9 @@ def test_compiled_blocks_move_fewer_bytes_between_pointwise_operators() -> None:
         _operator("mm", "bfloat16", 8, 10**12),
     )
     copy = replace(in_block, is_fsdp=True)
-    assert entry_seconds(in_block, compiled, 8) == entry_seconds(in_block, eager, 8) / 2
+    assert entry_seconds(in_block, compiled) == entry_seconds(in_block, eager) / 2
     for other in (pointwise, copy, matmul):
-        assert entry_seconds(other, compiled, 8) == entry_seconds(other, eager, 8)
+        assert entry_seconds(other, compiled) == entry_seconds(other, eager)
 
 
 def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:
@@ -78,10 +78,12 @@ def test_an_estimate_is_slower_than_the_data_sheet_and_cpus_have_none() -> None:
         rates = estimated(device)
         for name, flops in (("mm", 10**12), ("attention", 2 * 10**12)):  # half of it is masked
             work = _operator(name, "bfloat16", 10**6, flops)
-            assert entry_seconds(work, rates, 8) > 1e12 / device.flops_per_s
-        assert rates.network < device.network_bytes_per_s
-        assert rates.link < device.link_bytes_per_s
-    assert estimated(find_device("cpu")) is estimated(find_device("80")) is None
+            assert entry_seconds(work, rates) > 1e12 / device.flops_per_s
+        assert rates.network_bytes_per_s < device.network_bytes_per_s
+        assert rates.link_bytes_per_s < device.link_bytes_per_s
+    assert (
+        estimated(find_device("cpu")).flops_per_s == estimated(find_device("80")).flops_per_s == 0
+    )
 
 
 def test_an_error_is_known_of_the_device_of_published_runs() -> None:

@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.reader import SafeCheckpointReader
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import Place
 from tests.helpers.checkpoints import Trap
@@ -141,3 +140,20 @@ def test_forged_sizes_are_one_error(forge, message: str, tmp_path: Path) -> None
         SafeCheckpointReader(tmp_path)
     with pytest.raises(ConfigError, match=f"cannot be read: {message}"):
         CheckpointWeights(Place("path", tmp_path), str)
+
+
+def test_each_rank_asks_for_the_sizes_of_its_part_of_the_files(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path)
+    asked = []
+    stat = Path.stat
+
+    def noted(path: Path, **options: bool) -> object:
+        asked.append(path.name)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", noted)
+    SafeCheckpointReader(tmp_path, (0, 2))
+    assert "__0_0.distcp" in asked
+    asked.clear()
+    SafeCheckpointReader(tmp_path, (1, 2))
+    assert "__0_0.distcp" not in asked

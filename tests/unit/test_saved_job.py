@@ -23,7 +23,7 @@ from tests.helpers.tokenizer_files import byte_level_json
 
 OLD, NEW = "1" * 40, "2" * 40
 FORGOTTEN = (
-    "the best validation loss so far, 3.5000 at step 20, counts no longer: it was measured with "
+    "the best validation loss so far, 3.5000 at step 20, no longer counts: it was measured with "
     "other "
 )
 

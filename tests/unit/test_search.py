@@ -1,7 +1,6 @@
 """The search of `meshwright plan --search`, with made-up figures in the place of simulations."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +9,17 @@ from meshwright.commands.plan import predict as predicting
 from meshwright.commands.plan import search
 from meshwright.commands.plan.devices import GIB, estimated, find_device
 from meshwright.commands.plan.predict import Figures, Need, predict
-from meshwright.commands.plan.search import MODES, Choice, Work, difference, estimate, legal
+from meshwright.commands.plan.search import (
+    MODES,
+    Candidate,
+    Layer,
+    Work,
+    difference,
+    estimate,
+    keeps_gathered,
+    legal,
+    words_of,
+)
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_config
@@ -19,12 +28,16 @@ from meshwright.train.preflight import Plan
 H100 = find_device("h100")
 RATES = estimated(H100)
 DEBUG = "--job.config_file=train_configs/debug_model.toml"
-WORK = Work(1e-3, 1e-3, 1e-12, GIB / 8, GIB / 8)
 
 
 @cache
-def _plans() -> dict[Choice, Plan]:
-    return dict(legal(_config(), 8, H100))
+def _candidates() -> list[Candidate]:
+    return list(legal(_config(), 8, H100))
+
+
+@cache
+def _plans() -> list[Plan]:
+    return [plan for _, plan in _candidates()]
 
 
 @cache
@@ -34,70 +47,81 @@ def _config() -> JobConfig:
     return load_config([DEBUG, *batch, "--training.mixed_precision_param=bfloat16"])
 
 
-def test_choices_are_legal_and_many() -> None:
+def test_candidates_are_legal_and_many() -> None:
     plans = _plans()
     assert len(plans) >= 100
-    assert {choice.recomputation for choice in plans} == {"none", "selective", "full"}
-    assert {choice.pipeline for choice in plans} > {1, 2}
-    assert {choice.keeps_gathered for choice in plans} == {True, False}
-    assert len({str(choice) for choice in plans}) == len(plans)
-    for choice, plan in plans.items():
-        assert plan.config.training.global_batch_size == 64
-        assert (plan.dims.tp, plan.dims.pp) == (choice.tensor, choice.pipeline)
-        policy = plan.config.parallelism.fsdp_reshard_after_forward
-        keeps = policy == "never" or (policy == "default" and plan.dims.pp > 1)
-        assert choice.keeps_gathered == keeps
+    assert {plan.config.activation_checkpoint.mode for plan in plans} == {*MODES}
+    assert {plan.dims.pp for plan in plans} > {1, 2}
+    assert {keeps_gathered(plan) for plan in plans} == {True, False}
+    assert len({words_of(plan) for plan in plans}) == len(plans)
+    assert {plan.config.training.global_batch_size for plan in plans} == {64}
 
 
-def _estimated(choice: Choice, work: Work = WORK) -> tuple[float, float]:
-    return estimate(_plans()[choice], work, H100, RATES)
+def work(layer_s: float = 0.0, layer_gib: float = 0.0) -> Work:
+    return Work([Layer(layer_s, layer_gib * GIB)], 0.0, 0.0)
 
 
 def test_an_estimate_counts_the_sequences_and_layers_of_a_rank() -> None:
     """Layers of the debug model: 6. With pipelines, each rank has a part, and waits."""
-    layers = replace(WORK, rest_s=0.0, update_s=0.0)
-    for choice, plan in _plans().items():
-        sequences = 64 // plan.dims.dp
-        twice = _estimated(choice, replace(layers, layer_s=2e-3))[0]
-        added = twice - _estimated(choice, layers)[0]
-        of_rank = 6 / choice.pipeline
-        if choice.pipeline in (1, 2) and not choice.schedule.startswith("ZB"):
-            per_rank = len(plan.stage_modules) // choice.pipeline
-            idle = (choice.pipeline - 1) / (per_rank * plan.num_microbatches + choice.pipeline - 1)
+    for plan in _plans():
+        ranks, sequences = plan.dims.pp, 64 // plan.dims.dp
+        twice, once = (estimate(plan, work(seconds), RATES)[0] for seconds in (2e-3, 1e-3))
+        of_rank, added = 6 / ranks, twice - once
+        schedule = plan.config.parallelism.pipeline_parallel_schedule
+        if ranks in (1, 2) and not schedule.startswith("ZB"):
+            per_rank = len(plan.stage_modules) // ranks
+            idle = (ranks - 1) / (per_rank * plan.num_microbatches + ranks - 1)
             # stages need not be even: those of the first rank may have a layer less
             least = (of_rank - per_rank) * sequences * 1e-3 / (1 - idle)
             assert least <= added <= (of_rank + per_rank) * sequences * 1e-3 / (1 - idle)
-            if choice.pipeline == 1:
+            if ranks == 1:
                 assert added == pytest.approx(6 * sequences * 1e-3)
 
 
 def test_an_estimate_counts_the_microbatches_in_flight() -> None:
     """1F1B: one per rank. Interleaved1F1B: 3 p - 1 stages' forwards, of 2 per rank."""
-    nothing = replace(WORK, layer_bytes=0.0, rest_bytes=0.0)
-    kept = replace(nothing, layer_bytes=100.0 * GIB)
-    for choice, plan in _plans().items():
+    for plan in _plans():
         ranks, count = plan.dims.pp, plan.num_microbatches
+        schedule = plan.config.parallelism.pipeline_parallel_schedule if ranks > 1 else ""
         in_flight = {
             "": 1.0,
             "1F1B": min(ranks, count),
             "Interleaved1F1B": min((3 * ranks - 1) / 2, count),
-        }.get(choice.schedule)
+        }.get(schedule)
         if in_flight is not None:
             names = [name for part in plan.stage_modules[::ranks] for name in part]
             layers = sum("layers." in name for name in names)
-            size = in_flight * layers * choice.local_batch_size * 100 * GIB
-            assert _estimated(choice, kept)[1] == pytest.approx(size, abs=0.5 * GIB)
-            assert _estimated(choice, nothing)[1] < 0.5 * GIB
+            size = in_flight * layers * plan.config.training.local_batch_size * 100 * GIB
+            found = estimate(plan, work(layer_gib=100), RATES)[1]
+            assert found == pytest.approx(size, abs=0.5 * GIB)
+            assert estimate(plan, work(), RATES)[1] < 0.5 * GIB
+
+
+def test_layers_of_a_model_repeat_those_that_were_measured() -> None:
+    """The second and the fourth of every two are free."""
+    (plan,) = (
+        p
+        for p in _plans()
+        if words_of(p).startswith("FSDP alone; microbatch 8; recomputation none, gathered")
+    )
+    half = Work([Layer(1e-3, GIB), Layer(0.0, 0.0)], 0.0, 0.0)
+    found, whole = (estimate(plan, one, RATES) for one in (half, work(1e-3, 1.0)))
+    base = estimate(plan, work(), RATES)
+    for index in (0, 1):
+        assert 2 * (found[index] - base[index]) == pytest.approx(
+            whole[index] - base[index], rel=0.1
+        )
 
 
 def test_parameters_that_are_kept_are_gathered_once_per_microbatch() -> None:
     """Others twice. They are bf16; gradients, reduced once per step, are fp32."""
-    nothing = Work(0.0, 0.0, 0.0, 0.0, 0.0)
+    by_words = {words_of(plan): plan for plan in _plans()}
     seen = 0
-    for choice, plan in _plans().items():
-        if choice.keeps_gathered and choice.pipeline == 1 and plan.dims.dp_shard > 1:
-            freed = _estimated(replace(choice, keeps_gathered=False), nothing)[0]
-            kept, count = _estimated(choice, nothing)[0], plan.num_microbatches
+    for words, plan in by_words.items():
+        if keeps_gathered(plan) and plan.dims.pp == 1 and plan.dims.dp_shard > 1:
+            other = by_words[words.removesuffix(", gathered parameters kept")]
+            kept, freed = (estimate(one, work(), RATES)[0] for one in (plan, other))
+            count = plan.num_microbatches
             assert freed / kept == pytest.approx((count * 4 + 4) / (count * 2 + 4))
             seen += 1
     assert seen > 10
@@ -111,59 +135,53 @@ def test_the_toml_to_paste_holds_only_what_differs() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[Choice]:
-    """The choices that a search simulates, in their order; figures are made up.
+def asked(monkeypatch) -> list[Plan]:
+    """The candidates that a search simulates, in their order; figures are made up.
 
     What recomputes less is estimated to be faster, and does not fit without recomputation.
     """
-    plans, found = _plans(), []
-    choices = {id(plan.config): choice for choice, plan in plans.items()}
+    found, plans = [], {id(plan.config): plan for plan in _plans()}
 
-    def seconds(choice: Choice) -> float:
-        return 1.0 + MODES.index(choice.recomputation) + 0.01 * choice.tensor
+    def seconds(plan: Plan) -> float:
+        return 1.0 + MODES.index(plan.config.activation_checkpoint.mode) + 0.01 * plan.dims.tp
 
     def at_once(tasks: list[tuple], function: Callable, _: int) -> Iterator[tuple[int, Need]]:
         assert function is search.need_of
         for index, (config, *_) in enumerate(tasks):
-            choice = choices[id(config)]
-            found.append(choice)
-            fits = choice.recomputation != "none"
-            late = 0.1 * (choice.tensor == 1)  # the estimate did not see it
-            verdict = "fits" if fits else "tight"
-            yield index, Need(GIB, GIB, verdict, seconds(choice) + late)
+            found.append(plan := plans[id(config)])
+            fits = config.activation_checkpoint.mode != "none"
+            late = 0.1 * (plan.dims.tp == 1)  # the estimate did not see it
+            yield index, Need(GIB, GIB, "fits" if fits else "tight", seconds(plan) + late)
 
-    def estimates(*_: object) -> dict[Choice, tuple[float, float]]:
-        return {c: (seconds(c), 1.0 * GIB) for c in plans}
-
-    monkeypatch.setattr(search, "legal", lambda *_: plans.items())
-    monkeypatch.setattr(search, "estimate_all", estimates)
+    monkeypatch.setattr(search, "legal", lambda *_: _candidates())
+    estimates = [(seconds(plan), 1.0 * GIB) for plan in _plans()]
+    monkeypatch.setattr(search, "estimate_all", lambda *_: estimates)
     monkeypatch.setattr(search, "in_processes", at_once)
     return found
 
 
 def test_a_search_simulates_the_fastest_until_eight_fit_and_ranks_them(asked) -> None:
-    found = search.find(_config(), 8, H100, RATES, 2)
-    plans = _plans()
-    without = [choice for choice in plans if choice.recomputation == "none"]
-    assert found.candidates == len(plans)
-    assert found.simulated == len(asked) == len(set(asked))
-    assert set(without) < set(asked)
-    assert len(found.ranked) == search.SIMULATED == len(asked) - len(without)
-    assert {choice.recomputation for choice in asked} == {"none", "selective"}
+    found = search.find(_config(), 8, RATES, 2)
+    words = {words_of(plan): update for update, plan in _candidates()}
+    without = {name for name in words if "recomputation none" in name}
+    names = [words_of(plan) for plan in asked]
+    assert found.candidates == len(words)
+    assert found.simulated == len(names) == len({*names})
+    assert without < {*names}
+    assert len(found.ranked) == search.SIMULATED == len(names) - len(without)
+    assert {plan.config.activation_checkpoint.mode for plan in asked} == {"none", "selective"}
     speeds = [one.tokens_per_second for one in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] == pytest.approx(64 * 256 / found.ranked[0].step_seconds)
-    best = next(one for one in asked if str(one) == found.ranked[0].candidate)
-    assert found.toml == difference(_config(), best.update(64))
+    assert found.toml == difference(_config(), words[found.ranked[0].candidate])
     assert found.toml.rstrip() in search.to_text(found)
 
 
 def test_nothing_is_simulated_that_is_estimated_not_to_fit(asked, monkeypatch) -> None:
-    plans = _plans()
-    large = dict.fromkeys(plans, (1.0, 200.0 * GIB))
+    large = [(1.0, 200.0 * GIB)] * len(_plans())
     monkeypatch.setattr(search, "estimate_all", lambda *_: large)
-    with pytest.raises(search.ConfigError, match=f"none of {len(plans)} candidates fits"):
-        search.find(_config(), 8, H100, RATES, 2)
+    with pytest.raises(search.ConfigError, match=f"none of {len(large)} candidates fits"):
+        search.find(_config(), 8, RATES, 2)
     assert asked == []
 
 
@@ -186,7 +204,7 @@ def test_layers_are_added_along_the_line_through_two_depths(layers, words, monke
     monkeypatch.setattr(predicting, "measure", linear)
     config = load_config([DEBUG, f"--model.args.n_layers={layers}", *words])
     plan = plan_job(config, 2, is_gpu=True)
-    found = predict(plan, 0, H100, RATES)
+    found = predict(plan, 0, RATES)
     assert max(depths) < 12
     whole = linear(plan)
     assert found.peaks == pytest.approx(whole.peaks)
@@ -206,5 +224,5 @@ def test_all_layers_are_simulated_of_pipelines_and_of_named_layers(words, monkey
         predicting, "measure", lambda plan, *_: depths.append(plan.model_args.n_layers)
     )
     config = load_config([DEBUG, "--model.args.n_layers=24", *words])
-    predict(plan_job(config, 2, is_gpu=True), 0, H100, RATES)
+    predict(plan_job(config, 2, is_gpu=True), 0, RATES)
     assert depths == [24]

@@ -5,6 +5,7 @@ import io
 import json
 from http.client import IncompleteRead
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -105,9 +106,36 @@ def test_of_lines_only_the_bad_ones_are_lost(folder: Path) -> None:
     assert f"{folder}/a.jsonl:6: not a JSON object, but 3" in str(read[4])
 
 
+class AnsweredError(OSError):
+    """As a client's, of a server that answers with an error."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+class OfflineModeIsEnabled(ConnectionError):  # noqa: N818  as huggingface_hub's
+    pass
+
+
+def hidden(cause: Exception) -> Exception:
+    """As `datasets` reports a hub that does not answer."""
+    error = FileNotFoundError("Couldn't find any data file")
+    error.__context__, error.__suppress_context__ = cause, True
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
+        (hidden(AnsweredError(503)), True),
+        (hidden(AnsweredError(429)), True),
+        (hidden(AnsweredError(404)), False),
+        (hidden(ConnectionRefusedError(111, "Connection refused")), True),
+        (hidden(OfflineModeIsEnabled()), False),
+        (AnsweredError(401), False),
+        (OSError("Unexpected end of stream"), False),  # pyarrow's of a file that is cut
+        (OSError(28, "No space left on device"), False),
         (OSError(116, "Stale file handle"), True),
         (ConnectionResetError(), True),
         (TimeoutError(), True),

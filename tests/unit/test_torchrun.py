@@ -15,7 +15,7 @@ from meshwright.launch import torchrun
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.launch.torchrun import PREFIX, _ask_to_stop, _report, _set_up_console
 from meshwright.launch.watch import Watch
-from meshwright.metrics import records as history
+from meshwright.metrics import history
 from meshwright.system.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_STOPPED
 from meshwright.system.log import console_stream, log_to_console, logger, print_error
 from meshwright.system.processes import TRAINED

@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,25 @@ def prose_of(file: Path) -> Iterator[str]:
             yield token.string
 
 
-@pytest.mark.parametrize("pattern", ["meshwright/**/*.py", "docs/**/*.md", "README.md"])
-def test_what_is_rare(pattern: str) -> None:
+def messages_of(file: Path) -> Iterator[str]:
+    """Strings of several words that are no docstrings: errors, lines of the log, help."""
+    tree = ast.parse(file.read_text("utf-8"))
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in alone and " " in str(node.value):
+            yield str(node.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "prose_of"),
+    [
+        ("meshwright/**/*.py", prose_of),
+        ("meshwright/**/*.py", messages_of),
+        ("docs/**/*.md", prose_of),
+        ("*.md", prose_of),
+    ],
+)
+def test_what_is_rare(pattern: str, prose_of: Callable[[Path], Iterator[str]]) -> None:
     words, found = 0, dict[str, int]()
     for file in ROOT.glob(pattern):
         prose = " ".join(prose_of(file))

@@ -3,8 +3,10 @@
 import glob
 import importlib.util
 import json
+import math
 import secrets
 import shutil
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.commit import UNFINISHED
-from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG
-from meshwright.checkpoint.conversion.hf_write import write_weights
-from meshwright.checkpoint.conversion.readers import HuggingFaceWeights
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.conversion.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
+from meshwright.checkpoint.conversion.readers import HuggingFaceWeights, halves
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
-from meshwright.models.family import HuggingFaceForm
+from meshwright.models.family import ForeignTensor, HuggingFaceForm
 from meshwright.parallelisms.local_model import keep_modules
 from meshwright.parallelisms.parallelize import quiet_torchao
 from meshwright.parallelisms.rules.stages import split_evenly
@@ -30,11 +31,12 @@ from meshwright.system.files import Place, make_folder, sync_file, sync_folder
 
 NUM_TOKENS = 256
 
-
 TOLERANCE = 1e-3
 """Of the largest logit: both sides compute in fp32 on the same weights, in another order; a wrong
 permutation, rotation or constant gives more by far."""
 
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""safetensors' names of the types to export."""
 
 LEAVE_OUT = "export without it (--without-tokenizer), and encode text as training did"
 
@@ -65,8 +67,8 @@ class Job:
 def export(job: Job, out: Path, say: Callable[[str], None]) -> None:
     """Write the folder `out`, which appears when it is complete and has been compared.
 
-    In memory there are at most the tensors of a file, or one layer in fp32; while transformers
-    computes logits, the whole model in fp32.
+    In memory there are at most one tensor, or one layer in fp32; while transformers computes
+    logits, the whole model in fp32.
 
     Args:
         say: is called with a line for each thing done.
@@ -114,7 +116,7 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
         ends = {"eos_token_id": list(job.ends_of_text)} if len(job.ends_of_text) > 1 else {}
         _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens) | ends)
     tensors = job.form.tensors(job.args)
-    files = write_weights(folder, tensors, job.weights.read, job.dtype, job.max_shard_bytes)
+    files = _write_weights(job, folder, tensors)
     size = sum(file.stat().st_size for file in files)
     in_files = f"{size:,} bytes in {numbered(len(files), 'file')}"
     say(f"wrote {len(tensors)} tensors, {in_files}, as {_name(job.dtype)}")
@@ -124,6 +126,61 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
             continue
         with open(path, "rb") as file:
             sync_file(file.fileno(), path)
+
+
+def _write_weights(job: Job, folder: Path, tensors: Mapping[str, ForeignTensor]) -> list[Path]:
+    """Write every tensor to `folder`, and the index if that takes several files."""
+    shards: list[list[str]] = [[]]
+    room = job.max_shard_bytes
+    for name, foreign in tensors.items():
+        size = math.prod(foreign.shape) * job.dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = job.max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    files = [
+        SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(job, folder / file, {name: tensors[name] for name in names})
+    if len(shards) > 1:
+        count = sum(math.prod(foreign.shape) for foreign in tensors.values())
+        weight_map = {
+            tensors[name].name: file
+            for file, names in zip(files, shards, strict=True)
+            for name in names
+        }
+        total = {"total_size": count * job.dtype.itemsize}
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+    return [folder / file for file in files]
+
+
+def _write_file(job: Job, file: Path, tensors: Mapping[str, ForeignTensor]) -> None:
+    """Write a safetensors file, one tensor in memory at a time; safetensors' own writer takes all
+    of them at once.
+
+    Format: https://github.com/huggingface/safetensors, "Format".
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for the format
+    end = 0
+    for foreign in tensors.values():
+        start, end = end, end + math.prod(foreign.shape) * job.dtype.itemsize
+        place = {"shape": foreign.shape, "data_offsets": (start, end)}
+        header[foreign.name] = {"dtype": TYPES[job.dtype], **place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        with open(file, "wb") as content:
+            content.write(struct.pack("<Q", len(text)) + text)
+            for name, foreign in tensors.items():
+                tensor = job.weights.read(name).to(job.dtype)
+                if foreign.head_dim is not None:
+                    tensor = halves(tensor, foreign.head_dim)
+                content.write(_bits(tensor).numpy().data)
+    except OSError as error:
+        raise OSError(f"{file.name}: {error.strerror}") from None
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

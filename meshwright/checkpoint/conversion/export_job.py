@@ -1,4 +1,4 @@
-"""A checkpoint, its family and its tokenizer as a job of exporting."""
+"""Collects what an export needs: a checkpoint's weights and dimensions, and tokenizer files."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from meshwright.checkpoint.conversion.export import Job
 from meshwright.checkpoint.conversion.hf_folder import GENERATION_CONFIG
 from meshwright.checkpoint.find import saved_args
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
 from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat, find_file, special_ids
@@ -21,7 +21,6 @@ from meshwright.system.files import Place
 
 JSON, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
-
 FILES = (
     *(JSON, MODEL, SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", GENERATION_CONFIG),
@@ -32,7 +31,7 @@ FILES = (
 def export_job(
     place: Place,
     manifest: Manifest,
-    spec: Family,
+    family: Family,
     tokenizer: Tokenizer,
     files: dict[str, Path | str],
     *,
@@ -51,8 +50,8 @@ def export_job(
     special = special_ids(tokenizer)
     return Job(
         weights=CheckpointWeights(place),
-        form=spec.hf,
-        args=saved_args(place, manifest, spec.args),
+        form=family.hf,
+        args=saved_args(place, manifest, family.args),
         seq_len=int(manifest["data_identity"]["training.seq_len"]),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
@@ -69,7 +68,7 @@ def export_job(
 def tokenizer_files(tokenizer: Tokenizer, path: str) -> dict[str, Path | str]:
     """Return the files of a tokenizer, or their content, by the names that Hugging Face has.
 
-    A file of another name than those comes alone: the files beside it may be another's.
+    A file with any other name is taken alone: the files next to it may belong to another.
 
     Args:
         path: where it was found, or "bytes".

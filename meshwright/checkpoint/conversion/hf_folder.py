@@ -53,12 +53,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 CONFIG = "config.json"
 
-
 GENERATION_CONFIG = "generation_config.json"
 
-
 SINGLE = "model.safetensors"
-
 
 INDEX = "model.safetensors.index.json"
 

@@ -1,4 +1,4 @@
-"""Where a job's first weights come from, if not from its own checkpoint or its seed. No torch."""
+"""Finds and checks the folder of `checkpoint.initial_load_path`, in any format. No torch."""
 
 import dataclasses
 from pathlib import Path
@@ -119,12 +119,8 @@ def _other(is_hf: bool) -> str:
     return f"set checkpoint.initial_load_in_hf = {str(is_hf).lower()} if it is {kind}"
 
 
-def check_initial(
-    config: Checkpoint,
-    args: DecoderArgs,
-    family: Family,
-) -> None:
-    """Check that the folder to start from holds the weights of a model with `args`.
+def check_initial(config: Checkpoint, args: DecoderArgs, family: Family) -> None:
+    """Check that the folder to start from, if there is one, holds weights of a model with `args`.
 
     Args:
         family: of the model, with the forms in which others have it.
@@ -132,6 +128,8 @@ def check_initial(
     Raises:
         ConfigError: naming the fault.
     """
+    if not config.initial_load_path:
+        return
     kind, place, manifest = find_initial(config)
     match kind:
         case "hf":

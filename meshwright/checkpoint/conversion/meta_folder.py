@@ -20,13 +20,10 @@ from meshwright.system.files import Place
 
 TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 
-
 PARAMETER = ("torch._utils", "_rebuild_parameter")
-
 
 TYPES = {"FloatStorage": "F32", "BFloat16Storage": "BF16", "HalfStorage": "F16"}
 """Classes of storages, and safetensors' names of their types."""
-
 
 ZIP = b"PK\x03\x04"
 
@@ -78,7 +75,6 @@ def _tensor(file: Path, value: Any) -> StoredTensor:
 
 
 PARAMS = "params.json"
-
 
 WEIGHTS = re.compile(r"consolidated\.(\d+)\.pth")
 

@@ -1,34 +1,74 @@
-"""Weights out of a model folder of Hugging Face, on any mesh: each rank reads its shards."""
+"""Reads a job's first weights on any mesh: each rank reads its shards of the folder."""
 
 import pickle
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.conversion.hf_folder import check_tensors, find_tensors
 from meshwright.checkpoint.conversion.initial_load import (
+    LOAD_KEY,
     InitialWeights,
+    find_initial,
     find_names,
     meta_form,
     torchtitan_form,
 )
 from meshwright.checkpoint.conversion.meta_folder import check_meta_folder
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.find import find_checkpoint
+from meshwright.checkpoint.on_ranks import on_first_rank, select_on_ranks
+from meshwright.checkpoint.reader import CheckpointWeights
+from meshwright.config.job_config import Checkpoint
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family, HuggingFaceForm, MetaForm
 from meshwright.parallelisms.shards import local_box
 from meshwright.system.files import Place
 
+READING_TIMEOUT = timedelta(hours=1)
 
-class HuggingFaceWeights:
-    """The weights of a folder, in parts and under our names.
+
+class ForeignWeights(ABC):
+    """The weights in another's folder, in boxes and under our names.
 
     Raises:
         ConfigError: if they are not the weights of a model with `args`.
     """
+
+    @abstractmethod
+    def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
+        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
+        in.
+
+        Raises:
+            ConfigError: if a copy that the files hold of the parameter differs from it.
+        """
+
+    @torch.no_grad()
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
+
+        Beside them there is one tensor's local part in memory, and of queries and keys up to two
+        heads more. Not collective.
+
+        Raises:
+            ConfigError: as `read` does.
+        """
+        for name, parameter in parameters.items():
+            local, offset = local_box(parameter)
+            if local.numel():
+                local.copy_(self.read(name, tuple(local.shape), offset))
+
+
+class HuggingFaceWeights(ForeignWeights):
+    """The weights of a model folder of Hugging Face."""
 
     def __init__(self, place: Place, form: HuggingFaceForm, args: DecoderArgs) -> None:
         self._place = place
@@ -40,24 +80,7 @@ class HuggingFaceWeights:
         except (OSError, SafetensorError) as error:
             raise place.error(str(error)) from None
 
-    @torch.no_grad()
-    def load(self, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
-
-        Beside them there is one tensor's local part in memory, and of queries and keys up to two
-        heads more. Not collective.
-
-        Raises:
-            ConfigError: if a copy that the files hold of a tensor differs from it.
-        """
-        for name, parameter in parameters.items():
-            local, offset = local_box(parameter)
-            if local.numel():
-                local.copy_(self.read(name, tuple(local.shape), offset))
-
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """Return the box of `shape` at `offset` in the parameter `name`, in the type it is stored
-        in."""
         foreign = self._foreign[name]
         head_dim = foreign.head_dim or 1
         # rows of a head lie in another order, so heads are read whole
@@ -91,12 +114,8 @@ def halves(pairs: Tensor, head_dim: int) -> Tensor:
     return pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-class MetaWeights:
-    """The weights of a folder, put together of the pieces in its files.
-
-    Raises:
-        ConfigError: if they are not the weights of a model with `args`.
-    """
+class MetaWeights(ForeignWeights):
+    """The weights of a model folder of Meta's, put together of the pieces in its files."""
 
     def __init__(self, place: Place, form: MetaForm, args: DecoderArgs) -> None:
         self._place, self._form, self._args = place, form, args
@@ -113,33 +132,17 @@ class MetaWeights:
             raise self._place.error(f"{file.name}: {error}") from None
         return tensors
 
-    @torch.no_grad()
-    def load(self, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, plain or sharded, by their names in the plain model, in place.
-
-        Beside them there is one tensor's local part in memory. Not collective.
-
-        Raises:
-            ConfigError: if a copy that the files hold of a tensor differs from it.
-        """
-        for name, parameter in parameters.items():
-            local, offset = local_box(parameter)
-            if not local.numel():
-                continue
-            box = self.read(name, tuple(local.shape), offset)
-            local.copy_(box)
-            copy = self._form.copy_of(name, self._args)
-            if copy is not None and copy in self._cut:
-                self._place.check(
-                    torch.equal(box, self.read(copy, tuple(local.shape), offset)),
-                    f"{copy} differs from {name}, but model.args.tie_embeddings says that they are "
-                    "one",
-                    "set model.args.tie_embeddings = false",
-                )
-
     def read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-        """Return the box of `shape` at `offset` in the tensor `name`, in the type it is stored
-        in."""
+        box, copy = self._read(name, shape, offset), self._form.copy_of(name, self._args)
+        if copy is not None and copy in self._cut:
+            self._place.check(
+                torch.equal(box, self._read(copy, shape, offset)),
+                f"{copy} differs from {name}, but model.args.tie_embeddings says that they are one",
+                "set model.args.tie_embeddings = false",
+            )
+        return box
+
+    def _read(self, name: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
         cut = self._cut[name]
         if cut is None:
             return _box(self._files[0][name], shape, offset)
@@ -161,13 +164,9 @@ def _box(tensor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> Ten
 
 
 def open_weights(
-    initial: InitialWeights, spec: Family, args: DecoderArgs
-) -> HuggingFaceWeights | MetaWeights | CheckpointWeights:
-    """Return the reader of `initial`.
-
-    Args:
-        spec: the model's family.
-        args: the model's dimensions.
+    initial: InitialWeights, family: Family, args: DecoderArgs
+) -> ForeignWeights | CheckpointWeights:
+    """Return the reader of `initial`, for a model of `family` with `args`.
 
     Raises:
         ConfigError: if they cannot be read.
@@ -175,11 +174,36 @@ def open_weights(
     place = initial.place
     match initial.kind:
         case "hf":
-            return HuggingFaceWeights(place, spec.hf, args)
+            return HuggingFaceWeights(place, family.hf, args)
         case "meta":
-            return MetaWeights(place, meta_form(place, spec), args)
+            return MetaWeights(place, meta_form(place, family), args)
         case "torchtitan":
-            names = find_names(place, torchtitan_form(place, spec), args)
+            names = find_names(place, torchtitan_form(place, family), args)
             return CheckpointWeights(place, names.__getitem__)
         case "ours":
             return CheckpointWeights(place)
+
+
+@contextmanager
+def open_initial(config: Checkpoint) -> Iterator[InitialWeights]:
+    """Give the folder to start from. The first rank chooses it.
+
+    A checkpoint of ours is selected as for a resume, in a folder of several the newest good one,
+    and held meanwhile. Other formats have no checksums. Collective: every rank must call it.
+
+    Raises:
+        ConfigError: on every rank, if there is none, or the one that is named is damaged, or all.
+    """
+    group = dist.new_group(backend="gloo", timeout=READING_TIMEOUT)
+    try:
+        with ExitStack() as held:
+            initial = on_first_rank(partial(find_initial, config), group)
+            if initial.manifest is not None:
+                named = Place(LOAD_KEY, Path(config.initial_load_path))
+                choice = select_on_ranks(partial(find_checkpoint, named), group, held)
+                assert choice is not None  # `find_initial` has found one
+                place = Place(LOAD_KEY, choice.path)
+                initial = initial._replace(place=place, manifest=choice.manifest)
+            yield initial
+    finally:
+        dist.destroy_process_group(group)

@@ -19,7 +19,7 @@ def add_options(parser: Parser) -> None:
         "--device",
         metavar="D",
         default="",
-        help="h100, h200, a100, b200, mi300x, cpu, or GiB of another GPU",
+        help=f"{', '.join(DEVICES)}, cpu, or the GiB of another GPU",
     )
     parser.add_argument(
         "--rank", type=int, metavar="R", help="a rank to simulate (default: those that need most)"
@@ -29,7 +29,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page, too")
     parser.add_argument("--search", action="store_true", help="find the best mesh and modes")
     parser.add_argument(
-        "--no-remedies", action="store_true", help="try no switches if it does not fit"
+        "--no-remedies", action="store_true", help="do not try changes if it does not fit"
     )
     parser.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"
@@ -43,48 +43,38 @@ def run(given: Namespace) -> None:
         ConfigError: if the job cannot run.
     """
     with contextlib.redirect_stdout(sys.stderr):  # libraries' output is no part of the plan
-        text = _answer(given)
+        _check(given)
+        what = "searching a mesh" if given.search else "planning"
+        ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
+        print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
+        config = load_given(given)
+        # not at the top: it needs torch, which `--help` and the checks so far do not
+        from meshwright.commands.plan import plan
+
+        text = (plan.search if given.search else plan.plan)(config, given)
     print(text)
 
 
-def _answer(given: Namespace) -> str:
-    device = given.device
+def _check(given: Namespace) -> None:
+    """Check the options, and fill in the number of workers."""
     needed = {
-        "--device": (device, "--device h100, or cpu, or the GiB of another GPU"),
+        "--device": (given.device, "--device h100, or cpu, or the GiB of another GPU"),
         "CONFIG": (given.config, "name a TOML, or a preset"),
         "--world-size": (given.world_size, "--world-size 8, or the ranks of your job"),
     }
     for key, (value, fix) in needed.items():
         if not value:
             raise ConfigError("", f"{key}: not given\n  fix: {fix}")
-    check(given.world_size > 0, "--world-size", given.world_size, "must be positive", "8, say")
-    check(given.rank is None or given.rank >= 0, "--rank", given.rank, "must not be negative")
+    ranks, rank = given.world_size, given.rank
+    check(ranks > 0, "--world-size", ranks, "must be positive", "8, say")
+    rule = f"must be below {ranks}, the number of ranks, and not negative"
+    check(rank is None or 0 <= rank < ranks, "--rank", rank, rule, "--rank 0")
     for option in ("rank", "all_stages", "html", "no_remedies"):
         value = getattr(given, option)
         key, fix = f"--{option.replace('_', '-')}", "leave out one of the two"
         is_given = value is not None and value is not False
         check(not (given.search and is_given), key, value, "has no effect on a --search", fix)
-    has_rates = find_device(device, given.world_size).flops_per_s > 0
-    fix = f"name one of {', '.join(DEVICES)}"
-    check(has_rates or not given.search, "--device", device, "has no known rates to rank by", fix)
-    workers = given.workers if given.workers > 0 else count_cores()
-    what = "searching a mesh" if given.search else "planning"
-    ranks = f"{given.world_size} rank{'s' * (given.world_size > 1)}"
-    print(f"{what} for {given.config} on {ranks} ...", flush=True)  # the rest takes seconds
-    config = load_given(given)
-    # not at the top: it needs torch, which `--help` and the checks so far do not
-    from meshwright.commands.plan import plan as command
-
-    if given.search:
-        return command.search(config, given.world_size, device, workers, as_json=given.json)
-    return command.plan(
-        config,
-        given.world_size,
-        device,
-        rank=given.rank,
-        all_stages=given.all_stages,
-        as_json=given.json,
-        html=given.html,
-        tries_remedies=not given.no_remedies,
-        workers=workers,
-    )
+    has_rates = find_device(given.device, ranks).flops_per_s > 0
+    rule, fix = "has no known rates to rank by", f"name one of {', '.join(DEVICES)}"
+    check(has_rates or not given.search, "--device", given.device, rule, fix)
+    given.workers = given.workers if given.workers > 0 else count_cores()

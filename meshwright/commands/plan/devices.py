@@ -59,7 +59,6 @@ DEVICES = {
     ),
 }  # fmt: skip
 
-
 NAMES = (*DEVICES, "cpu")
 
 
@@ -88,63 +87,44 @@ def find_device(word: str, ranks: int = 1) -> Device:
 MATMUL, ATTENTION = 0.6, 0.45
 """Parts of the bf16 FLOP/s of the data sheet that matmuls and attention reach in a step."""
 
-
 LINK, NETWORK = 0.75, 0.75
 """Parts of the bytes/s of links in a node, and of network cards, that NCCL reaches."""
-
 
 STREAM = 0.8
 """Part of the memory's bytes/s that operators without FLOPs reach."""
 
-
 FUSED = 0.5
-"""See `Rates.fused`."""
-
+"""Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
+neighbours."""
 
 LAUNCH_S, COLLECTIVE_S = 4e-6, 20e-6
 """Least times of an operator and of a collective."""
 
-
 SOURCE = "estimated by published runs on H100s"
 """Of all rates."""
-
 
 ERROR = 0.15
 """Of an estimated step time on H100s: the published steps of docs/planning.md are within it."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """How fast a device works in a training step."""
+class Rates(Device):
+    """A device with the rates that a training step reaches, instead of those of its data sheet."""
 
-    peak: dict[str, float]
-    """FLOP/s of matmuls by dtype."""
-    attention: float
-    """FLOP/s of attention, as a part of `peak`."""
-    stream: float
-    """Bytes/s of memory."""
-    link: float
-    """Bytes/s to others of the node."""
-    network: float
-    """Bytes/s to other nodes."""
-    fused: float
-    """Part of its bytes that a pointwise operator of a block moves, once it is compiled with its
-    neighbours."""
+    fused: float = 1.0
+    """See `FUSED`."""
 
 
-def estimated(device: Device, *, is_compiled: bool = True) -> Rates | None:
-    """Return the parts of a device's data sheet that published runs reach on H100s; None: nothing
-    is published of the device."""
-    if not device.flops_per_s:
-        return None
-    return Rates(
-        {dtype: MATMUL * device.peak(dtype) for dtype in ("bfloat16", "float32")},
-        ATTENTION / MATMUL,
-        STREAM * device.bytes_per_s,
-        LINK * device.link_bytes_per_s,
-        NETWORK * device.network_bytes_per_s,
-        FUSED if is_compiled else 1.0,
-    )
+def estimated(device: Device, *, is_compiled: bool = True) -> Rates:
+    """Return the parts of a device's data sheet that published runs reach on H100s."""
+    reached = {
+        "flops_per_s": MATMUL * device.flops_per_s,
+        "fp32_flops_per_s": MATMUL * device.fp32_flops_per_s,
+        "bytes_per_s": STREAM * device.bytes_per_s,
+        "link_bytes_per_s": LINK * device.link_bytes_per_s,
+        "network_bytes_per_s": NETWORK * device.network_bytes_per_s,
+    }
+    return Rates(**vars(device) | reached, fused=FUSED if is_compiled else 1.0)
 
 
 def error_of_time(device: Device) -> float | None:
@@ -165,48 +145,23 @@ class Overhead:
 FRAGMENTED = 0.05
 """Most that the CUDA allocator loses between blocks, as a part of the peak."""
 
-
 MALLOC_KEEPS, MALLOC_KEEPS_BY_GLOO = 0.4, 1.5
 """Most that malloc keeps of freed tensors, as a part of the peak, with the launcher's thresholds:
 at a vocabulary of 131,072 it was 0.33 with shared memory, and 1.44 where gloo's own buffers come
 and go between the tensors."""
-
 
 SLOTS_USED = 3
 """Slots of shared memory that the largest tensor of FSDP2 may have been in: gathered for forward,
 gathered ahead for backward, and reduced."""
 
 
-def overheads(
-    device: Device,
-    peak: int,
-    rounded: int,
-    num_groups: int,
-    *,
-    shared: int = 0,
-    staged: int = 0,
-    sends_by_gloo: bool = False,
-) -> list[Overhead]:
-    """Model a rank's memory besides its tensors.
+def on_gpu(peak: int, rounded: int, num_groups: int) -> list[Overhead]:
+    """Model a rank's memory of a GPU besides its tensors.
 
     Args:
         peak, rounded: bytes of tensors, as they are, and as the CUDA allocator rounds them.
         num_groups: process groups of more than one rank, each with an NCCL communicator.
-        shared: bytes of the largest tensor that FSDP2 communicates through the memory of a CPU.
-        staged: bytes of the copy in host memory that an asynchronous save is written from.
-        sends_by_gloo: on CPUs FSDP2's tensors go through gloo, and not through shared memory.
     """
-    if not device.is_gpu:
-        kept = MALLOC_KEEPS_BY_GLOO if sends_by_gloo else MALLOC_KEEPS
-        found = [
-            Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
-            Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
-        ]
-        if shared:  # pages that were written once stay, whether or not their slot is in use
-            found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * shared)))
-        if staged:
-            found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
-        return found
     mib = 2**20
     return [
         Overhead("allocator: rounding", rounded - peak, rounded - peak),
@@ -215,6 +170,27 @@ def overheads(
         Overhead("cuBLAS and attention workspaces", 32 * mib, 256 * mib),
         Overhead("NCCL", num_groups * 50 * mib, num_groups * 400 * mib),
     ]
+
+
+def on_cpu(peak: int, fsdp: int = 0, staged: int = 0, *, is_gloo: bool = False) -> list[Overhead]:
+    """Model a rank's memory of a CPU besides its tensors.
+
+    Args:
+        peak: bytes of tensors.
+        fsdp: bytes of the largest tensor that FSDP2 communicates.
+        staged: bytes of the copy that an asynchronous save is written from.
+        is_gloo: FSDP2's tensors go through gloo, and not through shared memory.
+    """
+    kept = MALLOC_KEEPS_BY_GLOO if is_gloo and fsdp else MALLOC_KEEPS
+    found = [
+        Overhead("Python and torch", 0.4 * GIB, 1.0 * GIB),
+        Overhead("freed blocks that malloc keeps", 0.0, kept * peak),
+    ]
+    if fsdp and not is_gloo:  # pages that were written once stay, whether their slot is in use
+        found.append(Overhead("slots of shared memory", 0.0, float(SLOTS_USED * fsdp)))
+    if staged:
+        found.append(Overhead("copy of an asynchronous save", float(staged), float(staged)))
+    return found
 
 
 def verdict(device: Device, peak: int, modelled: list[Overhead]) -> str:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from meshwright.commands.plan.devices import COLLECTIVE_S, LAUNCH_S, Rates
+import numpy as np
+
+from meshwright.commands.plan.devices import ATTENTION, COLLECTIVE_S, LAUNCH_S, MATMUL, Rates
 from meshwright.commands.plan.ledger import AT_START, PURPOSES, Record
 from meshwright.commands.plan.simulate import Simulation
-from meshwright.commands.plan.trace import Collective, Operator, is_in_node, ranks_in_node
+from meshwright.commands.plan.trace import (
+    Collective,
+    Entry,
+    Operator,
+    is_in_node,
+    ranks_in_node,
+)
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.train.preflight import Plan
 
 ROUNDING = 512
 """Bytes that the CUDA allocator rounds every tensor up to (c10/cuda/CUDACachingAllocator)."""
-
 
 POINTS = 400
 """Of the curve."""
@@ -36,128 +43,97 @@ class Peak:
     microbatch: int
 
 
-def find_peak(record: Record) -> Peak:
-    """Find the first moment with the most bytes."""
-    total = highest = at = 0
-    for index, event in enumerate(record.events):
-        total += event.delta
-        if total > highest:
-            highest, at = total, index
-    by_purpose, by_module = Counter[str](), Counter[str]()
-    for event in record.events[: at + 1]:
-        item = record.items[event.item]
-        by_purpose[item.purpose] += event.delta
-        if item.purpose in ("activations", "logits and loss"):
-            by_module[one_of_all_layers(item.born.module)] += event.delta
-    item, place = record.items[record.events[at].item], record.events[at].place
-    return Peak(
-        highest,
-        {purpose: by_purpose[purpose] for purpose in PURPOSES},
-        {name: size for name, size in by_module.most_common() if size},
-        place.module,
-        item.operator,
-        place.phase,
-        place.microbatch,
-    )
+class Memory:
+    """The bytes that live after each event of a step.
 
-
-def peaks_by_place(record: Record) -> dict[str, int]:
-    """Return the most bytes at every place.
-
-    A run of neighbouring layers has five: the first two, the last two, and those between. So models
-    of other depths have the same places, and at each of the four bytes grow by the same for every
-    layer; between them they are linear.
+    Args:
+        record: of a step with at least one event.
     """
-    numbers = sorted({n for e in record.events if (n := _layer(e.place.module)) is not None})
-    names: dict[int | None, str] = {None: ""}
-    runs: list[list[int]] = []
-    for number in numbers:
-        if not runs or runs[-1][-1] + 1 != number:
-            runs.append([])
-        runs[-1].append(number)
-    for run, layers in enumerate(runs):
-        for index, number in enumerate(layers):
-            from_end = index - len(layers)
-            names[number] = f"{run}: {from_end if from_end > -3 else index if index < 2 else ''}"
-    found: dict[str, int] = {}
-    total = 0
-    for event in record.events:
-        total += event.delta
-        phase, module, microbatch = event.place
-        key = f"{phase} {one_of_all_layers(module)} {names[_layer(module)]} {microbatch}"
-        found[key] = max(found.get(key, 0), total)
-    return found
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        deltas = np.array([event.delta for event in record.events])
+        purposes = np.array([PURPOSES.index(item.purpose) for item in record.items])
+        purposes = purposes[[event.item for event in record.events]]
+        rows = [np.cumsum(np.where(purposes == row, deltas, 0)) for row in range(len(PURPOSES))]
+        self._by_purpose = np.stack(rows)  # (P, E)
+        self._total = np.cumsum(deltas)  # (E,)
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The first moment with the most bytes."""
+        at, record = int(self._total.argmax()), self._record
+        by_module = Counter[str]()
+        for event in record.events[: at + 1]:
+            item = record.items[event.item]
+            if item.purpose in ("activations", "logits and loss"):
+                by_module[one_of_all_layers(item.born.module)] += event.delta
+        item, place = record.items[record.events[at].item], record.events[at].place
+        return Peak(
+            int(self._total[at]),
+            self._ledger(at),
+            {name: size for name, size in by_module.most_common() if size},
+            place.module,
+            item.operator,
+            place.phase,
+            place.microbatch,
+        )
+
+    def _ledger(self, at: int) -> dict[str, int]:
+        return dict(zip(PURPOSES, self._by_purpose[:, at].tolist(), strict=True))
+
+    def most(self) -> dict[str, int]:
+        """Return the most bytes of each purpose over the step, which need not be at the peak."""
+        return dict(zip(PURPOSES, self._by_purpose.max(axis=1).tolist(), strict=True))
+
+    def curve(self) -> list[dict[str, int]]:
+        """Return bytes by purpose over the step: in each of `POINTS` equal parts of its events, the
+        moment with the most."""
+        count = len(self._total)
+        begin = sum(event.place == AT_START for event in self._record.events) - 1
+        width = max(1, (count - 1 - begin) // POINTS)
+        starts = range(begin, count - width, width)
+        return [self._ledger(i + int(self._total[i : i + width + 1].argmax())) for i in starts]
+
+    def by_place(self) -> dict[str, int]:
+        """Return the most bytes at every place.
+
+        Layers have five: the first two, the last two, and those between. So models of other depths
+        have the same places, and at each of the four bytes grow by the same for every layer;
+        between them they are linear.
+        """
+        layers = sorted({n for e in self._record.events if (n := layer_of(e.place.module)) >= 0})
+        first, last = dict(enumerate(layers[:2])), dict(enumerate(reversed(layers[-2:]), 1))
+        names = {n: f"{i}" for i, n in first.items()} | {n: f"-{i}" for i, n in last.items()}
+        found: dict[str, int] = {}
+        for event, total in zip(self._record.events, self._total.tolist(), strict=True):
+            phase, module, microbatch = event.place
+            name = names.get(layer_of(module), "")
+            key = f"{phase} {one_of_all_layers(module)} {name} {microbatch}"
+            found[key] = max(found.get(key, 0), total)
+        return found
+
+    def rounded_peak(self) -> int:
+        """Return the peak with every tensor rounded up as the CUDA allocator does."""
+        sizes = [0] * len(self._record.items)
+        total = highest = 0
+        for event in self._record.events:
+            before = -(-sizes[event.item] // ROUNDING)
+            sizes[event.item] += event.delta
+            total += ROUNDING * (-(-sizes[event.item] // ROUNDING) - before)
+            highest = max(highest, total)
+        return highest
 
 
-def _layer(module: str) -> int | None:
+def layer_of(module: str) -> int:
+    """Return the number of the layer that the module is in, or -1."""
     match = re.match(r"layers\.(\d+)", module)
-    return int(match[1]) if match else None
-
-
-def rounded_peak(record: Record) -> int:
-    """Return the peak with every tensor rounded up as the CUDA allocator does."""
-    sizes = [0] * len(record.items)
-    total = highest = 0
-    for event in record.events:
-        before = -(-sizes[event.item] // ROUNDING)
-        sizes[event.item] += event.delta
-        total += ROUNDING * (-(-sizes[event.item] // ROUNDING) - before)
-        highest = max(highest, total)
-    return highest
-
-
-def most_by_purpose(record: Record) -> dict[str, int]:
-    """Return the most bytes of each purpose over the step, which need not be at the peak."""
-    now, most = Counter[str](), Counter[str]()
-    for event in record.events:
-        purpose = record.items[event.item].purpose
-        now[purpose] += event.delta
-        most[purpose] = max(most[purpose], now[purpose])
-    return {purpose: most[purpose] for purpose in PURPOSES}
-
-
-def curve(record: Record) -> list[dict[str, int]]:
-    """Return bytes by purpose over the step: in each of `POINTS` equal parts of its events, the
-    moment with the most."""
-    now, total = Counter[str](), 0
-    found: list[dict[str, int]] = []
-    events = record.events
-    begin = sum(event.place == AT_START for event in events)
-    for event in events[:begin]:
-        now[record.items[event.item].purpose] += event.delta
-        total += event.delta
-    width = max(1, (len(events) - begin) // POINTS)
-    best, highest = dict(now), total
-    for index, event in enumerate(events[begin:], start=1):
-        now[record.items[event.item].purpose] += event.delta
-        total += event.delta
-        if total > highest:
-            best, highest = dict(now), total
-        if index % width == 0:
-            found.append({purpose: best.get(purpose, 0) for purpose in PURPOSES})
-            best, highest = dict(now), total
-    return found
+    return int(match[1]) if match else -1
 
 
 def one_of_all_layers(module: str) -> str:
     """Return the module's name without the number of its layer."""
     return re.sub(r"\blayers\.\d+", "layers.*", module) or "(model)"
-
-
-def repeated(simulation: Simulation, num_microbatches: int) -> Iterator[tuple[int, TraceEntry]]:
-    """Yield every entry of the step, with how many times the whole step has it."""
-    left_out = num_microbatches - simulation.simulated
-    repeats = middle(simulation.simulated)
-    for entry in simulation.entries:
-        yield (1 + left_out if entry.at.microbatch == repeats else 1), entry
-
-
-def middle(simulated: int) -> int:
-    """Return the microbatch that stands for the ones left out."""
-    return max(1, simulated - 1)
-
-
-TraceEntry = Operator | Collective
 
 
 @dataclass(frozen=True)
@@ -171,10 +147,10 @@ class Traffic:
     is_in_node: bool
 
 
-def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) -> list[Traffic]:
+def traffic(simulation: Simulation, ranks_per_node: int) -> list[Traffic]:
     """Return the traffic of a step, the largest first."""
     calls, sent = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
-    for times, entry in repeated(simulation, num_microbatches):
+    for times, entry in simulation.whole_step():
         if isinstance(entry, Collective):
             key = (entry.axis, entry.kind, is_in_node(entry.ranks, ranks_per_node))
             calls[key] += times
@@ -186,15 +162,10 @@ def traffic(simulation: Simulation, num_microbatches: int, ranks_per_node: int) 
     return sorted(rows, key=lambda row: -row.sent_bytes)
 
 
-def num_groups(simulation: Simulation) -> int:
-    """Return how many process groups of this rank communicate: one for each axis."""
-    return len({one.axis for one in simulation.entries if isinstance(one, Collective)})
-
-
-def flops(simulation: Simulation, num_microbatches: int) -> dict[str, int]:
+def flops(simulation: Simulation) -> dict[str, int]:
     """Return the FLOPs of one rank's step, by phase, attention apart from matrix products."""
     found = Counter[str]()
-    for times, entry in repeated(simulation, num_microbatches):
+    for times, entry in simulation.whole_step():
         if isinstance(entry, Operator) and entry.flops:
             kind = "attention" if "attention" in entry.name else "matrices"
             found[f"{kind}, {entry.at.phase}"] += times * entry.flops
@@ -205,34 +176,33 @@ ATTENTION_IS_CAUSAL = 0.5
 """Kernels of causal attention skip half of the pairs, which FLOPs for MFU count."""
 
 
-def entry_seconds(entry: TraceEntry, rates: Rates, per_node: int) -> float:
+def entry_seconds(entry: Entry, device: Rates) -> float:
     """Return the time of an operator or a collective.
 
     An operator takes the larger of the times for its FLOPs and for its bytes; a collective that of
     a ring over its slowest link.
     """
     if isinstance(entry, Collective):
-        width = ring_width(entry.ranks, rates, per_node, is_message=entry.kind == "send")
+        width = ring_width(entry.ranks, device, is_message=entry.kind == "send")
         return COLLECTIVE_S + entry.sent_bytes / width
     flops, num_bytes = float(entry.flops), float(entry.num_bytes)
     if "attention" in entry.name:
-        flops *= ATTENTION_IS_CAUSAL / rates.attention
+        flops *= ATTENTION_IS_CAUSAL / (ATTENTION / MATMUL)
     elif not flops and entry.at.module.startswith("layers.") and not entry.is_fsdp:
-        num_bytes *= rates.fused
-    peak = rates.peak.get(entry.dtype) or next(iter(rates.peak.values()))
-    return max(flops / peak, num_bytes / rates.stream, LAUNCH_S)
+        num_bytes *= device.fused
+    return max(flops / device.peak(entry.dtype), num_bytes / device.bytes_per_s, LAUNCH_S)
 
 
-def ring_width(ranks: range, rates: Rates, per_node: int, *, is_message: bool = False) -> float:
+def ring_width(ranks: range, device: Rates, *, is_message: bool = False) -> float:
     """Return the bytes/s at which a rank of a group sends.
 
     NCCL's rings leave a node through the network cards of all ranks that the group has there, and
     each rank sends on all rings. A message leaves through the card of its sender.
     """
-    if is_in_node(ranks, per_node):
-        return rates.link
-    cards = 1 if is_message else ranks_in_node(ranks, per_node)
-    return min(rates.link, cards * rates.network)
+    if is_in_node(ranks, device.per_node):
+        return device.link_bytes_per_s
+    cards = 1 if is_message else ranks_in_node(ranks, device.per_node)
+    return min(device.link_bytes_per_s, cards * device.network_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -247,19 +217,22 @@ class StepTime:
     """Part of the step in which the rank waits for other stages."""
 
 
-def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -> StepTime:
+def step_time(simulation: Simulation, plan: Plan, device: Rates) -> StepTime | None:
     """Replay the step's entries in two streams, computation and FSDP2's communication.
 
     FSDP2 issues an all-gather ahead, so it begins as soon as the one before it was taken out of its
     buffer; the copy out of the buffer waits for it. A reduce-scatter begins when its gradients are
     there, and the end of backward waits for the last. Every other collective is waited for.
+    None: nothing is published of the device.
     """
+    if not device.flops_per_s:
+        return None
     now = comm = compute = copied_out = 0.0
     gathers: list[float] = []  # ends of the gathers under way
     spent: dict[tuple[str, int], float] = {}  # by kind of action and microbatch
     last = simulation.entries[-1]
     for entry in simulation.entries:
-        before, seconds = now, entry_seconds(entry, rates, per_node)
+        before, seconds = now, entry_seconds(entry, device)
         if isinstance(entry, Operator):
             if entry.is_copy_out and gathers:
                 now = max(now, gathers.pop(0))
@@ -280,11 +253,10 @@ def step_time(simulation: Simulation, plan: Plan, rates: Rates, per_node: int) -
         spent[key] = spent.get(key, 0.0) + now - before
         if entry is last:
             now = max(now, comm)
-    left_out = plan.num_microbatches - simulation.simulated
-    repeats = middle(simulation.simulated)
-    forward, backward = (spent.get((kind, repeats), 0.0) for kind in "FB")
+    forward, backward = (spent.get((kind, simulation.repeated), 0.0) for kind in "FB")
     each = forward + backward
-    seconds, compute = now + left_out * each, compute * (now + left_out * each) / now
+    seconds = now + simulation.left_out * each
+    compute = compute * seconds / now
     part = bubble(plan, backward / each)
     return StepTime(seconds / (1 - part), compute, seconds - compute, part)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.commands.plan import torch_names
 from meshwright.commands.plan.torch_names import FakeTensor, FakeTensorMode
-from meshwright.commands.plan.trace import Moment, Scope
+from meshwright.commands.plan.trace import AGAIN, FORWARD, Moment, Scope
 
 PURPOSES = (
     "parameters",
@@ -38,6 +38,13 @@ PURPOSES = (
 """Of tensors. Parameters include buffers; gradients include those of gathered parameters."""
 
 
+HOST = "host"
+"""Purpose of tensors that are not on the device."""
+
+AT_START = Moment("at start", "", 0)
+"""Of tensors made before the step."""
+
+
 @dataclass
 class Item:
     """One storage from its birth to its death."""
@@ -45,14 +52,6 @@ class Item:
     purpose: str
     operator: str
     born: Moment
-
-
-HOST = "host"
-"""Purpose of tensors that are not on the device."""
-
-
-AT_START = Moment("at start", "", 0)
-"""Of tensors made before the step."""
 
 
 class Event(NamedTuple):
@@ -75,11 +74,15 @@ class Record:
         self.events = [e for e in self.events if self.items[e.item].purpose != purpose]
 
 
+Seen = Callable[[Any, Any, Any, Any], None]
+
+
 class Ledger(torch_names.TorchDispatchMode):
     """Within, every tensor is counted.
 
     Args:
         scope: knows which module and phase runs.
+        seen: called with each operator, its arguments and its output.
         fake: tensors of this mode count; None: all real ones.
         has_copies: as on CPUs, an operand of another type is converted in a temporary (torch's
             TensorIterator); GPUs convert it element by element.
@@ -89,10 +92,10 @@ class Ledger(torch_names.TorchDispatchMode):
     """Flex attention is one: without it torch refuses to run it within this mode."""
 
     def __init__(
-        self, scope: Scope, fake: FakeTensorMode | None = None, *, has_copies: bool = True
+        self, scope: Scope, seen: Seen, fake: FakeTensorMode | None, *, has_copies: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._has_copies = has_copies
+        self._seen, self._has_copies = seen, has_copies
         self._scope, self._fake = scope, fake
         self._number: dict[int, int] = {}  # storage -> index in items
         self._size: dict[int, int] = {}
@@ -111,13 +114,11 @@ class Ledger(torch_names.TorchDispatchMode):
     def begin(self) -> None:
         """Begin a new record, with the tensors that live now as its first events."""
         old, self.record = self.record, Record()
-        for key, number in self._number.items():
-            item = old.items[number]
-            item.born = AT_START
-            self._number[key] = len(self.record.items)
-            size = self._size[key]
-            self.record.events.append(Event(len(self.record.items), size, AT_START))
-            self.record.items.append(item)
+        for new, (key, number) in enumerate(self._number.items()):
+            old.items[number].born = AT_START
+            self.record.items.append(old.items[number])
+            self.record.events.append(Event(new, self._size[key], AT_START))
+            self._number[key] = new
         self._pending.clear()
 
     def note(self, tensors: Iterable[Tensor], purpose: str) -> None:
@@ -142,42 +143,41 @@ class Ledger(torch_names.TorchDispatchMode):
         self._is_shadow = is_shadow
 
     def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key = torch_names.storage_key(storage)
+        self._set_size(torch_names.storage_key(storage), num_bytes)
+
+    def _set_size(self, key: int, num_bytes: int) -> None:
+        """Note the size of a storage that is counted; others are none of ours."""
         if key in self._number:
-            delta = num_bytes - self._size[key]
+            delta = num_bytes - self._size.get(key, 0)
             self._size[key] = num_bytes
             self.record.events.append(Event(self._number[key], delta, self._place))
 
     def _count(self, tensor: Tensor, purpose: str, operator: str) -> None:
         tensor = _plain(tensor)
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-        if tensor.device.type == "meta" or mode is not self._fake:
-            return
         storage = tensor.untyped_storage()
         key = torch_names.storage_key(storage)
-        if key in self._number:
+        if tensor.device.type == "meta" or mode is not self._fake or key in self._number:
             return
-        scope, number = self._scope, len(self.record.items)
+        self._number[key] = len(self.record.items)
         self.record.items.append(Item(purpose, operator, self._place))
-        self._number[key], self._size[key] = number, storage.nbytes()
         self._references[key] = weakref.ref(storage, partial(self._free, key))
-        self.record.events.append(Event(number, storage.nbytes(), self._place))
-        if scope.phase in ("forward", "recomputation"):
+        self._set_size(key, storage.nbytes())
+        if self._scope.phase in (FORWARD, AGAIN):
             self._pending.append(key)
 
     def _free(self, key: int, _: object) -> None:
-        self._references.pop(key, None)
-        number = self._number.pop(key, None)
-        if number is not None:
-            self.record.events.append(Event(number, -self._size.pop(key), self._place))
+        self._set_size(key, 0)
+        for table in (self._references, self._number, self._size):
+            table.pop(key, None)
 
     def settle(self) -> None:
         """Attribute tensors that a forward made and left behind to its activations."""
-        for key in self._pending:
-            if key in self._number:
-                item = self.record.items[self._number[key]]
-                if item.purpose in ("temporary", "communication buffers"):
-                    item.purpose = "activations"
+        for item in (
+            self.record.items[self._number[k]] for k in self._pending if k in self._number
+        ):
+            if item.purpose in ("temporary", "communication buffers"):
+                item.purpose = "activations"
         self._pending.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,7 +205,7 @@ class Ledger(torch_names.TorchDispatchMode):
                 self._count(leaf, purpose, name)
         if self._has_copies and name == "add_.Tensor":
             self._count_copy(*args[:2])
-        scope.seen(func, args, kwargs, output)
+        self._seen(func, args, kwargs, output)
         return output
 
     def _count_copy(self, total: Tensor, summand: object) -> None:

@@ -1,12 +1,12 @@
-"""`meshwright plan`, once its command line is read."""
+"""`meshwright plan`, once its command line is read and checked."""
 
 from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -14,19 +14,75 @@ import tomli_w
 from meshwright.commands.plan import report
 from meshwright.commands.plan import search as searching
 from meshwright.commands.plan.devices import GIB, Device, Rates, estimated, find_device
-from meshwright.commands.plan.predict import (
-    Need,
-    in_processes,
-    need_of,
-    neediest,
-    telling_ranks,
-)
+from meshwright.commands.plan.predict import Need, in_processes, need_of, telling_ranks
 from meshwright.commands.plan.report import RankPlan
 from meshwright.commands.plan.simulate import plan_job
 from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
-from meshwright.system.errors import ConfigError, check, numbered
+from meshwright.system.errors import ConfigError, numbered
 from meshwright.train.preflight import Plan
+
+
+def plan(config: JobConfig, given: Namespace) -> str:
+    """Return the plan of the rank that `given` names, of the ranks that need most, or of the first
+    rank of every place of the pipeline.
+
+    Raises:
+        ConfigError: if the job cannot run.
+    """
+    world_size = given.world_size
+    device = find_device(given.device, world_size)
+    job = plan_job(config, world_size, is_gpu=device.is_gpu)
+    rates = _rates(config, job, device)
+    ranks = telling_ranks(job) if given.rank is None else [given.rank]
+    if given.all_stages:
+        ranks = [*range(0, world_size, world_size // job.dims.pp)]
+    tasks = [(job.config, world_size, rank, rates) for rank in ranks]
+    if len(ranks) == 1:
+        found = [report.plan_rank(*tasks[0])]
+    else:
+        found = []
+        for _, result in sorted(in_processes(tasks, report.plan_rank, given.workers)):
+            if isinstance(result, ConfigError):
+                raise result
+            found.append(result)
+    shown = report.neediest(found)
+    remedies = []
+    if shown.verdict != "fits" and not given.no_remedies:
+        remedies = find_remedies(job, shown, rates, given.workers)
+    if given.html is not None:
+        given.html.write_text(report.to_html(job, found, device))
+    if given.json:
+        return json.dumps(report.to_json(job, found, device, map(asdict, remedies)), indent=1)
+    lines = [f"  {x.peak_bytes / GIB:8.2f} GiB, {x.verdict:12} {x.change}" for x in remedies]
+    if remedies:
+        lines = ["", "with one change, from two shallow depths:", *lines]
+    return "\n".join([report.to_text(job, found, device), *lines])
+
+
+def search(config: JobConfig, given: Namespace) -> str:
+    """Return the best mesh and modes for the job, as a table and as TOML.
+
+    Raises:
+        ConfigError: if nothing fits.
+    """
+    device = find_device(given.device, given.world_size)
+    job = plan_job(config, given.world_size, is_gpu=device.is_gpu)
+    rates = _rates(config, job, device)
+    found = searching.find(config, given.world_size, rates, given.workers)
+    return json.dumps(asdict(found), indent=1) if given.json else searching.to_text(found)
+
+
+def _rates(config: JobConfig, job: Plan, device: Device) -> Rates:
+    """Return the rates of blocks that are compiled if the job's will be; a plan is of eager ones.
+
+    Args:
+        config: that of the job, as it was given.
+    """
+    batch = job.config.training.global_batch_size
+    whole = changed(config, {"training": {"global_batch_size": batch}})
+    resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
+    return estimated(device, is_compiled=resolved.compile.enable is True)
 
 
 @dataclass(frozen=True)
@@ -38,14 +94,14 @@ class Remedy:
     verdict: str
 
 
-def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -> list[Remedy]:
-    """Try every switch that this job can take, from two shallow depths each; the lowest first.
+def find_remedies(job: Plan, shown: RankPlan, device: Rates, workers: int) -> list[Remedy]:
+    """Try every change that this job can take, from two shallow depths each; the lowest first.
 
     Args:
         shown: the rank that does not fit.
     """
-    configs: dict[str, JobConfig] = {}
-    for change, update in _switches(job.config, ranks):
+    ranks, configs = job.dims.num_ranks, dict[str, JobConfig]()
+    for change, update in _changes(job.config, ranks):
         with suppress(ConfigError):
             tried = plan_job(changed(job.config, update), ranks, is_gpu=device.is_gpu)
             configs[change] = tried.config
@@ -60,17 +116,8 @@ def find(job: Plan, ranks: int, shown: RankPlan, device: Device, workers: int) -
     return sorted(found, key=lambda one: one.peak_bytes)
 
 
-def lines(found: list[Remedy]) -> list[str]:
-    """Return the remedies as text."""
-    if not found:
-        return []
-    return ["", "with one change, from two shallow depths:"] + [
-        f"  {one.peak_bytes / GIB:8.2f} GiB, {one.verdict:12} {one.change}" for one in found
-    ]
-
-
-def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
-    """Return every switch that saves memory, as a person would write it."""
+def _changes(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
+    """Return every change that saves memory, as a person would write it."""
     parallelism, training = config.parallelism, config.training
     found: list[tuple[str, Update]] = []
 
@@ -98,84 +145,3 @@ def _switches(config: JobConfig, ranks: int) -> list[tuple[str, Update]]:
         if ranks % degree == 0:
             add("parallelism", **{key: degree}, **shard)
     return found
-
-
-def plan(
-    config: JobConfig,
-    world_size: int,
-    device_word: str,
-    *,
-    rank: int | None,
-    all_stages: bool,
-    as_json: bool,
-    html: Path | None,
-    tries_remedies: bool,
-    workers: int,
-) -> str:
-    """Return the plan of `rank`, of the ranks that need most, or of the first rank of every place
-    of the pipeline.
-
-    Args:
-        rank: None: the ranks that need most; their worst verdict is the job's.
-        html: where to write the page, too.
-        tries_remedies: if it does not fit, try switches that might help.
-        workers: processes.
-
-    Raises:
-        ConfigError: if the job cannot run.
-    """
-    device = find_device(device_word, world_size)
-    job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    rule = f"must be below {world_size}, the number of ranks"
-    check(rank is None or rank < world_size, "--rank", rank, rule, "--rank 0")
-    rates = _rates(config, job, device)
-    ranks = telling_ranks(job) if rank is None else [rank]
-    if all_stages:
-        ranks = [*range(0, world_size, world_size // job.dims.pp)]
-    tasks = [(job.config, world_size, one, device, rates) for one in ranks]
-    if len(ranks) == 1:
-        found = [report.plan_rank(*tasks[0])]
-    else:
-        found = []
-        for _, result in sorted(in_processes(tasks, report.plan_rank, workers)):
-            if isinstance(result, ConfigError):
-                raise result
-            found.append(result)
-    shown = neediest(found)
-    tried = []
-    if shown.verdict != "fits" and tries_remedies:
-        tried = find(job, world_size, shown, device, workers)
-    if html is not None:
-        html.write_text(report.to_html(job, found, device))
-    if as_json:
-        remedies = [asdict(one) for one in tried]
-        return json.dumps(report.to_json(job, found, device, remedies), indent=1)
-    return "\n".join([report.to_text(job, found, device), *lines(tried)])
-
-
-def _rates(config: JobConfig, job: Plan, device: Device) -> Rates | None:
-    """Return the rates of blocks that are compiled if the job's will be; a plan is of eager ones.
-
-    Args:
-        config: that of the job, as it was given.
-    """
-    batch = job.config.training.global_batch_size
-    whole = changed(config, {"training": {"global_batch_size": batch}})
-    resolved, _ = resolve_compile(whole, job.model_args, job.fp32_modules, is_gpu=device.is_gpu)
-    return estimated(device, is_compiled=resolved.compile.enable is True)
-
-
-def search(
-    config: JobConfig, world_size: int, device_word: str, workers: int, *, as_json: bool
-) -> str:
-    """Return the best mesh and modes for the job, as a table and as TOML.
-
-    Raises:
-        ConfigError: if nothing fits.
-    """
-    device = find_device(device_word, world_size)
-    job = plan_job(config, world_size, is_gpu=device.is_gpu)
-    rates = _rates(config, job, device)
-    assert rates is not None, "checked with the command line"
-    found = searching.find(config, world_size, device, rates, workers)
-    return json.dumps(asdict(found), indent=1) if as_json else searching.to_text(found)

@@ -6,16 +6,10 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from meshwright.commands.plan.devices import Device, Overhead, Rates, overheads, verdict
-from meshwright.commands.plan.figures import (
-    find_peak,
-    num_groups,
-    peaks_by_place,
-    rounded_peak,
-    step_time,
-)
+from meshwright.commands.plan.devices import Device, Overhead, Rates, on_cpu, on_gpu, verdict
+from meshwright.commands.plan.figures import Memory, StepTime, step_time
 from meshwright.commands.plan.simulate import Simulation, plan_job, simulate
 from meshwright.commands.plan.trace import Collective
 from meshwright.config.job_config import JobConfig, changed
@@ -36,9 +30,9 @@ class Figures:
     rounding: float
     """How much more the CUDA allocator takes for them, as a factor of the peak."""
     seconds: float
-    """Of a step at the given rates; 0 without them."""
+    """Of a step; 0 without rates."""
     num_groups: int = 0
-    """Process groups that communicate."""
+    """Process groups that communicate: one for each axis."""
     fsdp_bytes: int = 0
     """Of the largest tensor that FSDP2 gathers or reduces."""
 
@@ -53,48 +47,37 @@ class Figures:
         return round(self.peak_bytes * self.rounding)
 
 
-def measure(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
+def measure(plan: Plan, rank: int, device: Rates) -> Figures:
     """Simulate `rank` of `plan`."""
     simulation = simulate(plan, rank, is_gpu=device.is_gpu)
-    return figures_of(simulation, plan, device, rates)
+    return figures_of(simulation, step_time(simulation, plan, device))
 
 
-def figures_of(
-    simulation: Simulation, plan: Plan, device: Device, rates: Rates | None = None
-) -> Figures:
+def figures_of(simulation: Simulation, time: StepTime | None) -> Figures:
     """Return the figures of a simulation."""
-    record, seconds = simulation.record, 0.0
-    if rates is not None:
-        seconds = step_time(simulation, plan, rates, device.per_node).seconds
-    rounding = rounded_peak(record) / find_peak(record).num_bytes
-    of_fsdp = (one for one in simulation.entries if isinstance(one, Collective) and one.is_fsdp)
+    memory = Memory(simulation.record)
+    collectives = [one for one in simulation.entries if isinstance(one, Collective)]
     return Figures(
-        peaks_by_place(record),
-        rounding,
-        seconds,
-        num_groups(simulation),
-        max((one.num_bytes for one in of_fsdp), default=0),
+        memory.by_place(),
+        memory.rounded_peak() / memory.peak.num_bytes,
+        time.seconds if time else 0.0,
+        len({one.axis for one in collectives}),
+        max((one.num_bytes for one in collectives if one.is_fsdp), default=0),
     )
 
 
 def beside_tensors(figures: Figures, plan: Plan, device: Device) -> list[Overhead]:
     """Model the memory that a rank of `plan` needs besides its tensors."""
-    checkpoint = plan.config.checkpoint
-    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
+    peak, checkpoint = figures.peak_bytes, plan.config.checkpoint
+    if device.is_gpu:
+        return on_gpu(peak, figures.rounded_bytes, figures.num_groups)
     is_staged = checkpoint.enable and checkpoint.async_mode == "thread"
     saved = sum(plan.least_bytes.get(name, 0.0) for name in ("weights", "optimizer"))
-    return overheads(
-        device,
-        figures.peak_bytes,
-        figures.rounded_bytes,
-        figures.num_groups,
-        shared=0 if is_gloo else figures.fsdp_bytes,
-        staged=round(saved) if is_staged else 0,
-        sends_by_gloo=is_gloo and figures.fsdp_bytes > 0,
-    )
+    is_gloo = plan.config.parallelism.fsdp_cpu_backend == "gloo"
+    return on_cpu(peak, figures.fsdp_bytes, round(saved) * is_staged, is_gloo=is_gloo)
 
 
-def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -> Figures:
+def predict(plan: Plan, rank: int, device: Rates) -> Figures:
     """Predict a rank's figures from two depths, as each layer adds the same; of a pipeline, whose
     ranks have few layers, simulate all of them."""
     depth, step = plan.model_args.n_layers, period(plan.config)
@@ -102,13 +85,13 @@ def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -
     # the gradients of the one before are reduced
     few = 4 * step + depth % step
     if plan.dims.pp > 1 or depth <= few + step:
-        return measure(plan, rank, device, rates)
+        return measure(plan, rank, device)
     try:
         shallow, deeper = (at_depth(plan, device, layers) for layers in (few, few + step))
     except ConfigError:  # the config names layers that a shallow model lacks
-        return measure(plan, rank, device, rates)
-    first = measure(shallow, rank, device, rates)
-    second = measure(deeper, rank, device, rates)
+        return measure(plan, rank, device)
+    first = measure(shallow, rank, device)
+    second = measure(deeper, rank, device)
 
     def along(at_few: float, at_more: float) -> float:
         return at_few + (at_more - at_few) * (depth - few) / step
@@ -116,23 +99,6 @@ def predict(plan: Plan, rank: int, device: Device, rates: Rates | None = None) -
     shared = first.peaks.keys() & second.peaks.keys()
     peaks = {place: along(first.peaks[place], second.peaks[place]) for place in shared}
     return replace(second, peaks=peaks, seconds=along(first.seconds, second.seconds))
-
-
-class Needy(Protocol):
-    """A rank whose memory is known."""
-
-    @property
-    def needed_bytes(self) -> float:
-        """Peak of its tensors, with the most that is modelled besides."""
-        ...
-
-
-Rank = TypeVar("Rank", bound=Needy)
-
-
-def neediest(ranks: Sequence[Rank]) -> Rank:
-    """Return the rank that needs most memory: its verdict is the job's."""
-    return max(ranks, key=lambda rank: rank.needed_bytes)
 
 
 @dataclass(frozen=True)
@@ -148,7 +114,7 @@ class Need:
     """Of a step of the slowest rank; 0 without rates."""
 
 
-def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | None = None) -> Need:
+def need_of(config: JobConfig, world_size: int, device: Rates) -> Need:
     """Plan a job, and predict the ranks that need most: for a process of its own, as a plan cannot
     be sent to one.
 
@@ -158,12 +124,12 @@ def need_of(config: JobConfig, world_size: int, device: Device, rates: Rates | N
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     ranks, seconds = [], 0.0
     for rank in telling_ranks(plan):
-        figures = predict(plan, rank, device, rates)
+        figures = predict(plan, rank, device)
         modelled, peak = beside_tensors(figures, plan, device), figures.peak_bytes
         high = peak + sum(part.high for part in modelled)
         ranks.append(Need(peak, high, verdict(device, peak, modelled), figures.seconds))
         seconds = max(seconds, figures.seconds)
-    return replace(neediest(ranks), seconds=seconds)
+    return replace(max(ranks, key=lambda rank: rank.needed_bytes), seconds=seconds)
 
 
 def telling_ranks(plan: Plan) -> list[int]:
@@ -174,11 +140,11 @@ def telling_ranks(plan: Plan) -> list[int]:
     return sorted({0, firsts[-1], max(firsts, key=lambda rank: num_parameters(plan, rank))})
 
 
-def num_parameters(plan: Plan, rank: int) -> int:
-    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
-    inside = tuple(f"{name}." for name in modules_of(plan, rank))
-    shapes = plan.model_args.table.parameters.items()
-    return sum(p.numel for name, p in shapes if name.startswith(inside))
+def stages_of(plan: Plan, rank: int) -> list[int]:
+    """Return the stages of `rank`."""
+    place = rank // (plan.dims.num_ranks // plan.dims.pp)
+    schedule = plan.config.parallelism.pipeline_parallel_schedule
+    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
 
 
 def modules_of(plan: Plan, rank: int) -> list[str]:
@@ -186,11 +152,11 @@ def modules_of(plan: Plan, rank: int) -> list[str]:
     return [name for index in stages_of(plan, rank) for name in plan.stage_modules[index]]
 
 
-def stages_of(plan: Plan, rank: int) -> list[int]:
-    """Return the stages of `rank`."""
-    place = rank // (plan.dims.num_ranks // plan.dims.pp)
-    schedule = plan.config.parallelism.pipeline_parallel_schedule
-    return stages_of_rank(place, plan.dims.pp, len(plan.stage_modules), schedule)
+def num_parameters(plan: Plan, rank: int) -> int:
+    """Return the parameters of all stages of `rank`, over its tensor-parallel ranks."""
+    inside = tuple(f"{name}." for name in modules_of(plan, rank))
+    shapes = plan.model_args.table.parameters.items()
+    return sum(p.numel for name, p in shapes if name.startswith(inside))
 
 
 def period(config: JobConfig) -> int:

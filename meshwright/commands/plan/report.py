@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from meshwright.commands.plan import figures as analysis
 from meshwright.commands.plan.devices import (
     GIB,
     SOURCE,
@@ -16,9 +16,16 @@ from meshwright.commands.plan.devices import (
     error_of_time,
     verdict,
 )
-from meshwright.commands.plan.figures import Peak, StepTime, Traffic, step_time
-from meshwright.commands.plan.ledger import PURPOSES
-from meshwright.commands.plan.predict import beside_tensors, figures_of, neediest, stages_of
+from meshwright.commands.plan.figures import (
+    Memory,
+    Peak,
+    StepTime,
+    Traffic,
+    flops,
+    step_time,
+    traffic,
+)
+from meshwright.commands.plan.predict import beside_tensors, figures_of, stages_of
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.config.job_config import JobConfig
 from meshwright.metrics.planned import job_identity
@@ -52,27 +59,24 @@ class RankPlan:
         return self.peak.num_bytes + sum(part.high for part in self.overheads)
 
 
-def plan_rank(
-    config: JobConfig, world_size: int, rank: int, device: Device, rates: Rates | None
-) -> RankPlan:
+def plan_rank(config: JobConfig, world_size: int, rank: int, device: Rates) -> RankPlan:
     """Return the figures of one rank, simulated in this process."""
     plan = plan_job(config, world_size, is_gpu=device.is_gpu)
     simulation = simulate(plan, rank, is_gpu=device.is_gpu)
-    record, count = simulation.record, plan.num_microbatches
-    peak = analysis.find_peak(record)
-    modelled = beside_tensors(figures_of(simulation, plan, device), plan, device)
+    memory, time = Memory(simulation.record), step_time(simulation, plan, device)
+    modelled = beside_tensors(figures_of(simulation, time), plan, device)
     return RankPlan(
         rank,
         stages_of(plan, rank) if plan.dims.pp > 1 else [],
-        peak,
-        analysis.most_by_purpose(record),
+        memory.peak,
+        memory.most(),
         modelled,
-        verdict(device, peak.num_bytes, modelled),
-        analysis.traffic(simulation, count, device.per_node),
-        analysis.flops(simulation, count),
-        None if rates is None else step_time(simulation, plan, rates, device.per_node),
+        verdict(device, memory.peak.num_bytes, modelled),
+        traffic(simulation, device.per_node),
+        flops(simulation),
+        time,
         simulation.simulated,
-        analysis.curve(record),
+        memory.curve(),
     )
 
 
@@ -88,21 +92,31 @@ def mfu(plan: Plan, device: Device, seconds: float) -> float:
     return tokens_per_step(plan) * per_token / plan.dims.num_ranks / seconds / peak
 
 
-def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) -> dict[str, Any]:
+def neediest(ranks: list[RankPlan]) -> RankPlan:
+    """Return the rank that needs most memory: its verdict is the job's."""
+    return max(ranks, key=lambda rank: rank.needed_bytes)
+
+
+def slowest(ranks: list[RankPlan]) -> StepTime | None:
+    """Return the time of the rank with the longest step; None without rates."""
+    times = [rank.time for rank in ranks if rank.time is not None]
+    return max(times, key=lambda time: time.seconds, default=None)
+
+
+def to_json(
+    plan: Plan, ranks: list[RankPlan], device: Device, remedies: Iterable[Any]
+) -> dict[str, Any]:
     """Return the plan for programs; figures at the top are those of the rank that needs most.
 
     `step_seconds` and `mfu` are those of the slowest rank, and null if nothing is published of the
     device. `step_seconds_error` is a part of `step_seconds`, and null if no run on the device was
     compared.
     """
-    shown, time = neediest(ranks), slowest(ranks)
-    at_peak = shown.peak.by_purpose
+    shown, time, training = neediest(ranks), slowest(ranks), plan.config.training
+    kinds = ("parameters", "optimizer", "gradients", "activations")
     return {
         "peak_bytes": shown.peak.num_bytes,
-        "parameters_bytes": at_peak["parameters"],
-        "optimizer_bytes": at_peak["optimizer"],
-        "gradients_bytes": at_peak["gradients"],
-        "activations_bytes": at_peak["activations"],
+        **{f"{kind}_bytes": shown.peak.by_purpose[kind] for kind in kinds},
         "step_seconds": time and time.seconds,
         "step_seconds_error": time and error_of_time(device),
         "step_seconds_source": SOURCE if time else "",
@@ -114,38 +128,30 @@ def to_json(plan: Plan, ranks: list[RankPlan], device: Device, remedies: Any) ->
         "world_size": plan.dims.num_ranks,
         "device": asdict(device),
         "mesh": asdict(plan.dims),
-        "samples_per_step": plan.config.training.global_batch_size,
+        "samples_per_step": training.global_batch_size,
         "tokens_per_step": tokens_per_step(plan),
         "microbatches": plan.num_microbatches,
-        "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(
-            plan.config.training.seq_len
-        ),
+        "flops_per_token_for_mfu": plan.model_args.table.flops_per_token(training.seq_len),
         "ranks": [asdict(rank) for rank in ranks],
-        "remedies": remedies,
+        "remedies": list(remedies),
     }
 
 
 def to_text(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
     """Return the plan for people."""
-    shown, count = neediest(ranks), plan.num_microbatches
+    shown, count, dims = neediest(ranks), plan.num_microbatches, plan.dims
     of = f" (of rank {shown.rank})" if len(ranks) > 1 else ""
     lines = [
         f"{shown.verdict}{of}: {_parameters(plan.model_args.table.num_params)} parameters on "
-        f"{plan.dims.num_ranks} x {device.name} ({str(plan.dims) or 'one rank'})",
+        f"{dims.num_ranks} x {device.name} ({str(dims) or 'one rank'})",
         f"{plan.config.training.global_batch_size} samples, {tokens_per_step(plan):,} tokens per "
         f"step, in {count} microbatch{'es' * (count > 1)} per rank",
     ]
     for rank in ranks:
         lines += ["", *_rank_lines(rank, device)]
-    if len(ranks) == 1 and plan.dims.pp > 1:
+    if len(ranks) == 1 and dims.pp > 1:
         lines += ["", f"of rank {shown.rank} alone: without --rank, the ranks that need most"]
     return "\n".join([*lines, "", *_time_lines(plan, slowest(ranks), device)])
-
-
-def slowest(ranks: list[RankPlan]) -> StepTime | None:
-    """Return the time of the rank with the longest step; None without rates."""
-    times = [rank.time for rank in ranks if rank.time is not None]
-    return max(times, key=lambda time: time.seconds, default=None)
 
 
 def _parameters(count: int) -> str:
@@ -154,42 +160,43 @@ def _parameters(count: int) -> str:
     return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
 
 
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3f}" if num_bytes < 0.1 * GIB else f"{num_bytes / GIB:.2f}"
+
+
 def _rank_lines(rank: RankPlan, device: Device) -> list[str]:
-    peak = rank.peak
+    peak, total = rank.peak, _gib(rank.peak.num_bytes)
     stage = f", stage {', '.join(map(str, rank.stages))}" if rank.stages else ""
     low, high = (sum(getattr(part, end) for part in rank.overheads) for end in ("low", "high"))
+    ends = f"{_gib(peak.num_bytes + low)} to {_gib(peak.num_bytes + high)}"
+
+    def row(name: str, first: object, second: object = "") -> str:
+        return f"  {name:32} {first:>11} {second:>18}".rstrip()
+
     lines = [
-        f"rank {rank.rank}{stage}: {_gib(peak.num_bytes)} GiB of tensors at the peak of a step "
+        f"rank {rank.rank}{stage}: {total} GiB of tensors at the peak of a step "
         f"(eager; compiled blocks need less)",
         f"  at {peak.operator} in {peak.module or 'the step'}, {peak.phase} of microbatch "
         f"{peak.microbatch}",
         f"  {'GiB':32} at the peak   most in the step",
     ]
-    for purpose in PURPOSES:
-        if rank.most[purpose]:
-            at_peak, most = _gib(peak.by_purpose[purpose]), _gib(rank.most[purpose])
-            lines.append(f"  {purpose:32} {at_peak:>11} {most:>18}")
-    lines.append(f"  {'sum':32} {_gib(peak.num_bytes):>11}")
+    for purpose, most in rank.most.items():
+        if most:
+            lines.append(row(purpose, _gib(peak.by_purpose[purpose]), _gib(most)))
+    lines.append(row("sum", total))
     if peak.by_module:
         lines.append("  activations at the peak:")
-    for name, size in list(peak.by_module.items())[:6]:
-        lines.append(f"    {name:30} {_gib(size):>11}")
+    lines += [row(f"  {name}", _gib(size)) for name, size in [*peak.by_module.items()][:6]]
     lines.append(f"  modelled besides: {_gib(low)} to {_gib(high)} GiB")
-    lines += [
-        f"    {part.what:30} {_gib(part.low):>11} to {_gib(part.high)}" for part in rank.overheads
-    ]
-    total = f"{_gib(peak.num_bytes + low)} to {_gib(peak.num_bytes + high)}"
-    lines.append(f"  {rank.verdict}: {total} of {device.memory_gib:g} GiB")
+    lines += [f"{row(f'  {x.what}', _gib(x.low))} to {_gib(x.high)}" for x in rank.overheads]
+    lines.append(f"  {rank.verdict}: {ends} of {device.memory_gib:g} GiB")
     if rank.traffic:
-        lines.append(f"  {'sent per step':32} {'calls':>11} {'GiB':>18}")
-    for row in rank.traffic:
-        where = "in a node" if row.is_in_node else "across nodes"
-        lines.append(
-            f"  {f'{row.axis} {row.kind}, {where}':32} {row.calls:>11} {_gib(row.sent_bytes):>18}"
-        )
+        lines.append(row("sent per step", "calls", "GiB"))
+    for sent in rank.traffic:
+        where = "in a node" if sent.is_in_node else "across nodes"
+        lines.append(row(f"{sent.axis} {sent.kind}, {where}", sent.calls, _gib(sent.sent_bytes)))
     lines.append(f"  {'TFLOP per step':32}")
-    lines += [f"  {kind:32} {count / 1e12:>11.3f}" for kind, count in rank.flops.items()]
-    return lines
+    return lines + [row(kind, f"{count / 1e12:.3f}") for kind, count in rank.flops.items()]
 
 
 def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
@@ -204,10 +211,6 @@ def _time_lines(plan: Plan, time: StepTime | None, device: Device) -> list[str]:
         f"  exposed communication {time.exposed_s:.3g} s, "
         f"pipeline bubble {100 * time.bubble:.1f} %",
     ]
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.3f}" if num_bytes < 0.1 * GIB else f"{num_bytes / GIB:.2f}"
 
 
 def to_html(plan: Plan, ranks: list[RankPlan], device: Device) -> str:
@@ -225,10 +228,8 @@ def _curve(rank: RankPlan, device: Device) -> str:
     """Return a chart of the bytes over the step, stacked by purpose."""
     curves = [
         Curve(purpose, [(i, point[purpose] / GIB) for i, point in enumerate(rank.curve, 1)])
-        for purpose in PURPOSES
+        for purpose in rank.most
     ]
     title = f"Rank {rank.rank}: {rank.peak.num_bytes / GIB:.2f} GiB of tensors, {rank.verdict}"
-    unit = "GiB over the operators of step 2"
-    return draw(
-        Chart(title, unit, curves, is_stacked=True, limit=device.memory_gib, x_name="moment")
-    )
+    unit, limit = "GiB over the operators of step 2", device.memory_gib
+    return draw(Chart(title, unit, curves, is_stacked=True, limit=limit, x_name="moment"))

@@ -2,252 +2,244 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import tomli_w
 from tqdm import tqdm
 
-from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, overheads, verdict
-from meshwright.commands.plan.figures import bubble, entry_seconds, peaks_by_place, ring_width
-from meshwright.commands.plan.ledger import AT_START
+from meshwright.commands.plan.devices import GIB, SOURCE, Device, Rates, on_gpu, verdict
+from meshwright.commands.plan.figures import bubble, entry_seconds, layer_of, ring_width
 from meshwright.commands.plan.predict import (
     Need,
+    at_depth,
     in_processes,
     modules_of,
     need_of,
     num_parameters,
     period,
 )
+from meshwright.commands.plan.report import tokens_per_step
 from meshwright.commands.plan.simulate import plan_job, simulate
 from meshwright.commands.plan.trace import FORWARD, UPDATE
-from meshwright.config.job_config import JobConfig, Update, changed, is_compiled
+from meshwright.config.job_config import JobConfig, Update, changed
 from meshwright.parallelisms.rules.compile_choice import resolve_compile
 from meshwright.parallelisms.rules.memory import BYTES
 from meshwright.parallelisms.rules.stages import SCHEDULES
 from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import Plan
 
+AXES = {
+    "tp": "tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
+"""Axes whose degrees a search chooses, with their keys. FSDP takes the ranks that they leave."""
+
+ALONE: dict[str, Any] = {
+    "pipeline_parallel_degree": 1,
+    "data_parallel_replicate_degree": 1,
+    "data_parallel_shard_degree": -1,
+    "pipeline_parallel_stages_per_rank": -1,
+    "module_fqns_per_model_part": [],
+    "fsdp_reshard_after_forward": "always",
+}
+"""Neither a pipeline nor copies."""
+
 MODES = ("none", "selective", "full")
 """Of recomputation, the fastest first; each keeps less than the one before it."""
-
 
 LONG = 16384
 """Tokens of a sequence from which context parallelism is tried."""
 
-
-@dataclass(frozen=True)
-class Choice:
-    """A mesh, with the modes of its pipeline, its microbatches and its memory."""
-
-    tensor: int
-    context: int
-    pipeline: int
-    schedule: str
-    """Empty without a pipeline."""
-    local_batch_size: int
-    recomputation: str
-    keeps_gathered: bool
-    """Gathered parameters stay from forward to backward."""
-
-    def update(self, global_batch_size: int) -> Update:
-        """Return the keys to change."""
-        # "default" keeps gathered parameters in a pipeline, and frees them without one
-        policy = "never" if self.keeps_gathered else "always"
-        is_default = self.keeps_gathered == (self.pipeline > 1)
-        parallelism: dict[str, Any] = {
-            "tensor_parallel_degree": self.tensor,
-            "context_parallel_degree": self.context,
-            "pipeline_parallel_degree": self.pipeline,
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": -1,
-            "pipeline_parallel_stages_per_rank": -1,
-            "module_fqns_per_model_part": [],
-            "fsdp_reshard_after_forward": "default" if is_default else policy,
-        }
-        if self.schedule:
-            parallelism["pipeline_parallel_schedule"] = self.schedule
-        sizes = {"local_batch_size": self.local_batch_size, "global_batch_size": global_batch_size}
-        return {
-            "parallelism": parallelism,
-            "activation_checkpoint": {"mode": self.recomputation},
-            "training": sizes,
-        }
-
-    def __str__(self) -> str:
-        """Return it in words."""
-        axes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline}
-        names = [f"{axis} {size}" for axis, size in axes.items() if size > 1] or ["FSDP alone"]
-        if self.schedule:
-            names.append(self.schedule)
-        kept = ", gathered parameters kept" * self.keeps_gathered
-        return (
-            f"{', '.join(names)}; microbatch {self.local_batch_size}; "
-            f"recomputation {self.recomputation}{kept}"
-        )
+SIMULATED = 8
+"""Candidates that fit, of a search."""
 
 
-def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[tuple[Choice, Plan]]:
-    """Yield every choice that preflight's checks let pass, with its plan.
+Candidate = tuple[Update, Plan]
+"""Keys to change, and the job with them."""
+
+
+def legal(config: JobConfig, ranks: int, device: Device) -> Iterator[Candidate]:
+    """Yield every candidate that preflight's checks let pass.
 
     The global batch stays the config's, so more tokens per second are a shorter step.
     """
     plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    batch = plan.config.training.global_batch_size
-    whole = changed(config, {"training": {"global_batch_size": batch}})
+    batch = {"training": {"global_batch_size": plan.config.training.global_batch_size}}
+    whole = changed(config, batch)
     config, _ = resolve_compile(whole, plan.model_args, plan.fp32_modules, is_gpu=device.is_gpu)
-    for choice in _choices(config, ranks, device):
+    for update in _updates(config, ranks, device):
         with suppress(ConfigError):
-            candidate = changed(config, choice.update(batch))
-            yield choice, plan_job(candidate, ranks, is_gpu=device.is_gpu)
+            yield update, plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
 
 
-def _choices(config: JobConfig, ranks: int, device: Device) -> Iterator[Choice]:
+def _updates(config: JobConfig, ranks: int, device: Device) -> Iterator[Update]:
     """Yield powers of two: tensor parallelism within a node, pipelines of up to 16 ranks.
 
     Copies (HSDP) are not tried: they send and keep more, and the latency that they spare large
     groups is in no rate.
     """
+    longest = 8 if config.training.seq_len >= LONG else 1
+    most = {"tp": min(device.per_node, 8), "cp": longest, "pp": 16}
     powers = [1 << i for i in range(ranks.bit_length())]
-    tensor = [n for n in powers if n <= min(device.per_node, ranks, 8)]
-    context = [n for n in powers if n <= 8] if config.training.seq_len >= LONG else [1]
-    pipeline = [n for n in powers if n <= 16]
-    local = sorted({1, 2, 4, config.training.local_batch_size})
-    for tp, cp, pp, size in product(tensor, context, pipeline, local):
-        if ranks % (tp * cp * pp) == 0:
-            schedules = _schedules(config) if pp > 1 else [""]
-            for schedule, mode, keeps in product(schedules, MODES, (True, False)):
-                yield Choice(tp, cp, pp, schedule, size, mode, keeps)
+    sizes = sorted({1, 2, 4, config.training.local_batch_size})
+    for degrees in product(*([n for n in powers if n <= most[axis]] for axis in AXES)):
+        mesh = dict(zip(AXES, degrees, strict=True))
+        if ranks % math.prod(degrees):
+            continue
+        schedules = _schedules(config) if mesh["pp"] > 1 else [""]
+        for schedule, size, mode, keeps in product(schedules, sizes, MODES, (True, False)):
+            # "default" keeps gathered parameters in a pipeline, and frees them without one
+            policy = "never" if keeps else "always"
+            batch = config.training.global_batch_size
+            parallelism = ALONE | {
+                **{key: mesh[axis] for axis, key in AXES.items()},
+                "fsdp_reshard_after_forward": "default" if keeps == (mesh["pp"] > 1) else policy,
+                **({"pipeline_parallel_schedule": schedule} if schedule else {}),
+            }
+            yield {
+                "parallelism": parallelism,
+                "activation_checkpoint": {"mode": mode},
+                "training": {"local_batch_size": size, "global_batch_size": batch},
+            }
+
+
+def keeps_gathered(plan: Plan) -> bool:
+    """Return whether gathered parameters stay from forward to backward."""
+    policy = plan.config.parallelism.fsdp_reshard_after_forward
+    return policy == "never" or (policy == "default" and plan.dims.pp > 1)
+
+
+def words_of(plan: Plan) -> str:
+    """Return a candidate in words."""
+    sizes = {axis: getattr(plan.dims, axis) for axis in AXES}
+    names = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["FSDP alone"]
+    if plan.dims.pp > 1:
+        names.append(plan.config.parallelism.pipeline_parallel_schedule)
+    kept = ", gathered parameters kept" * keeps_gathered(plan)
+    size, mode = plan.config.training.local_batch_size, plan.config.activation_checkpoint.mode
+    return f"{', '.join(names)}; microbatch {size}; recomputation {mode}{kept}"
 
 
 def _schedules(config: JobConfig) -> list[str]:
     """Return the schedules to try. GPipe waits as long as 1F1B and keeps more. A plan leaves
     compilation out, which schedules that split backward do not allow."""
     names = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    is_split_refused = is_compiled(config.compile)
+    is_split_refused = config.compile.is_on
     return [name for name in names if not (is_split_refused and SCHEDULES[name].splits_backward)]
 
 
 def difference(old: JobConfig, update: Update) -> str:
     """Return the keys of `update` in which it differs from `old`, as TOML."""
-    sections = {
-        name: {
-            key: value for key, value in keys.items() if getattr(getattr(old, name), key) != value
-        }
-        for name, keys in update.items()
-    }
-    return tomli_w.dumps({name: keys for name, keys in sections.items() if keys})
+    found: dict[str, dict[str, Any]] = {}
+    for name, keys in update.items():
+        section = getattr(old, name)
+        found[name] = {k: value for k, value in keys.items() if getattr(section, k) != value}
+    return tomli_w.dumps({name: keys for name, keys in found.items() if keys})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Time and memory of one sequence in a layer, on one rank; without FSDP's traffic, which
+    depends on the ranks and not on the sequences."""
+
+    seconds: float
+    """Forward, backward and recomputation."""
+    num_bytes: float
+    """Activations that its forward leaves behind for backward."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Time and memory of one sequence on one rank of a model, and of its optimizer.
+    """Time and memory of one sequence on one rank of a model, and of its optimizer."""
 
-    FSDP's traffic is left out: it depends on the ranks, and not on the sequences.
-    """
-
-    layer_s: float
-    """Forward, backward and recomputation of a layer."""
+    layers: Sequence[Layer]
+    """Of a shallow model. Those of a deeper one repeat them."""
     rest_s: float
     """Of the embedding, the last norm, the output projection and the loss."""
     update_s: float
     """Of the optimizer, per parameter of the rank."""
-    layer_bytes: float
-    """Activations that a layer's forward leaves behind for backward."""
-    rest_bytes: float
-    """The most that there is besides before the optimizer's step, taken as if it did not grow with
-    the sequences: a low estimate costs a simulation, a high one might lose the best."""
 
 
-Shape = tuple[int, int, str]
-"""Degrees of tensor and context parallelism, mode of recomputation: the operators of a layer depend
-on nothing else that a search chooses, and grow with its sequences."""
+def shape_of(plan: Plan) -> tuple[object, ...]:
+    """Return the key of a candidate's `Work`: a layer's operators depend on nothing else that a
+    search chooses, and grow with the sequences."""
+    cut = (getattr(plan.dims, axis) for axis in AXES if axis != "pp")
+    return plan.config.activation_checkpoint.mode, *cut
 
 
-def shape_of(choice: Choice) -> Shape:
-    """Return the key of the `Work` that is `choice`'s."""
-    return choice.tensor, choice.context, choice.recomputation
+def measure_work(config: JobConfig, device: Rates) -> Work:
+    """Simulate one sequence in a model of few layers on few ranks, without a pipeline.
 
-
-def measure_work(config: JobConfig, shape: Shape, device: Device, rates: Rates) -> Work:
-    """Simulate one sequence in a model of few layers, with as few ranks as have TP, CP and FSDP."""
-    tensor, context, mode = shape
-    ranks = 2 * tensor * context
-    alone = Choice(tensor, context, 1, "", 1, mode, False)
-    config = changed(config, alone.update(2))
-    args = config.model.args | {"n_layers": 2 * period(config)}
-    try:
-        plan = plan_job(changed(config, {"model": {"args": args}}), ranks, is_gpu=device.is_gpu)
-    except ConfigError:  # the config names layers that a shallow model lacks
-        plan = plan_job(config, ranks, is_gpu=device.is_gpu)
-    simulation, layers = simulate(plan, 0, is_gpu=device.is_gpu), plan.model_args.n_layers
-    seconds = dict.fromkeys(("layers", "rest", UPDATE), 0.0)
+    Args:
+        config: of any candidate of the shape.
+    """
+    ranks = 2 * math.prod(getattr(config.parallelism, AXES[axis]) for axis in AXES if axis != "pp")
+    update = {"parallelism": ALONE, "training": {"local_batch_size": 1, "global_batch_size": 2}}
+    plan = plan_job(changed(config, update), ranks, is_gpu=device.is_gpu)
+    with suppress(ConfigError):  # if the config names layers that a shallow model lacks
+        plan = at_depth(plan, device, 2 * period(config))
+    simulation = simulate(plan, 0, is_gpu=device.is_gpu)
+    seconds, kept = defaultdict[int | str, float](float), defaultdict[int, float](float)
     for entry in simulation.entries:
-        part = "layers" if entry.at.module.startswith("layers.") else "rest"
-        if entry.at.phase == UPDATE or not entry.is_fsdp:
-            part = UPDATE if entry.at.phase == UPDATE else part
-            seconds[part] += entry_seconds(entry, rates, device.per_node)
+        part = UPDATE if entry.at.phase == UPDATE else layer_of(entry.at.module)
+        if part == UPDATE or not entry.is_fsdp:
+            seconds[part] += entry_seconds(entry, device)
     record = simulation.record
     born = {event.item: event.delta for event in reversed(record.events)}  # the first of each
-    kept = sum(
-        born[number]
-        for number, item in enumerate(record.items)
-        if item.purpose == "activations"
-        and item.born.phase == FORWARD
-        and item.born.module.startswith("layers.")
-        and number in born
-    )
-    places = peaks_by_place(record).items()
-    peak = max(size for place, size in places if not place.startswith((UPDATE, AT_START.phase)))
-    state = plan.least_bytes.get("weights", 0.0) + plan.least_bytes.get("optimizer", 0.0)
-    return Work(
-        seconds["layers"] / layers,
-        seconds["rest"],
-        seconds[UPDATE] * ranks / num_parameters(plan, 0),
-        kept / layers,
-        max(0.0, peak - state - kept),
-    )
+    for number, size in born.items():
+        item = record.items[number]
+        if item.purpose == "activations" and item.born.phase == FORWARD:
+            kept[layer_of(item.born.module)] += size
+    layers = [Layer(seconds[n], kept[n]) for n in range(plan.model_args.n_layers)]
+    return Work(layers, seconds[-1], seconds[UPDATE] * ranks / num_parameters(plan, 0))
 
 
-def estimate(plan: Plan, work: Work, device: Device, rates: Rates) -> tuple[float, float]:
-    """Return a candidate's seconds per step, and the bytes of its first rank's tensors."""
+def estimate(plan: Plan, work: Work, device: Rates) -> tuple[float, float]:
+    """Return a candidate's seconds per step, and bytes that its first rank surely has at once."""
     dims, count, size = plan.dims, plan.num_microbatches, plan.config.training.local_batch_size
     ends = [modules_of(plan, rank) for rank in (0, dims.num_ranks // dims.pp * (dims.pp - 1))]
-    depths = [sum("layers." in name for name in names) for names in ends]
-    copies, sent = _fsdp_seconds(plan, device, rates)
+    layers = [[work.layers[n % len(work.layers)] for n in _numbers(names)] for names in ends]
+    copies, sent = _fsdp_seconds(plan, device)
     busy = copies + max(
-        count * size * (depth * work.layer_s + ("output" in names) * work.rest_s)
-        for depth, names in zip(depths, ends, strict=True)
+        count * size * (sum(one.seconds for one in of) + ("output" in names) * work.rest_s)
+        for of, names in zip(layers, ends, strict=True)
     )
     parameters = num_parameters(plan, 0) / (dims.tp * dims.dp_shard * dims.cp)
     backward = 0.75 if plan.config.activation_checkpoint.mode == "full" else 2 / 3
     seconds = max(busy, sent) / (1 - bubble(plan, backward)) + work.update_s * parameters
-    return seconds, _num_bytes(plan, work, depths[0])
+    return seconds, _least_bytes(plan, size * sum(one.num_bytes for one in layers[0]))
 
 
-def _fsdp_seconds(plan: Plan, device: Device, rates: Rates) -> tuple[float, float]:
+def _numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of the layers among the modules."""
+    return [number for name in names if (number := layer_of(name)) >= 0]
+
+
+def _fsdp_seconds(plan: Plan, device: Rates) -> tuple[float, float]:
     """Return the time of FSDP's copies into and out of its buffers, and of its collectives, on the
     first rank."""
     training, dims, parallelism = plan.config.training, plan.dims, plan.config.parallelism
     count, shards = plan.num_microbatches, dims.dp_shard * dims.cp
     if shards == 1:
         return 0.0, 0.0
-    policy = parallelism.fsdp_reshard_after_forward
-    if dims.pp > 1:  # gathered weights stay until the end of the step
-        gathers = 2 * count if policy == "always" else 1
-    else:
-        gathers = count if policy == "never" else 2 * count
+    # in a pipeline, gathered weights stay until the end of the step
+    gathers = (1 if dims.pp > 1 else count) if keeps_gathered(plan) else 2 * count
     reductions = count if parallelism.fsdp_reduce_gradients == "every_microbatch" else 1
     width = gathers * BYTES[training.mixed_precision_param]
     width += reductions * BYTES[training.mixed_precision_reduce]
     moved = num_parameters(plan, 0) / dims.tp * width
-    link = ring_width(range(0, shards * dims.tp, dims.tp), rates, device.per_node)
-    return 2 * moved / rates.stream, moved * (shards - 1) / shards / link
+    link = ring_width(range(0, shards * dims.tp, dims.tp), device)
+    return 2 * moved / device.bytes_per_s, moved * (shards - 1) / shards / link
 
 
 def _in_flight(plan: Plan) -> float:
@@ -261,29 +253,28 @@ def _in_flight(plan: Plan) -> float:
     return min(ahead, count * per_rank) / per_rank
 
 
-def _num_bytes(plan: Plan, work: Work, depth: int) -> float:
-    """Return the peak of the first rank's tensors, with `depth` layers."""
-    least, size = plan.least_bytes, plan.config.training.local_batch_size
-    in_flight = _in_flight(plan)
-    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
-    kept = size * in_flight * depth * work.layer_bytes + work.rest_bytes
+def _least_bytes(plan: Plan, activations: float) -> float:
+    """Return the bytes that the first rank surely has at once: a candidate that is left out by them
+    would not fit.
+
+    At the end of the last forward in flight these are its state, its gathered weights, the
+    gradients of earlier microbatches, and the activations of its layers. The loss and the layer
+    that runs come on top.
+
+    Args:
+        activations: of a microbatch, in all layers.
+    """
+    least, in_flight = plan.least_bytes, _in_flight(plan)
     whole = least.get("gathered weights", 0.0)
     if plan.num_microbatches > in_flight:
         whole += least.get("whole gradients", 0.0)
-    return max(sum(least.values()), state + whole + kept)
-
-
-SIMULATED = 8
-"""Candidates that fit, of a search."""
-
-
-MOST_OVER = 1.1
-"""How many times the simulated peak an estimate may be: docs/planning.md."""
+    state = least.get("weights", 0.0) + least.get("optimizer", 0.0)
+    return max(sum(least.values()), state + whole + in_flight * activations)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A choice, simulated."""
+class Simulated:
+    """A candidate, simulated."""
 
     step_seconds: float
     peak_bytes: int
@@ -301,7 +292,7 @@ class Found:
     too_large: int
     """By their estimates."""
     simulated: int
-    ranked: list[Candidate]
+    ranked: list[Simulated]
     """Simulated ones that fit; best first."""
     seconds: float
     source: str
@@ -310,68 +301,65 @@ class Found:
     """Keys in which the best differs from the config."""
 
 
-def find(config: JobConfig, ranks: int, device: Device, rates: Rates, workers: int) -> Found:
+def find(config: JobConfig, ranks: int, device: Rates, workers: int) -> Found:
     """Estimate every legal candidate, simulate the fastest until `SIMULATED` fit, and rank these.
 
     Raises:
         ConfigError: if no candidate fits.
     """
     start = time.perf_counter()
-    plans = dict(legal(config, ranks, device))
-    estimates = estimate_all(config, plans, device, rates, workers)
-    fitting = [c for c, plan in plans.items() if may_fit(estimates[c][1], plan, device)]
-    queue = sorted(fitting, key=lambda choice: (estimates[choice][0], str(choice)))
-    found: dict[Candidate, Choice] = {}
-    num_simulated = 0
+    candidates = list(legal(config, ranks, device))
+    estimates = estimate_all([plan for _, plan in candidates], device, workers)
+    fitting = [
+        (seconds, words_of(plan), update, plan)
+        for (update, plan), (seconds, size) in zip(candidates, estimates, strict=True)
+        if may_fit(size, plan, device)
+    ]
+    queue = sorted(fitting, key=itemgetter(0, 1))
+    found: list[tuple[Simulated, Update]] = []
     with tqdm(total=SIMULATED, desc="simulated", disable=None, file=sys.stderr) as bar:
         while queue and len(found) < SIMULATED:
             missing = SIMULATED - len(found)
             now, queue = queue[:missing], queue[missing:]
-            num_simulated += len(now)
-            tasks = [(plans[choice].config, ranks, device, rates) for choice in now]
+            tasks = [(plan.config, ranks, device) for *_, plan in now]
             for index, need in in_processes(tasks, need_of, workers):
                 assert isinstance(need, Need), need
                 if need.verdict == "fits":
-                    training = plans[now[index]].config.training
-                    speed = training.global_batch_size * training.seq_len / need.seconds
-                    words = str(now[index])
-                    one = Candidate(need.seconds, need.peak_bytes, words, speed)
-                    found[one] = now[index]
+                    _, words, update, plan = now[index]
+                    speed = tokens_per_step(plan) / need.seconds
+                    one = Simulated(need.seconds, need.peak_bytes, words, speed)
+                    found.append((one, update))
                     bar.update()
-    check(bool(found), "--device", device.name, f"none of {len(plans)} candidates fits")
-    ranked = sorted(found, key=astuple)
-    best = found[ranked[0]]
+    check(bool(found), "--device", device.name, f"none of {len(candidates)} candidates fits")
+    found.sort(key=lambda pair: astuple(pair[0]))
     return Found(
-        len(plans),
-        len(plans) - len(fitting),
-        num_simulated,
-        ranked,
+        len(candidates),
+        len(candidates) - len(fitting),
+        len(fitting) - len(queue),
+        [one for one, _ in found],
         time.perf_counter() - start,
         SOURCE,
-        difference(config, best.update(plans[best].config.training.global_batch_size)),
+        difference(config, found[0][1]),
     )
 
 
-def estimate_all(
-    config: JobConfig, plans: dict[Choice, Plan], device: Device, rates: Rates, workers: int
-) -> dict[Choice, tuple[float, float]]:
+def estimate_all(plans: Sequence[Plan], device: Rates, workers: int) -> list[tuple[float, float]]:
     """Measure the work of every shape once, and estimate all candidates."""
-    shapes = [*dict.fromkeys(shape_of(choice) for choice in plans)]
-    tasks = [(config, shape, device, rates) for shape in shapes]
-    works = dict(in_processes(tasks, measure_work, workers))
-    found = {}
-    for choice, plan in plans.items():
-        work = works[shapes.index(shape_of(choice))]
+    configs = {shape_of(plan): plan.config for plan in plans}
+    tasks, shapes = [(config, device) for config in configs.values()], [*configs]
+    works = {shapes[i]: work for i, work in in_processes(tasks, measure_work, workers)}
+    found = []
+    for plan in plans:
+        work = works[shape_of(plan)]
         assert isinstance(work, Work), work
-        found[choice] = estimate(plan, work, device, rates)
+        found.append(estimate(plan, work, device))
     return found
 
 
 def may_fit(num_bytes: float, plan: Plan, device: Device) -> bool:
-    """Return whether tensors that are estimated to take so many bytes might fit."""
-    peak = round(num_bytes / MOST_OVER)
-    groups = sum(size > 1 for size in vars(plan.dims).values())
-    return verdict(device, peak, overheads(device, peak, peak, groups)) == "fits"
+    """Return whether a rank with at least so many bytes of tensors might fit."""
+    peak, groups = round(num_bytes), sum(size > 1 for size in vars(plan.dims).values())
+    return verdict(device, peak, on_gpu(peak, peak, groups)) == "fits"
 
 
 def to_text(found: Found) -> str:

@@ -8,7 +8,7 @@ of the simulated GPU compares the two.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from meshwright.commands.plan.torch_names import (
     below_autograd,
     flex_attention_operator,
 )
-from meshwright.commands.plan.trace import Collective, Operator, Scope, Trace
+from meshwright.commands.plan.trace import Entry, Scope, Trace
 from meshwright.config.job_config import JobConfig, changed
 from meshwright.config.section import BYTES
 from meshwright.config.training import Training, WeightedSource
@@ -53,10 +53,22 @@ class Simulation:
 
     record: Record
     """Of both; with the optimizer in backward of step 2 alone."""
-    entries: list[Operator | Collective]
+    entries: list[Entry]
     """In the order of the program."""
     simulated: int
-    """Microbatches that were simulated; more repeat one of them."""
+    """Microbatches that were simulated."""
+    left_out: int = 0
+    """Microbatches of the step that repeat one of them."""
+
+    @property
+    def repeated(self) -> int:
+        """The microbatch that stands for the ones left out."""
+        return max(1, self.simulated - 1)
+
+    def whole_step(self) -> Iterator[tuple[int, Entry]]:
+        """Yield every entry, with how many times the whole step has it."""
+        for entry in self.entries:
+            yield (1 + self.left_out if entry.at.microbatch == self.repeated else 1), entry
 
 
 def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
@@ -69,10 +81,7 @@ def simulate(plan: Plan, rank: int, *, is_gpu: bool) -> Simulation:
     try:
         meshes = build_meshes(plan.dims, "cpu")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as stack:
-            if is_gpu:
-                stack.enter_context(as_gpu())
-            stack.enter_context(torch_names.static_pipelines())
+        with as_gpu() if is_gpu else nullcontext(), torch_names.static_pipelines():
             return run_step(plan, meshes, fake, is_gpu=is_gpu)
     finally:
         dist.destroy_process_group()
@@ -88,45 +97,48 @@ def run_step(
         fake: mode of the tensors; None: real ones.
     """
     simulated, num_microbatches = num_simulated(plan), plan.num_microbatches
+    is_early = plan.config.optimizer.early_step_in_backward
+    # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
+    is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
     if plan.dims.pp > 1:  # a schedule is made for a number of microbatches
         plan = with_microbatches(plan, simulated)
-    trace = Trace(meshes)
-    scope = Scope(trace.see)
-    ledger = Ledger(scope, fake, has_copies=not is_gpu)
-    trace.scope = scope
+    scope = Scope()
+    trace = Trace(meshes, scope)
+    ledger = Ledger(scope, trace.see, fake, has_copies=not is_gpu)
+
+    def note_shards(tensors: Iterable[Tensor | None], purpose: str) -> None:
+        there = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+        ledger.note(there, HOST if is_offloaded else purpose)
+
     with scope, ledger:
         rank = Rank(plan, meshes, fake)
         scope.name_modules(rank.model.stages)
-        # a CPU plans for itself: there, offloaded tensors are in the memory that is planned
-        is_offloaded = is_gpu and plan.config.training.enable_cpu_offload
-        ledger.note(rank.model.parameters(), HOST if is_offloaded else "parameters")
+        note_shards(rank.model.parameters(), "parameters")
         for stage in rank.model.stages:  # the model itself has none
             ledger.note(stage.buffers(), "parameters")
 
         def note_gradients(*_: object) -> None:
             for group in rank.optimizer.param_groups:
-                grads = (p.grad for p in group["params"] if p.grad is not None)
-                ledger.note(grads, HOST if is_offloaded else "gradients")
+                note_shards((p.grad for p in group["params"]), "gradients")
 
         rank.optimizer.register_step_pre_hook(note_gradients)
         batches = rank.batches(num_microbatches)
         left_out = rank.buffers_of(num_microbatches - simulated) if plan.dims.pp > 1 else []
         ledger.note(left_out, "communication buffers")
         for batch in batches:
-            ledger.note([x for x in vars(batch).values() if x is not None], "activations")
-        if not plan.config.optimizer.early_step_in_backward:  # it would have all gradients at once
+            ledger.note((x for x in vars(batch).values() if x is not None), "activations")
+        if not is_early:  # it would have all gradients at once
             ledger.begin()  # the first update is in the plan: making its state takes memory
         rank.give_optimizer_state()
         for state in rank.optimizer.state.values():
-            tensors = (x for x in state.values() if isinstance(x, Tensor))
-            ledger.note(tensors, HOST if is_offloaded else "optimizer")
+            note_shards(state.values(), "optimizer")
         trace.begin()
-        if plan.config.optimizer.early_step_in_backward:
+        if is_early:
             ledger.begin()
         rank.step(2, batches[:simulated])
         ledger.settle()
     ledger.record.leave_out(HOST)
-    return Simulation(ledger.record, trace.entries, simulated)
+    return Simulation(ledger.record, trace.entries, simulated, num_microbatches - simulated)
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
@@ -199,24 +211,22 @@ class Rank:
             self.optimizer.zero_grad()
 
     def buffers_of(self, left_out: int) -> list[Tensor]:
-        """Return the memory that a pipeline keeps for each of `left_out` microbatches not
-        simulated.
+        """Return the memory that a pipeline keeps for each of `left_out` microbatches.
 
         torch makes buffers for the activations and gradients that a stage receives, for every
         microbatch at the start; and a step makes one batch of all.
         """
-        training, found = self._plan.config.training, []
-        last = len(self._plan.stage_modules) - 1
-        pipeline = self.model.pipeline
+        training, pipeline = self._plan.config.training, self.model.pipeline
         assert pipeline is not None
+        last, found = len(self._plan.stage_modules) - 1, list[Tensor]()
         batch = (training.local_batch_size, training.seq_len // self._plan.dims.cp)
+        received = sum((index > 0) + (index < last) for index in pipeline.stages)
         with self._mode:
             for _ in range(left_out):
                 found += [torch.empty(batch, dtype=torch.int64) for _ in range(2)]
-                for index in pipeline.stages:
-                    received = (index > 0) + (index < last)
-                    shape, dtype = pipeline.activation.shape, pipeline.activation.dtype
-                    found += [torch.empty(shape, dtype=dtype) for _ in range(received)]
+                found += [
+                    torch.empty_like(pipeline.activation, device=CPU) for _ in range(received)
+                ]
         return found
 
     def step(self, number: int, batches: list[Batch]) -> None:
@@ -245,37 +255,28 @@ def plan_job(config: JobConfig, world_size: int, *, is_gpu: bool) -> Plan:
         "a plan does not count the casts to float8, nor the speed of its products",
         "plan without it: weights, gradients and optimizer take the same memory",
     )
-    plain = JobConfig()
-    of_data = {
-        name: getattr(plain.training, name)
-        for name in (*WeightedSource.model_fields, "datasets")
-        if name in Training.model_fields
-    }
-    of_data |= {name: getattr(plain.training, name) for name in ("max_epochs", "max_bad_records")}
+    plain, checkpoint = JobConfig(), config.checkpoint
+    data = {*WeightedSource.model_fields, "datasets", "max_epochs", "max_bad_records"}
+    sections = ("compile", "validation", "checkpoint", "metrics", "profiling")
+    config = config.model_copy(update={name: getattr(plain, name) for name in sections})
     config = changed(
         config,
         {
             "job": {"max_run_seconds": 0, "dump_folder": tempfile.gettempdir()},
             "model": {"tokenizer_path": BYTES, "chat_template_path": ""},
-            "training": of_data,
+            "training": {n: getattr(plain.training, n) for n in data & {*Training.model_fields}},
             "parallelism": {"enable_async_tensor_parallel": False},  # it changes no tensor
+            "compile": {"enable": False},  # a plan is of eager blocks
+            "checkpoint": {"enable": checkpoint.enable, "async_mode": checkpoint.async_mode},
         },
     )
-    given = config.checkpoint
-    left_out = ("compile", "validation", "checkpoint", "metrics", "profiling")
-    config = config.model_copy(update={name: getattr(plain, name) for name in left_out})
-    saving = {name: getattr(given, name) for name in ("enable", "async_mode")}
-    # a plan is of eager blocks
-    config = changed(config, {"compile": {"enable": False}, "checkpoint": saving})
     return preflight(config, world_size, is_gpu=is_gpu, checks_memory=False)
 
 
 aten = torch.ops.aten
 
-
 BLOCK = 128
 """Queries, and keys, of a block of flex attention's masks: torch's default."""
-
 
 _on_cpu = F.scaled_dot_product_attention
 

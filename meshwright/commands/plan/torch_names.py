@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention import flex_attention as flex
@@ -25,7 +25,6 @@ __all__ = [
     "flop_registry",
     "storage_key",
     "tree_iter",
-    "unset_fake_temporarily",
 ]
 
 
@@ -141,6 +140,7 @@ def flex_attention_operator(
 
     `flex_attention_hop` or its options changed: an error in plans with training.mask_documents.
     """
+    assert enable_gqa or q.shape[1] == k.shape[1]
     options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
     mask, scale = block_mask.as_tuple(), q.shape[-1] ** -0.5 if scale is None else scale
     return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,16 +23,12 @@ from meshwright.parallelisms.meshes import Meshes
 LOSS = "loss"
 """Stands for a module: the loss is a function."""
 
-
 LOGITS = ("output", LOSS)
-
 
 OTHER, UPDATE, FORWARD, BACKWARD, AGAIN = "other", "update", "forward", "backward", "recomputation"
 
-
 LAST_FRAME = "train_step"
 """Frames outside of it say nothing."""
-
 
 TORCH, OURS = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
 """Folders of the packages, since a folder above them may have any name."""
@@ -46,21 +42,14 @@ class Moment(NamedTuple):
     microbatch: int
 
 
-_Seen = Callable[[Any, Any, Any, Any], None]
-
-
 class Scope:
     """Follows modules by hooks, and the rest by looking at the frames of the Python stack.
 
     Frames are told apart by the names of files, so if torch moves one, bytes get another purpose
     but no count changes.
-
-    Args:
-        seen: called with each operator, its arguments and its output.
     """
 
-    def __init__(self, seen: _Seen) -> None:
-        self.seen = seen
+    def __init__(self) -> None:
         self.phase, self.module, self.purpose, self.microbatch = OTHER, "", "unattributed", 0
         self.is_fsdp = False
         """Whether the operator is one of FSDP2's own."""
@@ -105,23 +94,14 @@ class Scope:
     def look(self, frame: FrameType | None) -> None:
         """Find out where the operator that runs is called from."""
         phase, purpose, is_loss, self.is_fsdp = OTHER, "", False, False
-        while frame is not None:
+        kind = ""
+        while frame is not None and kind != LAST_FRAME:
             kind, detail = _kind_of(frame.f_code.co_filename, frame.f_code.co_name)
-            if kind == "":
-                pass
-            elif kind == "fsdp":
-                self.is_fsdp = True
-                purpose = purpose or detail
-            elif kind == AGAIN:
-                phase = AGAIN
-            elif kind in (BACKWARD, UPDATE):
-                phase = kind if phase == OTHER else phase
-            elif kind == "receive":
-                purpose = purpose or detail
-            elif kind == LOSS:
-                is_loss = True
-            else:
-                break
+            purpose = purpose or detail
+            self.is_fsdp |= kind == "fsdp"
+            is_loss |= kind == LOSS
+            if kind == AGAIN or (phase == OTHER and kind in (BACKWARD, UPDATE)):
+                phase = kind
             frame = frame.f_back
         if phase == OTHER and (self._modules or is_loss):
             phase = FORWARD
@@ -176,16 +156,11 @@ def _purpose_in_fsdp(file: str, function: str) -> str:
     return "communication buffers" if file.endswith("_collectives.py") else ""
 
 
-SENT: dict[str, Callable[[int], float]] = {
-    # bytes that a rank sends, of a ring over n ranks, per byte of its larger tensor
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 0.0,
-}
+IN_RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+"""Times that a rank of n sends (n - 1) / n of the larger tensor."""
+
+SENT = {"broadcast": 1, "send": 1, "recv": 0}
+"""Times that a rank sends the tensor."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +200,9 @@ class Collective:
     """It is FSDP2's, and overlaps with computation."""
 
 
+Entry = Operator | Collective
+
+
 def is_in_node(ranks: range, per_node: int) -> bool:
     """Return whether all of `ranks` are in one node."""
     return ranks[0] // per_node == ranks[-1] // per_node
@@ -239,60 +217,47 @@ def ranks_in_node(ranks: range, per_node: int) -> int:
 class Trace:
     """The operators and collectives of a step, in the order of the program."""
 
-    scope: Scope
-
-    def __init__(self, meshes: Meshes) -> None:
-        self._groups = _axes(meshes)
+    def __init__(self, meshes: Meshes, scope: Scope) -> None:
+        self._groups, self._scope = _axes(meshes), scope
         self.begin()
 
     def begin(self) -> None:
         """Forget all entries."""
-        self.entries: list[Operator | Collective] = []
+        self.entries: list[Entry] = []
 
     def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Take note of an operator."""
-        namespace = getattr(func, "namespace", "")
-        if namespace in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self._see_collective(func, args, output)
-        if namespace in ("c10d", "_c10d_functional") or _is_view(func):
             return
-        scope = self.scope
+        if _is_view(func):
+            return
         outputs = [x for x in torch_names.tree_iter(output) if isinstance(x, Tensor)]
         leaves = {id(x): x for x in torch_names.tree_iter((args, kwargs, output))}.values()
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        name = getattr(func, "__name__", str(func)).partition(".")[0]
         first = next((x for x in outputs if x.is_floating_point()), None)
-        if "attention" in name and first is not None:  # its rate depends on the width of heads
-            name += f"_{first.shape[-1]}"
         self.entries.append(
             Operator(
-                name,
-                scope.moment,
+                getattr(func, "__name__", str(func)).partition(".")[0],
+                self._scope.moment,
                 _flops(func, args, kwargs, output),
-                sum(x.numel() * x.element_size() for x in tensors),
+                sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)),
                 str(first.dtype if first is not None else "").removeprefix("torch."),
-                scope.is_fsdp,
+                self._scope.is_fsdp,
             )
         )
 
     def _see_collective(self, func: Any, args: Any, output: Any) -> None:
         name = func.__name__.partition(".")[0]
-        kind = next((kind for kind in SENT if kind.replace("_", "") in name.replace("_", "")), None)
-        if kind is None:  # wait_tensor, barrier
+        kinds = (kind for kind in IN_RINGS | SENT if kind.replace("_", "") in name.replace("_", ""))
+        kind = next(kinds, None)
+        axis, ranks = self._group(args) if kind else ("", range(1))
+        if kind is None or len(ranks) == 1:  # wait_tensor and barrier have no kind
             return
-        group = self._group(args)
         tensors = [x for x in torch_names.tree_iter((args, output)) if isinstance(x, Tensor)]
-        num_bytes = max((x.numel() * x.element_size() for x in tensors), default=0)
-        self._add(kind, group, num_bytes)
-
-    def _add(self, kind: str, group: tuple[str, range], num_bytes: float) -> None:
-        axis, ranks = group
-        if len(ranks) == 1:
-            return
-        sent, scope = num_bytes * SENT[kind](len(ranks)), self.scope
-        self.entries.append(
-            Collective(kind, axis, ranks, int(num_bytes), sent, scope.moment, scope.is_fsdp)
-        )
+        size = max((x.numel() * x.element_size() for x in tensors), default=0)
+        part, scope = (len(ranks) - 1) / len(ranks), self._scope
+        sent = size * (IN_RINGS[kind] * part if kind in IN_RINGS else float(SENT[kind]))
+        self.entries.append(Collective(kind, axis, ranks, size, sent, scope.moment, scope.is_fsdp))
 
     def _group(self, args: Any) -> tuple[str, range]:
         for argument in args:
@@ -304,18 +269,10 @@ class Trace:
 
 def _axes(meshes: Meshes) -> dict[str, tuple[str, range]]:
     """Axis and ranks of every group, by its name; a group of several axes has the first."""
+    lines = {axis: getattr(meshes, axis) for axis in ("tp", "cp", "pp")}
+    lines |= {axis: meshes.parameters[axis] for axis in ("dp_replicate", "fsdp")}
+    lines |= {axis: getattr(meshes, axis) for axis in ("loss", "dp", "world")}
     found: dict[str, tuple[str, range]] = {}
-    parameters = meshes.parameters
-    lines = {
-        "tp": meshes.tp,
-        "cp": meshes.cp,
-        "pp": meshes.pp,
-        "dp_replicate": parameters["dp_replicate"],
-        "fsdp": parameters["fsdp"],
-        "loss": meshes.loss,
-        "dp": meshes.dp,
-        "world": meshes.world,
-    }
     for axis, mesh in lines.items():
         group = mesh.get_group()
         ranks = torch.distributed.get_process_group_ranks(group)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from meshwright.train.preflight import preflight
 
 LARGEST_DEGREE = 4
 
-
 KEYS = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
@@ -27,28 +26,14 @@ KEYS = {
 }
 """Config key of each axis of the mesh."""
 
-
 SCHEDULE = "pipeline_parallel_schedule"
-
-
 STAGES, STAGES_PER_RANK = "module_fqns_per_model_part", "pipeline_parallel_stages_per_rank"
-
-
 RESHARD: tuple[Literal["always", "never"], ...] = ("always", "never")
-
-
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
-
-
 FP32: dict[str, Any] = {"mixed_precision_param": "float32", "fp32_modules": []}
 
-
 Degrees = Mapping[str, int]
-
-
 Sections = Mapping[str, Any]
-
-
 Kind = Literal["fp32", "bf16 sums", "bf16"]
 
 
@@ -198,46 +183,39 @@ def _largest(
     axes: Collection[str],
     options: Sections,
 ) -> Case:
-    """Return the case that can run and has most of the config's degrees, then most ranks, then its
-    list of stages, then its stages per rank. If none can run: the smallest."""
-    kept = dict(options.get("parallelism", {}))
-    if "pp" not in axes:
+    """Return the case with as many of the config's degrees as fit, and its stages if they do. If
+    none can run: the smallest."""
+    kept, stages = dict(options.get("parallelism", {})), list[dict[str, Any]]()
+    if "pp" in axes:
+        per_rank = {STAGES_PER_RANK: config.parallelism.pipeline_parallel_stages_per_rank}
+        if parts := config.parallelism.module_fqns_per_model_part:
+            stages.append({STAGES: small_parts(parts, args.n_layers), **per_rank})
+        stages.append(per_rank)
+    else:
         kept.pop(SCHEDULE, None)
-    case = None
-    for mesh in _degrees(config.parallelism, axes):
-        for stages in _own_stages(config.parallelism, args) if "pp" in axes else [{}]:
-            sections: dict[str, Any] = {**options, "parallelism": kept | stages}
-            case = build_case(name, small, mesh, **sections)
-            if can_run(case):
-                return case
-    assert case is not None
-    return case
+    cases = [
+        build_case(name, small, mesh, **{**options, "parallelism": kept | own})
+        for mesh in (_degrees(config.parallelism, args, axes), dict.fromkeys(axes, 2))
+        for own in (*stages, {})
+    ]
+    return next(filter(can_run, cases), cases[-1])
 
 
-def _degrees(parallelism: Parallelism, axes: Collection[str]) -> list[Degrees]:
-    """Degrees of 2 up to the config's that make at most `MAX_RANKS`, the best ones first."""
+def _degrees(parallelism: Parallelism, args: DecoderArgs, axes: Collection[str]) -> dict[str, int]:
+    """Return a mesh of at most `MAX_RANKS`, with the config's degree along an axis where it fits,
+    and otherwise with the largest that does."""
     wanted = {axis: getattr(parallelism, KEYS[axis]) for axis in axes}
     if wanted.get("dp_shard") == -1:  # as many ranks as there will be
         wanted["dp_shard"] = 4 if len(axes) == 1 else 2
-    choices = [
-        [d for d in range(2, min(wanted[axis], MAX_RANKS) + 1) if axis == "pp" or d in (2, 4, 8)]
-        for axis in axes
-    ]
-    meshes = [dict(zip(axes, degrees, strict=True)) for degrees in itertools.product(*choices)]
-
-    def rank(mesh: Degrees) -> tuple[int, int]:
-        return -sum(mesh[axis] == wanted[axis] for axis in axes), -math.prod(mesh.values())
-
-    return sorted((m for m in meshes if math.prod(m.values()) <= MAX_RANKS), key=rank)
-
-
-def _own_stages(parallelism: Parallelism, args: DecoderArgs) -> Iterator[dict[str, Any]]:
-    per_rank = {STAGES_PER_RANK: parallelism.pipeline_parallel_stages_per_rank}
-    if parts := parallelism.module_fqns_per_model_part:
-        yield {STAGES: small_parts(parts, args.n_layers), **per_rank}
-    if per_rank[STAGES_PER_RANK] != -1:
-        yield per_rank
-    yield {}
+    mesh = dict.fromkeys(axes, 2)
+    for axis in sorted(axes, key=lambda axis: wanted[axis]):
+        most = MAX_RANKS * mesh[axis] // math.prod(mesh.values())
+        if axis == "tp":
+            most = min(most, largest_tp(args, wanted[axis]))
+        power = 1 << (most.bit_length() - 1)
+        fitting = min(wanted[axis], most) if axis == "pp" else math.gcd(wanted[axis], power)
+        mesh[axis] = max(2, fitting)
+    return mesh
 
 
 def can_run(case: Case) -> bool:

@@ -2,26 +2,20 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshwright.commands.options import output_folder
-from meshwright.commands.prove.cases import Case, default_cases, distinct, every_mesh
+from meshwright.commands.prove.cases import default_cases, distinct, every_mesh
 from meshwright.commands.prove.shrink import shrink
+from meshwright.config.combinations import check_contradictions
 from meshwright.config.command_line import Parser
-from meshwright.config.contradictions import check_contradictions
-from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import load_given
 from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 from meshwright.parallelisms.rules.degrees import check_divisible
 from meshwright.parallelisms.rules.stages import assign_modules, check_split_float8
-from meshwright.system.errors import check, config_error
+from meshwright.system.errors import ConfigError, check
 from meshwright.train.preflight import check_installed
 from meshwright.train.resolve_model import resolve_model
-
-if TYPE_CHECKING:
-    from meshwright.commands.prove.prove import Row
 
 
 def add_options(parser: Parser) -> None:
@@ -44,8 +38,10 @@ def run(given: Namespace) -> None:
     """
     # not at the top: torch takes a second
     from meshwright.commands.prove import report
-    from meshwright.commands.prove.prove import prove
+    from meshwright.commands.prove.prove import Row, prove
 
+    if not given.config:
+        raise ConfigError("", "CONFIG: not given\n  fix: name a TOML, or a preset")
     config = load_given(given)
     check_contradictions(config)
     check_installed("float8.enable", config.float8.enable, "torchao")
@@ -63,34 +59,19 @@ def run(given: Namespace) -> None:
         cases = distinct([*cases, *every_mesh(small, args)])
     folder = given.output or Path(config.job.dump_folder) / "proof"
 
-    rows: list[Row] = []
-    _write(folder, small, rows, len(cases))  # a folder that cannot be written to is found now
+    rows, count = list[Row](), len(cases)
+    report.write(folder, small, rows, count)  # a folder that cannot be written to is found now
     print(report.explanation(report.ON_CONSOLE))
-    print(f"{folder}/proof.html has more columns.\n")
-    print(report.line(" " * len(_number(0, cases)), report.COLUMNS))
+    print(f"{folder}/proof.md has more columns.\n")
+    width = len(str(count))
+    print(report.line(" " * (2 * width + 1), report.COLUMNS))
     for row in prove(small, cases):
         rows.append(row)
-        print(report.line(_number(len(rows), cases), report.cells(row)), flush=True)
+        print(report.line(f"{len(rows):>{width}}/{count}", report.cells(row)), flush=True)
         not_run = [f"not run: {row.verdict.not_run}"] if row.verdict.not_run else []
         for line in (*row.verdict.failures, *not_run):
             print(f"    {line}")
-        _write(folder, small, rows, len(cases))  # later cases take minutes, and may be interrupted
-    print(f"\n{report.summary(rows, len(cases))}; see {folder}/proof.html")
+        report.write(folder, small, rows, count)  # later cases take minutes, and may be interrupted
+    print(f"\n{report.summary(rows, count)}; see {folder}/proof.md")
     if any(row.verdict.failures for row in rows):
         sys.exit(1)
-
-
-def _number(index: int, cases: Sequence[Case]) -> str:
-    """Return e.g. " 3/11"."""
-    total = str(len(cases))
-    return f"{index:>{len(total)}}/{total}"
-
-
-def _write(folder: Path, small: JobConfig, rows: Sequence["Row"], num_cases: int) -> None:
-    from meshwright.commands.prove import report  # it takes torch
-
-    try:
-        report.write(folder, small, rows, num_cases)
-    except OSError as error:
-        rule = f"cannot be written to: {error.strerror}"
-        raise config_error("--output", str(folder), rule, "name another folder") from None

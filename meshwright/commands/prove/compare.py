@@ -1,7 +1,7 @@
 """From the measurements of all ranks to a verdict."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.commands.prove.measure import Measurement, ShardComparison
@@ -31,10 +31,8 @@ class Bounds:
 BF16 = 2.0**-8
 """Unit roundoff of bfloat16: the largest relative error of one rounding."""
 
-
 NAMED = 3
 """Tensors of a checkpoint in one line."""
-
 
 BOUNDS = {
     "fp32": Bounds(1e-5, 1e-4, 1e-4, 1e-3, 1e-5, 1e-4),
@@ -90,26 +88,19 @@ def compare(
     reference: Reference, ranks: Sequence[Measurement], bounds: Bounds = BOUNDS["fp32"]
 ) -> Verdict:
     """Hold every rank's measurement against the reference."""
-    verdict = Verdict()
+    verdict, seen = Verdict(), reference.seen
     _compare_weights(verdict, reference, ranks)
-    _compare_samples(verdict, reference.seen, ranks)
+    _compare_samples(verdict, seen, ranks)
+    losses, norms = ([getattr(rank, of) for rank in ranks] for of in ("losses", "grad_norms"))
     verdict.loss_error = _compare_series(
-        verdict,
-        "loss",
-        reference.seen.losses,
-        [rank.losses for rank in ranks],
-        (bounds.loss, bounds.later_loss),
+        verdict, "loss", seen.losses, losses, (bounds.loss, bounds.later_loss)
     )
     verdict.norm_error = _compare_series(
-        verdict,
-        "gradient norm",
-        reference.seen.grad_norms,
-        [rank.grad_norms for rank in ranks],
-        (bounds.grad_norm, bounds.later_grad_norm),
+        verdict, "gradient norm", seen.grad_norms, norms, (bounds.grad_norm, bounds.later_grad_norm)
     )
     _compare_gradients(verdict, reference, ranks, bounds)
     _compare_updates(verdict, reference, ranks, bounds.update)
-    _compare_validation(verdict, reference.seen, ranks, bounds.later_loss)
+    _compare_validation(verdict, seen, ranks, bounds.later_loss)
     _compare_resume(verdict, ranks)
     return verdict
 
@@ -195,7 +186,7 @@ def _compare_updates(
     verdict: Verdict, reference: Reference, ranks: Sequence[Measurement], bound: float
 ) -> None:
     errors = _errors(reference.update_norms, [rank.updates for rank in ranks])
-    verdict.update_error = max(errors.values(), key=lambda error: (math.isnan(error), error))
+    verdict.update_error = _worst(errors.values())
     bad = [(error, name) for name, error in errors.items() if not error <= bound]
     if bad:
         error, name = max(bad)
@@ -214,7 +205,7 @@ def _errors(
         worst: dict[tuple[int, ...], float] = {}  # of the ranks that hold the same part
         for boxes in ranks:
             if (box := boxes.get(name)) is not None:
-                worst[box.offset] = _larger(worst.get(box.offset, 0.0), box)
+                worst[box.offset] = _worst([worst.get(box.offset, 0.0), box.error])
         errors[name] = _relative(math.sqrt(sum(worst.values())), norm)
     return errors
 
@@ -252,8 +243,8 @@ def _compare_resume(verdict: Verdict, ranks: Sequence[Measurement]) -> None:
                 verdict.failures.append(f"{what} {names}{more}, on rank {number}")
 
 
-def _larger(error: float, box: ShardComparison) -> float:
-    return box.error if math.isnan(box.error) else max(error, box.error)
+def _worst(errors: Iterable[float]) -> float:
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def _relative(difference: float, of: float) -> float:

@@ -28,10 +28,8 @@ from meshwright.train.trainer import Trainer
 STRETCH = (8.0, 16.0)
 """Of queries and keys at the first and at the last position."""
 
-
 STRETCH_NORMALISED = (1.0, 2.0)
 """The same, of queries and keys that the model normalises."""
-
 
 EMBEDDING_SCALE, BRANCH_SCALE = 32.0, 0.125
 """Of the embedding and of the norms' weights where blocks have their norms at the end. Powers of
@@ -130,10 +128,8 @@ def _hash(*parts: Tensor) -> str:
 NUM_DOCUMENTS = 1500
 """More than one block of a cache."""
 
-
 SHORTEST, LONGEST = 3, 20
 """Tokens of a document."""
-
 
 MISSING = (0.0, 0.0, 0.5, 1.0)
 """Share of a document's tokens that are no labels; each document draws one of these."""

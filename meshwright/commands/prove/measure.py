@@ -15,8 +15,7 @@ from torch import Tensor
 from meshwright.checkpoint import commit
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import NO_JOB
-from meshwright.checkpoint.reader import SafeCheckpointReader
-from meshwright.checkpoint.weights import CheckpointWeights
+from meshwright.checkpoint.reader import CheckpointWeights, SafeCheckpointReader
 from meshwright.commands.prove.job import (
     Job,
     Vocabulary,
@@ -127,7 +126,6 @@ def different(mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 VALIDATED_STEP, SAVED_STEP, LAST_RESUMED_STEP = 1, 4, 6
-
 
 Tensors = dict[str, Tensor]
 

@@ -22,7 +22,6 @@ from meshwright.parallelisms.rules.compile_choice import why_no_compiler
 RANK_TIMEOUT_S = 300
 """For a collective: ranks compile side by side on few cores."""
 
-
 Run = Callable[..., list[Any]]
 
 
@@ -42,31 +41,27 @@ def prove(
 
     Ranks of a pool are kept for all cases of its size, and only one size lives at a time.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with _pool(1) as pool:
-            references = record_references(
-                pool.run, small, {case.kind for case in cases}, Path(folder)
-            )
-        for world_size in sorted({case.world_size for case in cases}):
-            waiting = [case for case in cases if case.world_size == world_size]
-            while waiting:  # a case that fails on the way takes its ranks with it
-                with _pool(world_size) as pool:
-                    while waiting:
-                        case = waiting.pop(0)
-                        if reason := _why_not(case):
-                            yield Row(case, Verdict(not_run=reason), 0.0)
-                            continue
-                        start = time.perf_counter()
-                        reference, file = references[case.kind]
-                        try:
-                            ranks = pool.run(measure_case, case.config, world_size, file)
-                            bounds = BOUNDS[case.bounds]
-                            verdict, is_broken = compare(reference, ranks, bounds), False
-                        except RankError as error:
-                            verdict, is_broken = Verdict([f"stopped: {error}"]), True
-                        yield Row(case, verdict, time.perf_counter() - start)
-                        if is_broken:
-                            break
+    pool: RankPool | None = None
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        with contextlib.closing(RankPool(1, RANK_TIMEOUT_S)) as alone:
+            kinds = {case.kind for case in cases}
+            references = record_references(alone.run, small, kinds, Path(folder))
+        for case in sorted(cases, key=lambda case: case.world_size):
+            if reason := _why_not(case):
+                yield Row(case, Verdict(not_run=reason), 0.0)
+                continue
+            if pool is None or pool.world_size != case.world_size:
+                stack.close()
+                pool = RankPool(case.world_size, RANK_TIMEOUT_S)
+                stack.callback(pool.close)
+            start = time.perf_counter()
+            reference, file = references[case.kind]
+            try:
+                ranks = pool.run(measure_case, case.config, case.world_size, file)
+                verdict = compare(reference, ranks, BOUNDS[case.bounds])
+            except RankError as error:  # a case that fails on the way takes its ranks with it
+                verdict, pool = Verdict([f"stopped: {error}"]), None
+            yield Row(case, verdict, time.perf_counter() - start)
 
 
 def _why_not(case: Case) -> str:
@@ -74,15 +69,6 @@ def _why_not(case: Case) -> str:
     compilation = case.config.compile  # a case with "auto" has an option that needs the compiler
     starts_compiler = compilation.enable is not False and compilation.backend == "inductor"
     return why_no_compiler() if starts_compiler else ""
-
-
-@contextlib.contextmanager
-def _pool(world_size: int) -> Iterator[RankPool]:
-    pool = RankPool(world_size, RANK_TIMEOUT_S)
-    try:
-        yield pool
-    finally:
-        pool.close()
 
 
 def record_references(

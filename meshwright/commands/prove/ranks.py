@@ -40,7 +40,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, timeout_s: int = 60) -> None:
-        context = _start_method()
+        self.world_size, context = world_size, _start_method()
         self._folder = tempfile.TemporaryDirectory()
         # the ranks meet at a file: a free port is a race
         url = f"file://{self._folder.name}/meet"

@@ -1,9 +1,8 @@
-"""A proof for people (a table, a page) and for programs (JSON)."""
+"""A proof for people (a table) and for programs (JSON)."""
 
 import dataclasses
 import json
 from collections.abc import Collection, Sequence
-from html import escape
 from pathlib import Path
 
 import torch
@@ -12,14 +11,12 @@ import meshwright
 from meshwright.commands.prove.compare import BOUNDS
 from meshwright.commands.prove.prove import Row
 from meshwright.config.job_config import JobConfig
-from meshwright.config.loader import to_toml
-from meshwright.metrics.report.document import document, table
+from meshwright.system.errors import config_error
 
 COLUMNS = (
     *("case", "ranks", "weights", "batches", "loss", "norm", "gradient", "of", "update"),
     *("validation", "resume", "seconds", "verdict"),
 )
-
 
 ON_CONSOLE = {
     "case": 36,
@@ -32,9 +29,7 @@ ON_CONSOLE = {
 }
 """Width of each column that fits a console of 100 columns, after the number of the case."""
 
-
 FP32 = BOUNDS["fp32"]
-
 
 MEANINGS = {
     "weights": "initial weights that differ, bit by bit (bound: 0)",
@@ -107,24 +102,16 @@ def line(number: str, texts: Sequence[str]) -> str:
 
 
 def write(folder: Path, small: JobConfig, rows: Sequence[Row], num_cases: int) -> None:
-    """Write `proof.json`, `proof.html` and `proof.md` (the table alone, for documents).
+    """Write `proof.json`, and `proof.md` with the table and its meaning.
 
     Args:
         rows: of the cases so far.
         num_cases: with those that are still to run.
+
+    Raises:
+        ConfigError: if the folder cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    values = _as_json(small, rows, num_cases)
-    (folder / "proof.json").write_text(json.dumps(values, indent=1), "utf-8")
-    (folder / "proof.html").write_text(_as_html(small, rows, num_cases), "utf-8")
-    timeless = [index for index, name in enumerate(COLUMNS) if name != "seconds"]
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
-    table = ["| " + " | ".join(texts[index] for index in timeless) + " |" for texts in lines]
-    (folder / "proof.md").write_text("\n".join(table) + "\n", "utf-8")
-
-
-def _as_json(small: JobConfig, rows: Sequence[Row], num_cases: int) -> dict[str, object]:
-    return {
+    proof = {
         "proved": len(rows) == num_cases and all(cells(row)[-1] == "equal" for row in rows),
         "num_cases": num_cases,
         "versions": {"meshwright": meshwright.__version__, "torch": torch.__version__},
@@ -141,23 +128,14 @@ def _as_json(small: JobConfig, rows: Sequence[Row], num_cases: int) -> dict[str,
             for row in rows
         ],
     }
-
-
-def _as_html(small: JobConfig, rows: Sequence[Row], num_cases: int) -> str:
-    table_cells = [cells(row) for row in rows]
-    kinds = [{"FAILED": "bad", "equal": "good"}.get(texts[-1], "") for texts in table_cells]
-    title = summary(rows, num_cases)
-    failures = "".join(
-        f"<h2>{escape(row.case.name)}</h2><ul>"
-        + "".join(f"<li><pre>{escape(text)}</pre></li>" for text in row.verdict.failures)
-        + "</ul>"
-        for row in rows
-        if row.verdict.failures
-    )
-    return document(
-        title,
-        f"<h1>{title}</h1><p>{escape(explanation()).replace(chr(10), '<br>')}</p>"
-        f"{table(COLUMNS, table_cells, kinds)}{failures}"
-        f"<h2>Versions</h2><p>meshwright {meshwright.__version__}, torch {torch.__version__}</p>"
-        f"<h2>The small job</h2><pre>{escape(to_toml(small, True))}</pre>",
-    )
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(cells(row) for row in rows)]
+    table = "".join(f"| {' | '.join(texts)} |\n" for texts in lines)
+    failures = [f"- {row.case.name}: {text}\n" for row in rows for text in row.verdict.failures]
+    text = "\n\n".join([summary(rows, num_cases), explanation(), table, "".join(failures)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "proof.json").write_text(json.dumps(proof, indent=1), "utf-8")
+        (folder / "proof.md").write_text(f"{text.rstrip()}\n", "utf-8")
+    except OSError as error:
+        rule = f"cannot be written to: {error.strerror}"
+        raise config_error("--output", str(folder), rule, "name another folder") from None

@@ -15,46 +15,20 @@ from meshwright.models.args import DecoderArgs
 from meshwright.train.optim.groups import fitted_groups
 
 GLOBAL_BATCH = 8  # sequences: one for each of 8 data-parallel ranks
-
-
-SEQ_LEN = 32
-
-
-STEPS = 10
-
-
+SEQ_LEN, STEPS = 32, 10
 NUM_VALIDATED = 11  # samples: a whole global batch, and one that is filled up
-
-
-NUM_LAYERS = 5  # uneven over 2, 3 or 4 stages
-
-
-MOST_LAYERS = 9
-
-
+NUM_LAYERS, MOST_LAYERS = 5, 9  # 5 are uneven over 2, 3 or 4 stages
 VOCAB_SIZE = 259  # odd, and room for bytes
-
-
 HEAD_DIM = 4
-
-
 OWN_HEAD_DIM = 6  # of families whose heads have a width of their own: not dim / n_heads
-
-
-LOSS_CHUNK_TOKENS = 16  # several in every microbatch, but where cp leaves a sequence no more
-
-
+LOSS_CHUNK_TOKENS = 16  # several in every microbatch, unless cp leaves a sequence no more
 MOST_SHARDS = 16  # of a stream: each has documents for several samples
-
-
 LARGEST_TP, MAX_RANKS = 4, 8
-
 
 HIGHEST_LR = 1e-3
 """Peak learning rate of the small job, at most. Its weights are about 0.02, and Adam changes each
 by up to the rate per step. At 0.01 training is chaotic, so rounding grows until a correct mesh
 differs at step 10 (docs/proof.md has figures). At this rate rounding does not grow."""
-
 
 KEPT = ("norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
 """Fields of the model's args that stay the user's; all others follow from the small size."""
@@ -133,22 +107,14 @@ def shrink(config: JobConfig, args: DecoderArgs) -> JobConfig:
         head_dim=OWN_HEAD_DIM if args.head_dim else HEAD_DIM,
     )
     user_args = {name: value for name, value in config.model.args.items() if name in KEPT}
-    dimensions = {
-        field.name: getattr(small_args, field.name)
-        for field in dataclasses.fields(small_args)
-        if field.name not in KEPT
-    }
+    dimensions = {name: value for name, value in vars(small_args).items() if name not in KEPT}
     first = entries(config.training, "training")[0]
     has_stream = find_dataset(first.source.dataset) is not None and is_streamed(first)
     names = [*small_args.parameter_names()]
     frozen = _found(config.model.frozen, names)
     layers = small_args.table.linear_layers()
     left_out = [part for part in config.float8.filter_fqns if any(part in name for name in layers)]
-    model = {
-        "args": user_args | dimensions,
-        "tokenizer_path": BYTES,
-        "frozen": frozen,
-    }
+    model = {"args": user_args | dimensions, "tokenizer_path": BYTES, "frozen": frozen}
     training = {
         **Source().model_dump(),
         "dataset_mode": "streamed" if has_stream else "cached",

@@ -38,18 +38,14 @@ FLAVORS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
 """Their name and flavor; our name, flavor and `model.args`. Every Llama there has Llama 3.1's
 stretched rotation, the debug model too."""
 
-
 DEFAULT_NAME = "llama3"
 """Of its model, if a TOML names none."""
-
 
 DOCUMENT_MASKS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 """Endings of flavors whose attention stays inside documents: `training.mask_documents` here."""
 
-
 OTHER_MODELS = ("llama3_ft", "llama4", "deepseek_v3", "gpt_oss", "flux")
 """Models of torchtitan that are not here."""
-
 
 RENAMED = {
     "model.hf_assets_path": "model.tokenizer_path",
@@ -57,7 +53,6 @@ RENAMED = {
     "debug.deterministic": "training.deterministic",
 }
 """Their key and ours; the value is the same."""
-
 
 VALUES: dict[str, dict[str, str]] = {
     "checkpoint.async_mode": {"async": "thread", "async_with_pinned_mem": "thread"},
@@ -87,36 +82,26 @@ DEFAULTS: dict[str, Default] = {
 }
 """By our key, in the order in which they are stated."""
 
-
 FLOAT8 = ("float8", "quantize.linear.float8")
 """Names of the converter to float8 layers."""
-
 
 SMALL_LAYERS = "auto_filter_small_kn"
 """Among the layers to leave out there: those too small to gain. In models of the sizes above these
 are the projections of keys and values."""
 
-
 NO_CONVERTER = "it matters only to a converter that model.converters does not name"
-
 
 NO_EXPERTS = "it matters only to mixtures of experts"
 
-
 NO_TORCHFT = "it matters only to fault_tolerance.enable"
-
 
 OWN_LOADER = "data is read by a thread of each rank, which reads ahead"
 
-
 OWN_CUT = "a pipeline's stages are even in parameters, or as module_fqns_per_model_part says"
-
 
 RECOMPUTATION = "it changes what recomputation costs or checks, not its result"
 
-
 NO_RECORDER = "NCCL's flight recorder is set by TORCH_FR_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE"
-
 
 IDLE: dict[str, str] = {
     "job.print_config": "the log shows the config, where it differs from the defaults",
@@ -163,7 +148,6 @@ class Refusal(NamedTuple):
 
 
 LEAVE_OUT = "leave it out"
-
 
 REFUSED: dict[str, Refusal] = {
     "job.custom_config_module": Refusal(

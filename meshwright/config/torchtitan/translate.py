@@ -88,7 +88,6 @@ def nested(keys: Mapping[str, Any]) -> Table:
 
 NAMES = {name for name, _ in rules.FLAVORS}
 
-
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 
 

@@ -200,7 +200,7 @@ class ChatTemplate:
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"shows that the chat template writes what is before message {k + 1} otherwise "
-                    "when that does not follow, so what the assistant wrote cannot be told"
+                    "when that does not follow, so the assistant's words cannot be told"
                     f"\n  fix: give {TEMPLATE_KEY} a template with {{% generation %}} blocks"
                 )
             written = after[len(before) :]

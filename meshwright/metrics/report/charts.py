@@ -9,10 +9,8 @@ from html import escape
 WIDTH, HEIGHT = 1000.0, 300.0
 """Of a drawing, in units that stretch to the screen's."""
 
-
 MOST_POINTS = 800
 """Points of a curve that are drawn; of more, each stretch's lowest and highest."""
-
 
 Points = Sequence[tuple[int, float]]
 

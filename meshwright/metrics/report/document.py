@@ -1,4 +1,4 @@
-"""A page that needs no other file and no network, and its tables."""
+"""The frame of an HTML page that needs no other file: style, script, tables."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -63,7 +63,6 @@ td.wide { min-width: 14rem } pre { white-space: pre-wrap; overflow-wrap: anywher
   font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace } summary { cursor: pointer }
 @media print { .chart, .card, .tile { break-inside: avoid } }
 """
-
 
 SCRIPT = """
 for (const figure of document.querySelectorAll(".chart")) {

@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no other, and no network."""
+"""Writes a run as one HTML page: curves, tables, texts."""
 
 import time
 import tomllib

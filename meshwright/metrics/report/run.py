@@ -1,4 +1,4 @@
-"""Everything that a dump folder tells about its run. No torch: a report can be made anywhere."""
+"""Reads the files of a dump folder. No torch: a report can be made anywhere."""
 
 import json
 import math

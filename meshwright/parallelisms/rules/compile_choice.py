@@ -70,7 +70,7 @@ def resolve_compile(
         reason = f"{option} needs it"
     elif flop < LEAST_FLOP:
         is_on, reason = False, ""
-    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or why_no_compiler():
+    elif obstacle := _obstacle(config, fp32_modules, is_gpu=is_gpu) or why_no_compiler(is_gpu):
         is_on, reason = False, obstacle
     line = f'compile.enable = "auto": {"compiled" if is_on else "eager"}, since {reason}'
     return changed(config, {"compile": {"enable": is_on}}), line if reason else ""
@@ -100,7 +100,7 @@ def _obstacle(config: JobConfig, fp32_modules: Collection[str], *, is_gpu: bool)
     return ""
 
 
-def why_no_compiler() -> str:
+def why_no_compiler(is_gpu: bool = False) -> str:
     """Return why inductor cannot compile on this machine; "" if it can, as far as is seen.
 
     It looks where inductor does (torch/_inductor: config.py, cpp.cxx; cpp_builder.py,
@@ -114,10 +114,19 @@ def why_no_compiler() -> str:
     headers = Path(sysconfig.get_path("include", "posix_prefix"))
     if not (headers / "Python.h").exists():
         return f"Python's headers for C++ are not installed ({headers})"
+    if not is_gpu and len((file := _torch_file()).split()) > 1:
+        # torch/_inductor/cpp_builder.py writes -L and the folder without quotes
+        return f"inductor cannot link with torch in a folder with a blank in its name ({file})"
     has_c = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
     if importlib.util.find_spec("triton") is not None and not has_c:
         return "there is no C compiler for Triton (CC, gcc or clang)"
     return ""
+
+
+def _torch_file() -> str:
+    """Return the path of torch's `__init__.py`, without an import; "" if there is none."""
+    spec = importlib.util.find_spec("torch")
+    return (spec.origin or "") if spec is not None else ""
 
 
 def _shown(flop: float) -> str:

@@ -1,11 +1,9 @@
 """Rules across sections, and the values that follow from the rest of the config."""
 
 import math
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from meshwright.config.job_config import JobConfig, changed, is_compiled
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.models.args import divisors_of
 from meshwright.models.table import DecoderSpec
 from meshwright.parallelisms.rules.compile_choice import recomputes_cut_attention
@@ -146,7 +144,7 @@ def check_device(
     # functionalize_rng_ops). On CUDA it saves no state.
     check(
         device_type != "cpu"
-        or not (recomputes_cut_attention(config) and is_compiled(config.compile))
+        or not (recomputes_cut_attention(config) and config.compile.is_on)
         or config.compile.backend == "eager",
         "activation_checkpoint.mode",
         config.activation_checkpoint.mode,
@@ -192,22 +190,6 @@ def check_divisible(config: JobConfig, model: DecoderSpec) -> None:
         "leave none for the last",
         f"set model.args.vocab_size = {rows * degree}, or lower the degree",
     )
-
-
-def _holds_folders(folder: Path) -> bool:
-    """Return whether a folder can be made in `folder`, in which this user may write.
-
-    Only file systems without blocks are tried: /proc and its like let root write, and hold none.
-    """
-    if os.statvfs(folder).f_blocks:
-        return True
-    tried = folder / f".meshwright-{os.getpid()}"
-    try:
-        tried.mkdir()
-        tried.rmdir()
-    except OSError:
-        return False
-    return True
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

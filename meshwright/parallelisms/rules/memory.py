@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.config.job_config import JobConfig, changed, has_fsdp
+from meshwright.config.job_config import JobConfig, changed
 from meshwright.parallelisms.rules.stages import stages_of_rank
 from meshwright.system.errors import check
 
@@ -90,7 +90,7 @@ def choose_reduction(config: JobConfig, load: Load, num_microbatches: int) -> Jo
     # of a config without a choice, so without whole gradients
     free = device - sum(least_memory(config, load, num_microbatches).values())
     limit = LARGEST_PART * max(free, 0)
-    if reduction == "auto" and num_microbatches > 1 and has_fsdp(config):
+    if reduction == "auto" and num_microbatches > 1 and config.has_fsdp:
         is_possible = (
             parallelism.pipeline_parallel_degree == 1
             and not config.optimizer.early_step_in_backward

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from meshwright.config.job_config import JobConfig, is_compiled
+from meshwright.config.job_config import JobConfig
 from meshwright.models.args import DecoderArgs
 from meshwright.models.table import DecoderSpec
 from meshwright.system.errors import check, did_you_mean
@@ -57,7 +57,7 @@ def check_fp32_modules(config: JobConfig, fp32_modules: Sequence[str]) -> None:
     whole_blocks = 'name whole blocks, as "layers.0", or '
     has_inside = has_part_of_block(fp32_modules)
     check(
-        not (has_inside and is_compiled(config.compile)),
+        not (has_inside and config.compile.is_on),
         key,
         patterns,
         "names modules inside a block, where torch.compile cannot trace FSDP's hooks",

@@ -5,7 +5,7 @@ from functools import cache
 from importlib import metadata
 from itertools import pairwise
 
-from meshwright.config.job_config import JobConfig, is_compiled
+from meshwright.config.job_config import JobConfig
 from meshwright.config.parallelism import Parallelism
 from meshwright.system.errors import check, did_you_mean
 
@@ -93,7 +93,7 @@ def check_schedule(config: JobConfig, *, num_microbatches: int, per_microbatch: 
     if SCHEDULES[name].splits_backward:
         key, what = "parallelism.pipeline_parallel_schedule", "computes gradients in two passes"
         check(
-            not is_compiled(config.compile),
+            not config.compile.is_on,
             key,
             name,
             f"{what}, which compiled blocks cannot",

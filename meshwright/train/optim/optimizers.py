@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 
-
 Build = Callable[[Groups, Optimizer], torch.optim.Optimizer]
 """From parameter groups and the config to an optimizer: fused, with its own keys of the config."""
-
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -72,7 +70,6 @@ OPTIMIZERS: dict[str, Build] = {
     "AdamW": _adam(torch.optim.AdamW),
     "Adam": _adam(torch.optim.Adam),
 }
-
 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: factor on the job's learning rate."""

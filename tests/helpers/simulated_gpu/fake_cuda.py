@@ -25,6 +25,7 @@ from torch.nn.attention import flex_attention as flex
 
 import meshwright
 from meshwright.commands.plan.simulate import rms_norm
+from meshwright.commands.plan.torch_names import flex_attention_operator
 from meshwright.models import document_mask
 
 aten = torch.ops.aten
@@ -253,22 +254,7 @@ def _attention(
 
 def _uncompiled(function: Any) -> Any:
     """torch.compile does not run on fake tensors; flex attention is an operator without it, too."""
-    return _flex_attention if function is flex.flex_attention else function
-
-
-def _flex_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_mask: flex.BlockMask,
-    enable_gqa: bool,
-    scale: float | None = None,
-) -> Tensor:
-    assert enable_gqa or q.shape[1] == k.shape[1]
-    options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = block_mask.as_tuple()
-    return flex.flex_attention_hop(q, k, v, flex._identity, mask, scale, options)[0]
+    return flex_attention_operator if function is flex.flex_attention else function
 
 
 _plain_attention = F.scaled_dot_product_attention

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.commands.plan import torch_names
 from tests.helpers.simulated_gpu import fake_cuda
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._fake = fake
         self._live: dict[int, int] = {}  # storage -> bytes
-        self._is_shadow = False
+        self._is_shadow, self._stack = False, ExitStack()
         self.now = 0
         self.begin()
 
@@ -66,31 +67,21 @@ class Watch(TorchDispatchMode):
         fake_cuda.stream_log.clear()
 
     def __enter__(self) -> Watch:
-        watch = self
-        self._resize = torch.UntypedStorage.resize_
-        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            if storage._cdata in watch._live:  # FSDP2 frees by it
-                watch._count(num_bytes - watch._live[storage._cdata])
-                watch._live[storage._cdata] = num_bytes
-            return watch._resize(storage, num_bytes)
-
-        def propagate(propagator: ShardingPropagator, schema: Any) -> Any:
-            watch._is_shadow = True  # of DTensor's: whole tensors that no GPU ever has
-            try:
-                return watch._propagate(propagator, schema)
-            finally:
-                watch._is_shadow = False
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        self._stack.enter_context(torch_names.resizes_seen(self._resized))
+        self._stack.enter_context(torch_names.shadows_marked(self._mark_shadow))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
         super().__exit__(*error)
+        self._stack.close()
+
+    def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if storage._cdata in self._live:  # FSDP2 frees by it
+            self._count(num_bytes - self._live[storage._cdata])
+            self._live[storage._cdata] = num_bytes
+
+    def _mark_shadow(self, is_shadow: bool) -> None:
+        self._is_shadow = is_shadow  # of DTensor's: whole tensors that no GPU ever has
 
     def _count(self, num_bytes: int) -> None:
         self.now += num_bytes

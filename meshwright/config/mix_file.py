@@ -1,32 +1,12 @@
-"""Short forms: one key that stands for others, which are written in its place.
-
-A folder as the model's flavor; a file of weighted paths as a mixture.
-"""
+"""A mixture as a file of weighted paths, `training.mix_file`, in place of many tables."""
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config.training import Source
 from meshwright.system.errors import ConfigError, check
 
 KEY = "training.mix_file"
-
-
-def is_folder(flavor: object) -> bool:
-    """Return whether a flavor is a path: names of sizes have no slash."""
-    return isinstance(flavor, str) and "/" in flavor
-
-
-def follow_folder(raw: dict[str, Any]) -> None:
-    """Take the tokenizer from the folder that `model.flavor` names, and the first weights if
-    `checkpoint.initial_load_in_hf` asks for some, in place, unless they are given."""
-    model, checkpoint = raw.get("model"), raw.get("checkpoint")
-    if not isinstance(model, Mapping) or not is_folder(model.get("flavor")):
-        return
-    raw["model"] = {"tokenizer_path": model["flavor"]} | dict(model)
-    if isinstance(checkpoint, Mapping) and checkpoint.get("initial_load_in_hf") is True:
-        raw["checkpoint"] = {"initial_load_path": model["flavor"]} | dict(checkpoint)
 
 
 def follow_mix(raw: dict[str, Any]) -> None:

@@ -1,0 +1,68 @@
+"""The history of a run: a line for each start and end of its processes, in history.jsonl."""
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.system.log import logger
+
+FILE = "history.jsonl"
+
+Event = Literal["start", "end"]
+
+OF_A_RUN = ("metrics.jsonl", FILE, "samples.jsonl", "skipped_steps.jsonl", "config.toml")
+"""Files in the dump folder that a job which starts over begins again."""
+
+
+def set_aside(folder: Path) -> None:
+    """Move the files of an earlier run in `folder` to a folder of their own in it; nothing if that
+    run has logged no step."""
+    metrics = folder / OF_A_RUN[0]
+    try:
+        if not (metrics.exists() and metrics.stat().st_size):
+            return
+        numbers = (folder / f"earlier_run_{number}" for number in itertools.count(1))
+        earlier = next(path for path in numbers if not path.exists())
+        earlier.mkdir()
+        for name in OF_A_RUN:
+            if (folder / name).exists():
+                (folder / name).rename(earlier / name)
+    except OSError as error:
+        logger.warning("the earlier run in %s cannot be set aside: %s", folder, error)
+    else:
+        logger.info("the earlier run's metrics are now in %s", earlier)
+
+
+def note(folder: Path, step: int, event: Event, facts: Mapping[str, Any]) -> None:
+    """Append an event. A job that starts over, at step 0, begins a new file.
+
+    Args:
+        facts: anything that JSON can hold.
+    """
+    line = json.dumps({"event": event, "step": step, "unix_s": round(time.time(), 1), **facts})
+    is_new = event == "start" and step == 0
+    try:
+        with open(folder / FILE, "w" if is_new else "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:  # a full disk, say
+        logger.warning("%s cannot be written: %s; training continues", folder / FILE, error)
+
+
+def note_missing_end(folder: Path, step: int, reason: str, since: float) -> None:
+    """Append the end of a process that was killed before it could do so itself.
+
+    Args:
+        step: the step that it was in.
+        since: seconds of the epoch; a start that is older is another process's.
+    """
+    try:
+        *_, last = (folder / FILE).read_text("utf-8").splitlines()
+        row = json.loads(last)
+        is_open = row["event"] == "start" and row["unix_s"] >= round(since, 1)
+    except (OSError, ValueError, KeyError):  # no process has noted its start
+        return
+    if is_open:
+        note(folder, step, "end", {"reason": reason})
