@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from meshwright.config.section import MODULE_OBJECT
 from meshwright.config.training import Source
-from meshwright.datasets import storage
+from meshwright.datasets.storage import ranges as storage
 from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
 from meshwright.system.log import logger
 

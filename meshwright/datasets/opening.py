@@ -11,7 +11,7 @@ from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint,
 from meshwright.datasets.foreign_tokens import TokenFiles
 from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
 from meshwright.datasets.rows import Documents, LocalDocuments, local_layout
-from meshwright.datasets.storage import is_address
+from meshwright.datasets.storage.ranges import is_address
 from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import block_cache, default_folder, open_cache
@@ -163,7 +163,9 @@ def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bo
         if facts["revision"]:  # which may have moved on by now
             source = entry.source.model_copy(update={"dataset_revision": facts["revision"]})
             recipe = replace(recipe, entry=replace(entry, source=source))
-        documents = recipe.open(streamed=True)
+        opened = recipe.open(streamed=True)
+        assert not isinstance(opened, TokenFiles)  # they are cached
+        documents = opened
     return _streamed(entry, recipe, documents, config, told.files, facts)
 
 

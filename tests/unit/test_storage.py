@@ -20,11 +20,12 @@ from fsspec.registry import _registry as fsspec_registry
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets import remote, storage
-from meshwright.datasets.block_cache import BlockCache
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
-from meshwright.datasets.storage import ChangedError, RangeFile, open_stream
+from meshwright.datasets.storage import ranges as storage
+from meshwright.datasets.storage import remote
+from meshwright.datasets.storage.block_cache import BlockCache
+from meshwright.datasets.storage.ranges import ChangedError, RangeFile, open_stream
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache

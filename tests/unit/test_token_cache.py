@@ -22,7 +22,7 @@ from meshwright.config.training import Source
 from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.files import Entry
 from meshwright.datasets.rows import IndexedDocuments
-from meshwright.datasets.storage import DESCRIPTORS, RangeFile
+from meshwright.datasets.storage.ranges import DESCRIPTORS, RangeFile
 from meshwright.datasets.token_cache import tokenizing
 from meshwright.datasets.token_cache.cache import DamagedCacheError, Part, TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec

@@ -21,8 +21,8 @@ from hashlib import blake2b
 from typing import IO, Any, TypeVar
 
 from meshwright.config.section import ADDRESS
-from meshwright.datasets import remote
-from meshwright.datasets.block_cache import BlockCache
+from meshwright.datasets.storage import remote
+from meshwright.datasets.storage.block_cache import BlockCache
 from meshwright.system.errors import ConfigError, StorageError
 from meshwright.system.files import RETRY_AFTER_S
 from meshwright.system.log import logger
