@@ -232,7 +232,9 @@ def test_memory_does_not_depend_on_the_size_of_a_row_group(tmp_path: Path) -> No
         texts = [f"{n}" + "x" * 100_000 for n in range(count)]
         table = pyarrow.table({"text": texts})
         path = tmp_path / f"{name}.parquet"
-        parquet.write_table(table, path, compression="none", use_dictionary=False)
+        options = {"compression": "none", "use_dictionary": False}
+        # a page is read as a whole: of 1 MB, as in files of usual documents
+        parquet.write_table(table, path, write_batch_size=10, **options)
     paths = [str(tmp_path / f"{name}.parquet") for name in ("small", "large")]
     process = subprocess.run(
         [sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True
