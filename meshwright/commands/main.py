@@ -85,6 +85,7 @@ COMMANDS = {
         "checkpoint", "compare every byte with its checksum", suffix="_verify"
     ),
     "checkpoint diff": Command("checkpoint_diff", "compare two checkpoints"),
+    "checkpoint merge": Command("checkpoint_merge", "average the weights of several steps"),
     "export": Command("export", "write a checkpoint for Hugging Face"),
     "generate": Command("generate", "generate text"),
     "completion": Command("completion", "print a script for bash or zsh"),
