@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,34 @@ def test_a_table_with_a_text_that_is_not_utf8(tmp_path: Path) -> None:
     found = [row for _, row in rows_of(tmp_path / "a.parquet", Layout("parquet"))]
     assert [found[0], found[2]] == [{"text": "a"}, {"text": "c"}]
     assert str(found[1]).startswith(f"{tmp_path}/a.parquet, row 1 of row group 0: is damaged text")
+
+
+PEAK = """
+import re, sys
+from meshwright.datasets.files import Range, described
+from meshwright.datasets.readers import Layout, read
+peaks = []
+for path in sys.argv[1:]:
+    assert sum(1 for _ in read(Range(described(path)), Layout("parquet", ("text",)))) > 9
+    # not ru_maxrss, which begins with that of the process that started this one
+    peaks.append(int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]))
+print(peaks[1] - peaks[0])
+"""
+
+
+def test_memory_does_not_depend_on_the_size_of_a_row_group(tmp_path: Path) -> None:
+    """200 MB of text in one row group, beside 1 MB of it."""
+    for name, count in (("small", 10), ("large", 2000)):
+        texts = [f"{n}" + "x" * 100_000 for n in range(count)]
+        table = pyarrow.table({"text": texts})
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+    paths = [str(tmp_path / f"{name}.parquet") for name in ("small", "large")]
+    process = subprocess.run(
+        [sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True
+    )
+    # in KiB: batches of 4 MiB a few times, and what the allocator keeps, but no whole row group
+    assert int(process.stdout) < 100_000
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
