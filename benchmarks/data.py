@@ -25,11 +25,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.files import Entry
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.opening import CachedSource
-from meshwright.datasets.sample import SampleRules
-from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.token_cache.spec import TokenizationSpec
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import build_tokenizer

@@ -19,7 +19,7 @@ from statistics import median, quantiles
 import torch
 
 from meshwright.config.loader import load_config
-from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.cached import CachedSamples
 from meshwright.datasets.opening import CachedSource, open_training_data
 from meshwright.metrics.records import Record
 from meshwright.models.decoder import Decoder

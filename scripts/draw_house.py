@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "meshwright"
 WIDTH, GAP, MARGIN, LINE = 330, 30, 20, 17
 WAYS = {  # files that it passes, in order
     ("batch", "#1f6feb"): (
-        *("datasets/sources/rows.py", "datasets/sample_stream.py", "datasets/loader.py"),
+        *("datasets/rows.py", "datasets/stream.py", "datasets/loader.py"),
         *("train/trainer.py", "parallelisms/context_parallel.py", "models/decoder.py"),
         *("models/loss.py", "train/optim/optimizers.py", "metrics/reporter.py"),
     ),

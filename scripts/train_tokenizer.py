@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 from meshwright.datasets.sources import open_stdlib
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -60,6 +60,11 @@ COMMANDS = {
     "config diff": Command("config", "list the keys in which two configs differ", suffix="_diff"),
     "schema": Command("config", "print the JSON Schema of a config, for editors", suffix="_schema"),
     "tokenize": Command("tokenize_data", "tokenise the data of a job", takes_config=True),
+    "data": Command(
+        "data",
+        "describe the data of a job, print its samples, list and remove token caches",
+        takes_config=True,
+    ),
     "plan": Command(
         "plan.command",
         "plan memory, traffic and step time on devices that are not there",

@@ -23,9 +23,11 @@ from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.datasets.tokenizers.kinds import (
     Tokenizer,
     build_tokenizer,
+    end_of_chat,
     prompt_tokens,
     special_ids,
 )
+from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.decoder import Decoder
 from meshwright.models.families import MODELS
@@ -73,7 +75,8 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
     path = given or manifest["tokenizer_path"]
     fix = "name the tokenizer that it was trained with: --tokenizer PATH"
     try:
-        tokenizer = build_tokenizer(path)
+        model = manifest["config"].get("model", {})
+        tokenizer = build_tokenizer(path, Ends(model.get("bos_token"), model.get("eos_token")))
     except ConfigError as error:
         reason = str(error).partition("\n")[0]
         raise config_error("--tokenizer", path, reason, fix) from None
@@ -94,7 +97,7 @@ def open_tokenizer(place: Place, manifest: Manifest, given: str | None) -> tuple
         path,
         f"has other special tokens than checkpoint {place.path} was trained with: {found} instead "
         f"of {used}",
-        "put the tokenizer_config.json of training beside it",
+        "use the version of Meshwright that trained it",
     )
     return tokenizer, path
 
@@ -134,7 +137,8 @@ def _open_hf(place: Place, tokenizer_path: str | None) -> TextSource:
 
 
 def _eos(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+    ends = {tokenizer.eos_id, end_of_chat(tokenizer)}
+    return frozenset(token_id for token_id in ends if token_id is not None)
 
 
 def _stops(place: Place) -> frozenset[int]:

@@ -77,6 +77,14 @@ class Model(Section, on_resume="model"):
     """Hugging Face's `tokenizer.json`, a `tokenizer.model` of sentencepiece or tiktoken, or a
     folder with one; or "bytes" for UTF-8 bytes as tokens (vocabulary 258), which needs no file."""
 
+    bos_token: OfData[str | None] = None
+    """Token before every document, as `tokenizer.json` spells it; "": none. Absent: the token that
+    the file's own post-processor puts first."""
+
+    eos_token: OfData[str | None] = None
+    """Token after every document; "": none. Absent: the token that the post-processor of
+    `tokenizer.json` puts last, otherwise a well-known one in the file."""
+
     chat_template_path: OfData[InputPath] = ""
     """Jinja file that makes text of conversations. Absent: the tokenizer's own."""
 

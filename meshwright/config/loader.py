@@ -25,6 +25,7 @@ from meshwright.config.explain import (
 )
 from meshwright.config.fields import Key, find_field, is_flag
 from meshwright.config.job_config import JobConfig
+from meshwright.config.mix_file import follow_mix
 from meshwright.config.provenance import Provenance, shown_path
 from meshwright.config.section import (
     ADDRESS,
@@ -187,6 +188,7 @@ def read(given: Namespace) -> Written:
         provenance.rename(origins)
         notes = [f"{provenance.of(key)} {key}: {text}".strip() for key, text in of_keys]
     follow_folder(raw)
+    follow_mix(raw)
     return Written(raw, provenance, notes)
 
 
@@ -313,7 +315,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, table: Key = ()) -> None:
         field = find_field(key)
         if field is None or not (isinstance(value, str) and value):
             continue
-        if ADDRESS.match(value):  # refused as it was written
+        if ADDRESS.match(value):  # kept as it was written, or refused
             continue
         if PATH_OR_NAME in field.metadata and not is_path(value):
             continue
@@ -334,6 +336,8 @@ def unreadable_paths(config: JobConfig) -> list[ConfigError]:
         if not (isinstance(value, str) and value and LOCAL_PATH in field.metadata):
             continue
         if PATH_OR_NAME in field.metadata and not is_path(value):
+            continue
+        if ADDRESS.match(value):  # of object storage
             continue
         is_inside = not {INPUT_PATH, OUTPUT_PATH} & set(field.metadata)
         path = Path(config.job.dump_folder if is_inside else "", OF_FUNCTION.sub("", value))

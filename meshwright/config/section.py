@@ -34,6 +34,16 @@ InputPath = Annotated[LocalPath, INPUT_PATH]
 """A path that the job reads. Relative in a TOML: to that TOML's folder; on the command line: to
 the working directory. The loader makes it absolute."""
 
+
+def check_is_no_file_address(value: str) -> str:
+    """Refuse an address of a local file."""
+    return check_is_path(value) if value.lower().startswith("file://") else value
+
+
+DataPath = Annotated[str, AfterValidator(check_is_no_file_address), LOCAL_PATH, INPUT_PATH]
+"""An `InputPath` that may be an address of object storage."""
+
+
 BYTES = "bytes"
 """Stands where a tokenizer's path would, for the one that has no file."""
 

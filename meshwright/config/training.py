@@ -14,6 +14,7 @@ from pydantic import (
 from meshwright.config.section import (
     OUTPUT_PATH,
     PATH_OR_NAME,
+    DataPath,
     Harmless,
     InputPath,
     LocalPath,
@@ -32,8 +33,9 @@ class Source(Section, on_resume="data"):
     fineweb-edu, slimpajama, or any "owner/name": of the Hugging Face hub. python_stdlib: the
     library of the running Python, for trying."""
 
-    dataset_path: InputPath = ""
-    """File, folder or glob for local data; for a named dataset a local copy of it."""
+    dataset_path: DataPath = ""
+    """File, folder or glob for local data, or an address of such (s3://, gs://, hf://; of https://
+    one file); for a named dataset a local copy of it."""
 
     dataset_subset: str = ""
     """Configuration of a dataset of the hub, e.g. "en" or "sample-10BT". Absent: the usual one."""
@@ -48,6 +50,19 @@ class Source(Section, on_resume="data"):
     dataset_column: str = "text"
     """Column that holds the text, or a conversation: a list of {role, content}, of which only the
     assistant's tokens count in the loss."""
+
+    dataset_separator: str = ""
+    """Of dataset "text": the words between two documents of a file, e.g. "<|endoftext|>". With
+    "\\n" each line is a document, with "\\n\\n" each paragraph. Line ends around a document are
+    dropped. Absent: each file is a document, as it is."""
+
+    dataset_where: list[str] = []
+    """Rows that are taken, by conditions of which all must hold: a column or its length, a
+    comparison and a value, e.g. ["language == 'en'", "meta.score >= 3", "len(text) > 200"]."""
+
+    max_documents: NonNegativeInt = 0
+    """Documents that are taken, the first ones in the order of the files; of a streamed source
+    each shard gives an equal part. 0: all."""
 
     dataset_format: Annotated[InputPath, PATH_OR_NAME] = ""
     """How a row becomes a conversation or a text, instead of a column: "alpaca", "sharegpt",
@@ -85,18 +100,29 @@ class Training(Source):
     keys of a dataset, `name` (in figures), and `weight` (its share) or `tokens` (to take from it in
     the whole job). At any moment the samples drawn from each are within one of its share."""
 
+    mix_file: InputPath = ""
+    """A mixture as a file, instead of `datasets`: a line for each part, its weight, a space, and a
+    path or glob that starts at the file's folder. Lines that begin with # are left out. The other
+    keys, `dataset` first, are those of [training]."""
+
     max_epochs: Harmless[NonNegativeInt] = 0
     """Times that any source may be read through; training ends on all ranks before the step that
     would need more. 0: no limit."""
+
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the documents of each source that is kept from training, and on which `[validation]`
+    measures the loss if it names no dataset. A hash of the text decides, so a document is on the
+    same side in every job, whatever the order and the mesh, and so are its duplicates."""
 
     mask_documents: OfTraining[bool] = False
     """Keep the documents in a sequence apart: attention stays inside each, positions restart at 0,
     and the loss leaves out the first token of each."""
 
     max_bad_records: Harmless[NonNegativeInt] = 0
-    """Bad records of streamed sources that the whole job may skip, over all epochs: for example a
-    line that is not JSON, or a row without its text. One more stops the job. Metrics count them,
-    and the logs of the ranks that read them name them. 0: the first stops it."""
+    """Records (a line that is no JSON, a row without its text, the rest of a damaged file, ...)
+    that may be passed over; one more stops the job. A cached source counts them when it is
+    tokenised. Streamed ones count them in the whole job, each epoch again, in the metrics and in
+    the logs of the ranks that meet them. 0: the first stops it."""
 
     shuffle_window: PositiveInt = 256
     """Documents that each shard of a streamed source reads at once, to shuffle them. More: better
@@ -109,6 +135,10 @@ class Training(Source):
 
     token_cache_folder: Harmless[Annotated[LocalPath, OUTPUT_PATH]] = ""
     """Where tokens are kept. Absent: ~/.cache/meshwright, or $XDG_CACHE_HOME/meshwright."""
+
+    block_cache_gib: Harmless[PositiveFloat] = 16.0
+    """Most GiB of `token_cache_folder` that keep blocks of token files in object storage; the
+    oldest are deleted beyond it. Per machine."""
 
     local_batch_size: Harmless[PositiveInt] = 8
     """Sequences per data-parallel rank and microbatch: as many as fit the memory."""

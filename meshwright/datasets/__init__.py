@@ -6,8 +6,16 @@ keys that choose one are in `config/training.py`.
 
 from functools import partial
 
-from meshwright.datasets.sources import DatasetSpec, open_hub, open_local, open_stdlib, open_tokens
-from meshwright.datasets.sources.files import hub_files, local_files, stdlib_files, token_files
+from meshwright.datasets.files import local_files, token_files
+from meshwright.datasets.hub import hub_files
+from meshwright.datasets.sources import (
+    DatasetSpec,
+    open_hub,
+    open_local,
+    open_stdlib,
+    open_tokens,
+    stdlib_files,
+)
 
 
 def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
@@ -16,11 +24,13 @@ def _on_hub(repository: str, subset: str = "") -> DatasetSpec:
         partial(hub_files, repository, subset),
         path="optional",
         is_large=True,
+        has_rows=True,
     )
 
 
 def _local(builder: str) -> DatasetSpec:
-    return DatasetSpec(partial(open_local, builder), partial(local_files, builder), path="required")
+    opened, files = partial(open_local, builder), partial(local_files, builder)
+    return DatasetSpec(opened, files, path="required", has_rows=True)
 
 
 def _tokens(kind: str) -> DatasetSpec:

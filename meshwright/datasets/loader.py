@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.datasets.sample import NO_LOSS, Sample, blank_sample
-from meshwright.datasets.sample_stream import Cursor, SampleStream, bad_records, merged
-from meshwright.datasets.streamed_samples import EndOfData
+from meshwright.datasets.encoding import NO_LOSS, Sample, blank_sample
+from meshwright.datasets.stream import Cursor, SampleStream, bad_records, merged
+from meshwright.datasets.streamed import EndOfData
 from meshwright.models.batch import Batch
 from meshwright.models.loss import IGNORE
 from meshwright.system.errors import DataError, config_error

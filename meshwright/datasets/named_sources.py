@@ -1,27 +1,51 @@
 """The sources that a config names. Free of torch and numpy."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from meshwright.config.changes import shown
 from meshwright.config.job_config import JobConfig
 from meshwright.config.training import Source, Training, Validation, WeightedSource
 from meshwright.datasets import DATASETS, find_dataset
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import ROW_FORMATS, Entry
+from meshwright.datasets.rows import head_fault
 from meshwright.datasets.sources import check_path
-from meshwright.datasets.sources.faults import find_head_fault
 from meshwright.datasets.tokenizers.kinds import Tokenizer, prompt_tokens
 from meshwright.system.errors import ConfigError, check, did_you_mean
 
 
 def entries(section: Training | Validation, key: str) -> list[Entry]:
     """Return the sources of `[key]`: those in its list, or the one that it is itself."""
-    named = list(section.datasets)
+    named, held_out = list(section.datasets), getattr(section, "validation_fraction", 0.0)
     if not named:
-        return [Entry(key, section.dataset, _source(section))]
+        return [Entry(key, section.dataset, _source(section), held_out)]
     return [
-        Entry(f"{key}.datasets.{number}", source.name or source.dataset, _source(source))
+        Entry(f"{key}.datasets.{number}", source.name or source.dataset, _source(source), held_out)
         for number, source in enumerate(named)
     ]
+
+
+def validation_entries(config: JobConfig) -> list[Entry]:
+    """Return the sources of the validation, none if there is none: its own, or the parts of the
+    training's that are held out."""
+    if not config.validation.enable:
+        return []
+    if not config.training.validation_fraction:
+        return entries(config.validation, "validation")
+    return [replace(entry, is_held_out=True) for entry in entries(config.training, "training")]
+
+
+def check_held_out(config: JobConfig) -> None:
+    """Check that the validation has one source of documents, its own or the training's."""
+    validation, fraction = config.validation, config.training.validation_fraction
+    own = set(Source.model_fields) & validation.model_fields_set if validation.dataset else None
+    check(
+        not (fraction and validation.enable and (own or validation.datasets)),
+        "training.validation_fraction",
+        fraction,
+        "is given beside a dataset of [validation]",
+        'leave out one of the two (validation.dataset = "" if the TOML that it extends gives it)',
+    )
 
 
 def _source(keys: Source) -> Source:
@@ -64,15 +88,15 @@ def check_sources(section: Training | Validation, key: str, *, looks_at_files: b
         if spec is None:
             fix = f'{did_you_mean(name, DATASETS)} (one of the hub is written "owner/name")'
             raise entry.error("dataset", "no such dataset", fix)
-        check_path(entry, spec)
-        passes_over = is_streamed(entry) and getattr(section, "max_bad_records", 0) > 0
+        check_path(entry, spec, looks_at_files=looks_at_files)
+        passes_over = getattr(section, "max_bad_records", 0) > 0
         if looks_at_files and spec.path == "required" and not passes_over:
-            fault = find_head_fault(entry, spec.files(entry))
-            lacks_column = f"no column {entry.source.dataset_column!r}" in fault
-            fix = (
-                f"set {entry.key}.dataset_column" if lacks_column else "correct it, or leave it out"
-            )
-            check(not fault, f"{entry.key}.dataset_path", entry.source.dataset_path, fault, fix)
+            fault = head_fault(entry, spec.find(entry)) if name in ROW_FORMATS else None
+            if fault is not None:
+                fix = "correct it, or set training.max_bad_records to pass over such records"
+                if "no column" in str(fault):
+                    fix = f"set {entry.key}.dataset_column"
+                raise ConfigError(fault.key, f"{fault}\n  fix: {fix}")
         if entry.name in names:
             message = f"{entry.key}.name: another dataset is called {entry.name} too"
             raise ConfigError(f"{entry.key}.name", f"{message}\n  fix: give it another name")
@@ -124,10 +148,10 @@ def check_sample_prompts(validation: Validation, tokenizer: Tokenizer, seq_len: 
         )
 
 
-def check_validation_data(validation: Validation) -> None:
+def check_validation_data(config: JobConfig) -> None:
     """All of a dataset can be read only if it is known how much that is."""
-    key, count = "validation.num_samples", validation.num_samples
-    streamed = [entry.name for entry in entries(validation, "validation") if is_streamed(entry)]
+    key, count = "validation.num_samples", config.validation.num_samples
+    streamed = [entry.name for entry in validation_entries(config) if is_streamed(entry)]
     check(
         count > 0 or (count == -1 and not streamed),
         key,
@@ -144,7 +168,7 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
         config: whose datasets are known.
     """
     training = entries(config.training, "training")
-    held_out = entries(config.validation, "validation") if config.validation.enable else []
+    held_out = validation_entries(config)
     have_rows = set()
     for entry in (*training, *held_out):
         spec = find_dataset(entry.source.dataset)
@@ -169,8 +193,6 @@ def idle_source_options(config: JobConfig) -> Iterator[str]:
     unused = []
     if True not in are_streamed:
         unused += [(key, "no source is streamed") for key in ("shuffle_window", "stream_shards")]
-    if True not in any_streamed:  # a cache is not made of bad records
-        unused.append(("max_bad_records", "no source is streamed"))
     if any_streamed == {True}:
         unused.append(("token_cache_folder", "every source is streamed"))
     for key, why in unused:

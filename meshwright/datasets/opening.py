@@ -1,17 +1,21 @@
 """The sources that a config names, opened."""
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config.job_config import JobConfig
-from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.named_sources import entries, is_streamed
-from meshwright.datasets.sample import Encoder
-from meshwright.datasets.sources.files import fingerprint, revision, sampled
-from meshwright.datasets.sources.token_files import TokenFiles
-from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.files import ROW_FORMATS, DataFile, Entry, fingerprint, revision, sampled
+from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets.named_sources import entries, is_streamed, validation_entries
+from meshwright.datasets.rows import Documents, LocalDocuments, local_layout
+from meshwright.datasets.storage.ranges import is_address
+from meshwright.datasets.token_cache.cache import DamagedCacheError, TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.token_cache.tokenizing import default_folder, open_cache
+from meshwright.datasets.token_cache.tokenizing import block_cache, default_folder, open_cache
+from meshwright.datasets.tokenizers.special_tokens import Ends
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class StreamedSource:
     """Commit of a dataset of the hub."""
     method: str = ""
     """Hash of the user's code, the tokenizer and the chat template that make its tokens."""
+    files: Sequence[DataFile] = ()
+    """As they were when the job looked for them."""
 
     @property
     def content(self) -> str:
@@ -56,6 +62,25 @@ class StreamedSource:
 
 
 OpenSource = CachedSource | StreamedSource
+
+
+@dataclass(frozen=True)
+class Told:
+    """A source as one process of a job has found it: the others look for nothing."""
+
+    facts: Mapping[str, str]
+    """`revision`; of a streamed source also `outline`, `sampled` and `method`."""
+    cache: str = ""
+    """Name of its token cache; "": it is streamed."""
+    files: Sequence[DataFile] = ()
+
+    @classmethod
+    def of(cls, source: OpenSource) -> "Told":
+        """Return the words for the other processes."""
+        if isinstance(source, CachedSource):
+            return cls({"revision": source.revision}, source.cache.folder.name)
+        names = ("revision", "outline", "sampled", "method")
+        return cls({name: getattr(source, name) for name in names}, "", source.files)
 
 
 def open_training_data(
@@ -88,24 +113,108 @@ def open_validation_data(
         return []
     needed = max(config.validation.num_samples, 1)
     return [
-        _open(entry, config, needed, num_workers, check_all)
-        for entry in entries(config.validation, "validation")
+        _open(entry, config, needed, num_workers, check_all) for entry in validation_entries(config)
     ]
+
+
+def open_told(
+    told: Sequence[Told], config: JobConfig, *, is_first_here: bool
+) -> tuple[list[OpenSource], list[OpenSource]]:
+    """Open the training and the validation data that another process of the job has found.
+
+    Args:
+        told: of the sources of training, then of those of validation.
+        is_first_here: this process looks, for its machine, whether the files have the same content.
+
+    Raises:
+        ConfigError: if a source is not there on this machine.
+    """
+    of_training = entries(config.training, "training")
+    named = [*of_training, *validation_entries(config)]
+    found = [
+        _open_as_told(entry, one, config, is_first_here)
+        for entry, one in zip(named, told, strict=True)
+    ]
+    return found[: len(of_training)], found[len(of_training) :]
+
+
+def _open_as_told(entry: Entry, told: Told, config: JobConfig, is_first_here: bool) -> OpenSource:
+    training, recipe, facts = config.training, recipe_of(entry, config), dict(told.facts)
+    if told.cache:
+        root = Path(training.token_cache_folder or default_folder())
+        blocks = block_cache(root, training.block_cache_gib)
+        try:
+            cache = TokenCache(root / told.cache, looks_at_parts=is_first_here, blocks=blocks)
+        except (DamagedCacheError, OSError):  # this machine has caches of its own
+            return _open(entry, config, 1, 0, False)
+        return CachedSource(entry, cache, facts["revision"])
+    if entry.source.dataset in ROW_FORMATS:
+        first = told.files[0].path
+        if not (is_address(first) or os.path.exists(first)):  # this machine has a copy elsewhere
+            return _open(entry, config, 1, 0, False)
+        if is_first_here:
+            try:
+                facts["sampled"] = sampled(told.files)
+            except OSError as error:
+                fix = "give all machines the same files"
+                raise entry.error("dataset_path", str(error), fix) from error
+        documents: Documents = LocalDocuments(entry, told.files, local_layout(entry))
+    else:
+        if facts["revision"]:  # which may have moved on by now
+            source = entry.source.model_copy(update={"dataset_revision": facts["revision"]})
+            recipe = replace(recipe, entry=replace(entry, source=source))
+        opened = recipe.open(streamed=True)
+        assert not isinstance(opened, TokenFiles)  # they are cached
+        documents = opened
+    return _streamed(entry, recipe, documents, config, told.files, facts)
+
+
+def _streamed(
+    entry: Entry,
+    recipe: TokenizationSpec,
+    documents: Documents,
+    config: JobConfig,
+    files: Sequence[DataFile],
+    facts: Mapping[str, str],
+) -> StreamedSource:
+    shards = config.training.stream_shards
+    return StreamedSource(
+        entry,
+        documents,
+        recipe.encoder(),
+        num_shards=min(shards, documents.max_shards, entry.source.max_documents or shards),
+        window=config.training.shuffle_window,
+        files=files,
+        **facts,
+    )
+
+
+def recipe_of(entry: Entry, config: JobConfig) -> TokenizationSpec:
+    """Return everything that the tokens of a source depend on."""
+    model = config.model
+    return TokenizationSpec(
+        entry,
+        model.tokenizer_path,
+        model.chat_template_path,
+        config.experimental.custom_import,
+        Ends(model.bos_token, model.eos_token),
+    )
 
 
 def _open(
     entry: Entry, config: JobConfig, needed: int, num_workers: int, check_all: bool
 ) -> OpenSource:
-    model, training = config.model, config.training
-    recipe = TokenizationSpec(
-        entry,
-        model.tokenizer_path,
-        model.chat_template_path,
-        config.experimental.custom_import,
-    )
+    training, recipe = config.training, recipe_of(entry, config)
     if not is_streamed(entry):
         folder = Path(training.token_cache_folder or default_folder())
-        cache = open_cache(recipe, folder, num_workers=num_workers, check_all=check_all)
+        cache = open_cache(
+            recipe,
+            folder,
+            num_workers=num_workers,
+            check_all=check_all,
+            max_bad_records=training.max_bad_records,
+            blocks=block_cache(folder, training.block_cache_gib),
+        )
         length = training.seq_len + 1
         if cache.num_tokens // length < needed:
             raise entry.error(
@@ -119,14 +228,10 @@ def _open(
     documents = recipe.open(streamed=True)
     assert not isinstance(documents, TokenFiles)  # preflight has refused it
     files = recipe.files()
-    return StreamedSource(
-        entry,
-        documents,
-        recipe.encoder(),
-        num_shards=min(training.stream_shards, documents.max_shards),
-        window=training.shuffle_window,
-        outline=fingerprint(entry, files, is_portable=True),
-        sampled=sampled(files),
-        revision=revision(files) if recipe.is_of_hub else "",
-        method=recipe.method(),
-    )
+    facts = {
+        "outline": fingerprint(entry, files, is_portable=True),
+        "sampled": sampled(files),
+        "revision": revision(files) if recipe.is_of_hub else "",
+        "method": recipe.method(),
+    }
+    return _streamed(entry, recipe, documents, config, files, facts)

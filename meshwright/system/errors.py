@@ -140,6 +140,12 @@ def config_error(key: str, value: object, rule: str, fix: str = "") -> ConfigErr
     return ConfigError(key, f"{key} = {value!r}: {rule}" + (f"\n  fix: {fix}" if fix else ""))
 
 
+def shortened(value: object) -> str:
+    """Return a value for a message."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return a hint for the name `wrong`: the nearest of `valid`, or all of them."""
     valid = sorted(valid)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import meshwright
 from meshwright.config.changes import to_json
 from meshwright.config.loader import to_toml
-from meshwright.datasets.tokenizers.kinds import Tokenizer
+from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat
 from meshwright.metrics import history
 from meshwright.metrics.console import duration
 from meshwright.metrics.reporter import Reporter
@@ -93,7 +93,13 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> str:
         f"{name} {'none' if i is None else f'{i} {tokenizer.decode([i])}'.strip()}"
         for name, i in ids.items()
     )
-    return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}"
+    named = end_of_chat(tokenizer)
+    other = ""
+    if named not in (None, tokenizer.eos_id):
+        other = (
+            f"; tokenizer_config.json names {tokenizer.decode([named])}: model.eos_token sets it"
+        )
+    return f"tokenizer: {tokenizer.vocab_size:,} tokens, {shown}{other}"
 
 
 def announce_end(plan: Plan, reporter: Reporter, step: int, seconds: float) -> None:

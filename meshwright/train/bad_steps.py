@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config.training import BadSteps
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.metrics.sinks import JsonLines, Spared
 from meshwright.system.errors import TrainingError
 from meshwright.system.log import logger

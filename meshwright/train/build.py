@@ -11,11 +11,11 @@ import torch.distributed as dist
 from meshwright.config.changes import to_json
 from meshwright.config.job_config import JobConfig
 from meshwright.config.loader import to_toml
+from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.loader import BatchShape, Loader
 from meshwright.datasets.named_sources import weights
 from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.sample import SampleRules
-from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.metrics import sinks
 from meshwright.metrics.console import Console
 from meshwright.metrics.records import Sink

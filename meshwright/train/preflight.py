@@ -16,16 +16,20 @@ from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.resume_diff import ResumeDiff, find_resume_diff
 from meshwright.config.combinations import check_contradictions, idle_options
 from meshwright.config.job_config import JobConfig, changed
+from meshwright.datasets.files import LATER, settings_of
 from meshwright.datasets.named_sources import (
     check_budgets,
+    check_held_out,
     check_mixture,
     check_sample_prompts,
     check_sources,
     check_validation_data,
     entries,
     idle_source_options,
+    validation_entries,
 )
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.models.args import DecoderArgs
 from meshwright.models.family import Family
 from meshwright.parallelisms.rules import memory, stages
@@ -118,15 +122,17 @@ class Plan:
     def data_identity(self) -> dict[str, object]:
         """Everything, apart from the documents, that determines the sample stream."""
         training = self.config.training
-        keys = ("dataset", "dataset_subset", "dataset_split", "dataset_column")
-        named = {f"training.{key}": getattr(training, key) for key in keys}
+        named = {f"training.{key}": value for key, value in settings_of(training).items()}
         if training.datasets:
             named = {
                 f"training.datasets.{number}": source.model_dump(
-                    exclude={"dataset_path", "dataset_format", "dataset_revision"}
+                    exclude={"dataset_path", "dataset_format", "dataset_revision", *LATER}
                 )
+                | settings_of(source)
                 for number, source in enumerate(training.datasets)
             }
+        if training.validation_fraction:
+            named["training.validation_fraction"] = training.validation_fraction
         return named | {
             "training.seq_len": training.seq_len,
             "training.seed": training.seed,
@@ -147,10 +153,10 @@ class Plan:
         """A line if validation reads none of the datasets that training reads."""
         config = self.config
         trained, held_out = (
-            {entry.source.dataset for entry in entries(section, "")}
-            for section in (config.training, config.validation)
+            {entry.source.dataset for entry in found}
+            for found in (entries(config.training, ""), validation_entries(config))
         )
-        if not config.validation.enable or trained & held_out:
+        if not held_out or trained & held_out:
             return []
         names = (", ".join(sorted(group)) for group in (held_out, trained))
         return ["validation reads {}, and training {}".format(*names)]
@@ -313,14 +319,16 @@ def check_data(config: JobConfig, *, looks_at_files: bool = True) -> Tokenizer:
     extend_by(config.experimental.custom_import)
     mistakes = Mistakes()
     with mistakes.collect():
-        tokenizer = build_tokenizer(config.model.tokenizer_path)
+        model = config.model
+        tokenizer = build_tokenizer(model.tokenizer_path, Ends(model.bos_token, model.eos_token))
     with mistakes.collect():
         check_sources(config.training, "training", looks_at_files=looks_at_files)
         check_mixture(config.training.datasets)
     with mistakes.collect():
-        if config.validation.enable:
+        check_held_out(config)
+        if config.validation.enable and not config.training.validation_fraction:
             check_sources(config.validation, "validation", looks_at_files=looks_at_files)
-            check_validation_data(config.validation)
+        check_validation_data(config)
     mistakes.check()
     if config.validation.enable:
         check_sample_prompts(config.validation, tokenizer, config.training.seq_len)

@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import DATALOADER, Manifest, left_out
 from meshwright.config.changes import changes, config_defaults, to_json
 from meshwright.config.training import Source
 from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.sample_stream import Cursor, bad_records
+from meshwright.datasets.stream import Cursor, bad_records
 from meshwright.datasets.tokenizers.kinds import special_ids
 from meshwright.system.errors import ConfigError, config_error
 from meshwright.system.log import logger

@@ -28,8 +28,14 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.job_config import JobConfig
 from meshwright.datasets.loader import Loader
-from meshwright.datasets.opening import OpenSource, open_training_data, open_validation_data
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.opening import (
+    OpenSource,
+    Told,
+    open_told,
+    open_training_data,
+    open_validation_data,
+)
+from meshwright.datasets.stream import Cursor
 from meshwright.launch.heartbeat import Heartbeat
 from meshwright.metrics import history
 from meshwright.metrics.records import Sink
@@ -115,11 +121,31 @@ def meet(plan: Plan, heart: Heartbeat, launch: Launch) -> Met:
     """
     device = _start(plan, launch.num_gpus)
     attention = _order_attention(plan, device)
-    sources, held_out = open_training_data(plan.config), open_validation_data(plan.config)
-    check_agreement(plan, [*sources, *held_out])
     checkpoints = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+    sources, held_out = _open_data(plan, checkpoints)
+    check_agreement(plan, [*sources, *held_out])
     checkpoints.claim()
     return Met(plan, device, attention, sources, held_out, checkpoints, heart, launch)
+
+
+def _open_data(
+    plan: Plan, checkpoints: CheckpointManager
+) -> tuple[Sequence[OpenSource], Sequence[OpenSource]]:
+    """Open the training and the validation data. Collective.
+
+    The first rank looks for files, revisions and caches, and tells the others.
+    """
+    opened: list[Sequence[OpenSource]] = []
+
+    def find() -> list[Told]:
+        opened.extend([open_training_data(plan.config), open_validation_data(plan.config)])
+        return [Told.of(source) for sources in opened for source in sources]
+
+    told = checkpoints.tell(find)
+    if opened:
+        return opened[0], opened[1]
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    return open_told(told, plan.config, is_first_here=is_first_here)
 
 
 def _start(plan: Plan, num_gpus: int) -> torch.device:

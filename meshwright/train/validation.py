@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.datasets.encoding import Sample, SampleRules
 from meshwright.datasets.loader import padded_samples, to_batches
 from meshwright.datasets.opening import CachedSource, OpenSource
-from meshwright.datasets.sample import Sample, SampleRules
-from meshwright.datasets.sample_stream import Cursor, SampleStream
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.datasets.tokenizers.kinds import prompt_tokens
 from meshwright.models.batch import Batch
 from meshwright.models.loss import IGNORE, SummedLoss

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,11 +17,15 @@ from meshwright.checkpoint import on_ranks as shared_folder
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
+from meshwright.datasets import files
+from meshwright.datasets.encoding import SampleRules
 from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.stream import Cursor, SampleStream
 from meshwright.system.errors import ConfigError, in_ranges
 from meshwright.train import agreement
 from meshwright.train.agreement import check_agreement
 from meshwright.train.preflight import preflight
+from meshwright.train.set_up import _open_data
 from tests.helpers.checkpoints import BARE
 from tests.helpers.forked import Forked
 from tests.helpers.slow import slow
@@ -232,3 +237,44 @@ def test_the_code_is_all_that_is_run(monkeypatch, tmp_path, name) -> None:
         (tmp_path / name).write_text(text)
         hashes.add(agreement._source_hash.__wrapped__())
     assert len(hashes) == 2
+
+
+def opened(folder: Path, mode: str) -> tuple[int, list[str], list[int]]:
+    """How often this rank looked for files, what its sources hold, and its first tokens."""
+    looked: list[str] = []
+    real = files.resolve
+
+    def note(path: str, suffixes: Sequence[str]) -> list[files.DataFile]:
+        looked.append(path)
+        return real(path, suffixes)
+
+    words = {
+        "--job.config_file": "tests/integration/tiny.toml",
+        "--model.tokenizer_path": "bytes",
+        "--training.dataset": "json",
+        "--training.dataset_path": str(folder / "data"),
+        "--training.dataset_mode": mode,
+        "--training.token_cache_folder": str(folder / "cache"),
+        "--job.dump_folder": str(folder / "out"),
+    }
+    config = load_config([word for pair in words.items() for word in pair])
+    with patch.object(files, "resolve", note):
+        plan = preflight(config, dist.get_world_size(), looks_at_files=False)
+        manager = CheckpointManager(plan.checkpoint_folder, plan.config.checkpoint)
+        with patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
+            sources, held_out = _open_data(plan, manager)
+    rules = SampleRules(17, seed=0)
+    stream = SampleStream(sources, [1.0], Cursor(), rules, batch=1, slots=[0])
+    sample = stream.next_sample()
+    assert sample is not None
+    contents = [source.content for source in (*sources, *held_out)]
+    return len(looked), contents, sample.tokens.tolist()
+
+
+@pytest.mark.parametrize("mode", ["cached", "streamed"])
+def test_only_the_first_rank_looks_for_files(on_ranks, tmp_path, mode) -> None:
+    data(tmp_path / "data")
+    first, *others = on_ranks(4, opened, tmp_path, mode)
+    assert first[0] > 0
+    assert [of_rank[0] for of_rank in others] == [0, 0, 0]
+    assert all(of_rank[1:] == first[1:] for of_rank in others)

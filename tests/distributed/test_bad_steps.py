@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.training import BadSteps
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs
 from meshwright.models.loss import IGNORE

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource
 from meshwright.models.batch import Batch
 from meshwright.models.families.llama import LlamaArgs

@@ -19,7 +19,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.checkpoint.state import OPTIMIZER, TrainingTensors
 from meshwright.datasets import loader
 from meshwright.datasets.loader import Loader
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.models import decoder, loss
 from meshwright.models.loss import IGNORE, SummedLoss
 from meshwright.parallelisms import data_parallel, initialize, tensor_parallel

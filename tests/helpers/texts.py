@@ -8,9 +8,11 @@ from pathlib import Path
 
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Document, Entry, IndexedDocuments, Messages
+from meshwright.datasets.encoding import Encoder
+from meshwright.datasets.files import Entry
+from meshwright.datasets.filters import Document, Messages
 from meshwright.datasets.opening import CachedSource, StreamedSource
-from meshwright.datasets.sample import Encoder
+from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.token_cache.tokenizing import open_cache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 
@@ -60,6 +62,10 @@ class TextsRecipe:
             with open(self.opened_note, "a") as file:
                 file.write(f"{os.getpid()}\n")
         return IndexedDocuments(len(self.texts), self.texts.__getitem__)
+
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
 
     def encoder(self) -> Encoder:
         return Encoder(ByteTokenizer(), Turns)

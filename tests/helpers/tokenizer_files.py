@@ -19,7 +19,6 @@ from tokenizers import (
     trainers,
 )
 
-from meshwright.datasets.tokenizers.huggingface import KNOWN_BOS
 from meshwright.datasets.tokenizers.tiktoken_file import SPLIT_PATTERN, special_tokens
 
 CODE = (
@@ -85,7 +84,7 @@ def byte_level_json(file: Path, specials: list[str], size: int = 400) -> Path:
 
 def begin_with(tokenizer: Tokenizer, bos: str) -> None:
     """As Llama's files do."""
-    if bos in KNOWN_BOS:
+    if bos in ("<|begin_of_text|>", "<s>"):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )

@@ -3,16 +3,13 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tomli
-import tomli_w
 
 from meshwright.checkpoint import commit
 from tests.helpers.compare_checkpoints import assert_same_tensors
-from tests.helpers.jobs import CONFIG, ROOT, environment, records, start_on_ranks
+from tests.helpers.jobs import ROOT, records, start_on_ranks
 
 FACTORS = {"7": float("nan"), "13": 1000.0, "18": float("-inf")}
 SKIP = (
@@ -87,28 +84,3 @@ def test_a_job_skips_up_to_its_budget_and_resumes_to_the_same_bits(tmp_path: Pat
     ours, theirs = (commit.inspect(checkpoint)["bad_steps"] for checkpoint in both)
     assert ours == theirs
     assert ours["skipped"] == [7, 13]
-
-
-def test_samples_can_be_read_as_text(tmp_path: Path) -> None:
-    data, folder = tmp_path / "data.txt", tmp_path / "out"
-    data.write_text("".join(f"{number:06d}\n" for number in range(500)))  # 3502 tokens
-    folder.mkdir()
-    config = tomli.loads(CONFIG.read_text())
-    config["model"] |= {"tokenizer_path": "bytes", "args": {"vocab_size": 258}}
-    config["training"] |= {"dataset": "text", "dataset_path": str(data), "seq_len": 69}
-    (folder / "config.toml").write_text(tomli_w.dumps(config))
-    result = subprocess.run(
-        [sys.executable, ROOT / "scripts/show_samples.py", folder, "text", "48", "51"],
-        env=environment(PYTHONPATH=ROOT, HF_DATASETS_CACHE=tmp_path / "cache"),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    samples = result.stdout.split("--- sample ")
-    assert [text.partition("\n")[0] for text in samples[1:]] == [
-        f"{index} of text" for index in range(48, 52)
-    ]
-    for text in samples[1:]:
-        numbers = [int(line) for line in text.splitlines()[2:-2]]
-        assert len(numbers) >= 8
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

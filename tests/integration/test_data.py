@@ -314,11 +314,11 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path) -> None:
 
 
 BAD_DATA = {
-    "empty": ("{}.jsonl", b"", "there is nothing in it"),
+    "empty": ("{}.jsonl", b"", "holds no text"),
     "no column": ("{}.jsonl", b'{"txt": "a"}\n', "a.jsonl:1: no column 'text', but txt"),
     "no text": ("{}.jsonl", b'{"text": ""}\n', "holds no text"),
     "not UTF-8": ("{}.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1: not UTF-8: byte 14"),
-    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "cannot be opened"),
+    "cut short": ("{}.json.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", "Truncated"),
 }
 
 
@@ -336,6 +336,32 @@ def test_bad_data_is_one_error(fault: str, tmp_path) -> None:
     assert message in result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_a_part_is_held_out_and_a_bad_line_of_a_cache_passed_over(tmp_path: Path) -> None:
+    """By two ranks and by one: the same losses of both parts."""
+    write_texts(tmp_path / "data", 3, 2, 60)
+    with open(tmp_path / "data/1.jsonl", "a") as file:
+        file.write('{"text": "cut sh\n')
+    options = (
+        *("--training.dataset", "json", "--training.dataset_path", tmp_path / "data"),
+        *("--training.validation_fraction", 0.3, "--training.steps", 3),
+        *("--validation.enable", "--validation.dataset", "", "--validation.freq", 3),
+        *("--validation.num_samples", -1, "--training.token_cache_folder", tmp_path / "cache"),
+        *("--training.global_batch_size", 16, "--training.local_batch_size", 4),
+    )
+    refused = train_alone(tmp_path / "refused", *options)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "1.jsonl:61: not JSON" in refused.stderr
+    found = []
+    for name, train in ("two", train_on_ranks), ("one", train_alone):
+        result = train(tmp_path / name, *options, "--training.max_bad_records", 1)
+        assert result.returncode == 0, result.stdout + result.stderr
+        found.append(
+            [records(tmp_path / name)[-1][key] for key in ("loss/train", "validation/loss")]
+        )
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(list((tmp_path / "cache").glob("json-*/cache.npz"))) == 2
 
 
 def test_an_epoch_limit_ends_the_job_in_order(tmp_path) -> None:

@@ -119,8 +119,7 @@ def test_mistakes_in_a_toml_are_placed(toml, text, line, says) -> None:
 
 PATH_KEYS = (
     *("job.dump_folder", "model.tokenizer_path", "model.chat_template_path"),
-    *("training.dataset_path", "training.dataset_format", "training.token_cache_folder"),
-    *("validation.dataset_path", "validation.dataset_format"),
+    *("training.dataset_format", "training.token_cache_folder", "validation.dataset_format"),
     *("checkpoint.folder", "checkpoint.initial_load_path"),
     *("metrics.save_tb_folder", "profiling.save_traces_folder"),
     "profiling.save_memory_snapshot_folder",
@@ -136,8 +135,16 @@ def test_an_address_is_no_path(toml, key) -> None:
         toml(f'[{section}]\n{name} = "s3://bucket/a"\n'),
     ):
         assert f"{key} = 's3://bucket/a': s3:// begins an address" in error_of(arguments)
-    inside = '[[training.datasets]]\ndataset = "json"\ndataset_path = "hf://a/b"\n'
-    assert "training.datasets.0.dataset_path = 'hf://a/b'" in error_of(toml(inside))
+    inside = '[[training.datasets]]\ndataset = "json"\ndataset_format = "hf://a/b"\n'
+    assert "training.datasets.0.dataset_format = 'hf://a/b'" in error_of(toml(inside))
+
+
+def test_data_may_have_an_address(toml) -> None:
+    for address in ("s3://bucket/a", "https://host/a.npy"):
+        config = load_config(toml(f'[training]\ndataset_path = "{address}"'))
+        assert config.training.dataset_path == address
+    wrong = toml('[training]\ndataset_path = "file:///a"\n')
+    assert "fix: leave out file://" in error_of(wrong)
 
 
 def test_every_path_key_is_among_those() -> None:
@@ -147,7 +154,8 @@ def test_every_path_key_is_among_those() -> None:
         for name in table.annotation.model_fields
         if re.search("_(path|folder|format)$|^folder$", name)
     }
-    assert named == set(PATH_KEYS)
+    data = {"training.dataset_path", "validation.dataset_path"}  # they may have an address
+    assert named == {*PATH_KEYS, *data}
 
 
 ASYNC_TP = "--parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree 2"

@@ -3,9 +3,10 @@ from typing import Any
 import pytest
 
 from meshwright.config.training import Source
-from meshwright.datasets.documents import Entry
-from meshwright.datasets.sources.rows import row_reader
-from meshwright.system.errors import ConfigError, RecordError
+from meshwright.datasets.files import Entry
+from meshwright.datasets.filters import NoDocumentError
+from meshwright.datasets.rows import row_reader
+from meshwright.system.errors import ConfigError
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -13,7 +14,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 
 def read(name: str, row: dict[str, Any]) -> object:
     entry = Entry("training", "data", Source(dataset="json", dataset_format=name))
-    return row_reader(entry)(row, "row 3")
+    return row_reader(entry)(row)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_rows_become_conversations(name: str, row: dict[str, Any], wanted: objec
     ],
 )
 def test_rows_of_another_format_are_named(name: str, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecordError, match=rf"dataset_format = '{name}': row 3: .*{message}"):
+    with pytest.raises(NoDocumentError, match=message):
         read(name, row)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.datasets.cached_samples import CachedSamples
+from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.encoding import Encoder, SampleRules
 from meshwright.datasets.loader import (
     BatchShape,
     Loader,
@@ -22,15 +23,14 @@ from meshwright.datasets.loader import (
 )
 from meshwright.datasets.opening import OpenSource
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.sample import Encoder, SampleRules
-from meshwright.datasets.sample_stream import (
+from meshwright.datasets.stream import (
     Cursor,
     SampleStream,
     bad_records,
     find_samples,
     merged,
 )
-from meshwright.datasets.streamed_samples import EndOfData, ShardPlace
+from meshwright.datasets.streamed import EndOfData, ShardPlace
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.batch import Batch
 from meshwright.models.loss import IGNORE

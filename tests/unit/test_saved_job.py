@@ -11,9 +11,9 @@ from meshwright.config.job_config import Checkpoint
 from meshwright.config.loader import load_config
 from meshwright.config.training import Source
 from meshwright.datasets import DATASETS
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import StreamedSource, open_training_data
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 from meshwright.train.preflight import Plan, preflight
@@ -106,7 +106,7 @@ def lines(folder: Path, text: str = "a document") -> tuple[str, ...]:
 
 
 OWN = """
-from meshwright.datasets.documents import IndexedDocuments
+from meshwright.datasets.rows import IndexedDocuments
 from meshwright.datasets.sources import DatasetSpec
 
 DATASETS = {{"own": DatasetSpec(lambda *_: IndexedDocuments(1, lambda _: {text!r}), lambda _: [])}}

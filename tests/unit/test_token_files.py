@@ -1,7 +1,6 @@
 """Files of tokens that others have made: the same tokens and documents, read where they lie."""
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from meshwright.config.section import BYTES
 from meshwright.config.training import Source
 from meshwright.datasets import find_dataset
-from meshwright.datasets.cached_samples import CachedSamples
-from meshwright.datasets.documents import Entry
+from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.files import Entry
 from meshwright.datasets.sources import check_path
 from meshwright.datasets.token_cache.cache import TokenCache
 from meshwright.datasets.token_cache.spec import TokenizationSpec
@@ -66,6 +65,17 @@ def write_kind(kind: str, path: Path, documents: list[list[int]]) -> Path:
     if kind == "numpy 32":
         np.save(path.with_suffix(".npy"), flat(documents, "<u4"))
         return path.with_suffix(".npy")
+    if kind == "numpy 64":
+        np.save(path.with_suffix(".npy"), flat(documents, "<i8"))
+        return path.with_suffix(".npy")
+    if kind in ("datatrove", "datatrove without index"):
+        path = path.with_suffix(".ds")
+        flat(documents).tofile(path)
+        if kind == "datatrove":
+            np.cumsum([len(document) for document in documents], dtype="<u8").tofile(
+                f"{path}.index"
+            )
+        return path
     if kind == "olmo":  # no header under that name
         flat(documents).tofile(path.with_suffix(".npy"))
         return path.with_suffix(".npy")
@@ -77,7 +87,10 @@ def write_kind(kind: str, path: Path, documents: list[list[int]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["numpy", "numpy 32", "olmo", "llm.c", "nanoGPT"])
+KINDS = ["numpy", "numpy 32", "numpy 64", "olmo", "llm.c", "nanoGPT", "datatrove"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "datatrove without index"])
 def test_shards_of_one_array(kind: str, tmp_path: Path) -> None:
     first = write_kind(kind, tmp_path / "a", DOCUMENTS[:2])
     write_kind(kind, tmp_path / "b", DOCUMENTS[2:])
@@ -103,7 +116,7 @@ def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     documents = [[*rng.integers(0, 256, n).tolist(), EOS] for n in rng.integers(1, 90, 300)]
     orders = []
-    for kind in ("numpy", "nanoGPT", "olmo"):
+    for kind in ("numpy", "nanoGPT", "olmo", "datatrove", "numpy 64"):
         folder = tmp_path / kind
         folder.mkdir()
         path = write_kind(kind, folder / "a", documents)
@@ -111,27 +124,26 @@ def test_samples_are_those_of_a_cache_of_our_own(tmp_path: Path) -> None:
         samples = CachedSamples(cache, 33, seed=3)
         orders.append([samples.read(i).tokens.tolist() for i in range(40)])
         content = cache.content
-    assert orders[0] == orders[1] == orders[2]
+    assert all(order == orders[0] for order in orders)
     changed = write_kind("numpy", tmp_path / "other", [*documents[:-1], [1, EOS]])
     assert open_tokens(tmp_path, "tokens", changed).content != content
 
 
-def test_each_file_is_opened_twice_however_many_there_are(tmp_path: Path, monkeypatch) -> None:
-    opened: list[Path] = []
+def test_each_file_is_opened_once_however_many_there_are(tmp_path: Path, monkeypatch) -> None:
+    opened: list[str] = []
+    really = os.open
 
-    def note(path: Path, *rest: object) -> Any:
-        opened.append(path)
-        return open_array(path, *rest)
+    def note(path: Any, *rest: Any, **options: Any) -> int:
+        opened.append(str(path))
+        return really(path, *rest, **options)
 
-    token_files = import_module(
-        "meshwright.datasets.sources.token_files"
-    )  # a function has its name
-    open_array = token_files.open_array
-    monkeypatch.setattr(token_files, "open_array", note)
+    monkeypatch.setattr(os, "open", note)
     for number in range(6):
         write_kind("numpy", tmp_path / f"a{number}", DOCUMENTS)
     open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
-    assert len(opened) == 2 * 6
+    assert sorted(path for path in opened if path.endswith(".npy")) == [
+        str(tmp_path / f"a{number}.npy") for number in range(6)
+    ]
 
 
 def test_a_file_that_has_changed_is_not_accepted_by_another_start(tmp_path: Path) -> None:
@@ -201,7 +213,7 @@ def damage(name: str, folder: Path) -> Path:
     ("name", "message"),
     [
         ("magic", "no index of Megatron's"),
-        ("type", "type 7, not 1 and 4 or 8"),
+        ("type", "type 7, not 1 and 4, 5 or 8"),
         ("cut", "cut short"),
         ("length", "of another file"),
         ("bin", "of another file"),
@@ -226,6 +238,23 @@ def test_files_of_two_types_are_refused(tmp_path: Path) -> None:
     write_kind("numpy 32", tmp_path / "b", DOCUMENTS)
     with pytest.raises(ConfigError, match=r"b\.npy: is of type <u4, and .*a\.npy of <u2"):
         open_tokens(tmp_path, "tokens", tmp_path / "*.npy")
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [([2, 1], "do not follow"), ([5], "of another file"), ([], "cut short")],
+)
+def test_a_wrong_index_of_datatrove_is_refused(ends: list[int], message: str, tmp_path) -> None:
+    path = write_kind("datatrove", tmp_path / "a", DOCUMENTS)
+    np.array(ends, "<u8").tofile(f"{path}.index")
+    with pytest.raises(ConfigError, match=message):
+        open_tokens(tmp_path, "tokens", path)
+
+
+def test_a_negative_id_is_of_no_tokenizer(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, -100, EOS]))
+    with pytest.raises(ConfigError, match="token 1 has id 18446744073709551516"):
+        open_tokens(tmp_path, "tokens", tmp_path / "a.npy")
 
 
 @pytest.mark.parametrize(

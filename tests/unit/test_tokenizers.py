@@ -22,8 +22,10 @@ from tokenizers import (
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers import tiktoken_file
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
+from meshwright.datasets.tokenizers.kinds import build_tokenizer, end_of_chat
+from meshwright.datasets.tokenizers.special_tokens import Ends
 from meshwright.system.errors import ConfigError
 from tests.helpers.tokenizer_files import (
     CODE,
@@ -185,46 +187,68 @@ def test_a_tokenizer_that_cannot_keep_special_tokens_apart_is_refused(tmp_path: 
         build_tokenizer(str(tmp_path))
 
 
-def test_special_tokens_are_those_that_the_files_beside_it_name(tmp_path: Path) -> None:
+def with_settings(folder: Path, **settings: object) -> Any:
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return build_tokenizer(str(folder))
+
+
+def test_tokens_around_a_document_do_not_depend_on_files_beside(tmp_path: Path) -> None:
+    """`hf download REPOSITORY tokenizer.json` gives the ids of the whole folder."""
     file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
-    by_name = {t: build_tokenizer(str(file)).special_ids[t] for t in LLAMA3}
-    names = tmp_path / "special_tokens_map.json"
-    names.write_text(json.dumps({"bos_token": "<|eot_id|>", "eos_token": "<|eot_id|>"}))
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"bos_token": {"content": LLAMA3[0]}, "add_bos_token": True}))
-    tokenizer = build_tokenizer(str(tmp_path))  # by its folder
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (by_name[LLAMA3[0]], by_name["<|eot_id|>"])
-    config.write_text(json.dumps({"bos_token": None}))  # as Qwen's
-    assert build_tokenizer(str(tmp_path)).bos_id is None
-    config.write_text(json.dumps({"bos_token": "<bos>"}))
-    with pytest.raises(ConfigError, match="lacks '<bos>', which a file beside it names as bos_"):
-        build_tokenizer(str(tmp_path))
-    config.write_text("{")
+    alone = build_tokenizer(str(file))
+    bos, eos, turn = (alone.special_ids[token] for token in (*LLAMA3[:2], "<|eot_id|>"))
+    assert (alone.bos_id, alone.eos_id) == (bos, eos)  # as its post-processor and its names say
+    for settings in (
+        {"bos_token": LLAMA3[0], "eos_token": "<|eot_id|>", "add_bos_token": False},  # a chat's
+        {"bos_token": None},  # as Qwen's
+        {"bos_token": LLAMA3[1], "eos_token": LLAMA3[1]},  # as GPT-2's and OLMo's
+    ):
+        found = with_settings(tmp_path, **settings)
+        assert (found.bos_id, found.eos_id) == (bos, eos)
+    chat = with_settings(tmp_path, eos_token="<|eot_id|>")
+    assert end_of_chat(chat) == turn  # generation stops there, too
+    (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config.json beside it cannot be read"):
         build_tokenizer(str(tmp_path))
 
 
-def test_a_document_begins_with_bos_only_if_the_tokenizer_says_so(tmp_path: Path) -> None:
-    """As Llama 3's post-processor does; not GPT-2, OLMo and Qwen, whose BOS is none or the EOS."""
+def test_a_document_begins_with_bos_only_if_the_post_processor_says_so(tmp_path: Path) -> None:
+    """As Llama 3's does; not GPT-2's, OLMo's and Qwen's."""
     file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
-    bos, eos = (build_tokenizer(str(file)).special_ids[token] for token in LLAMA3[:2])
-    config = tmp_path / "tokenizer_config.json"
-
-    def ids(**settings: object) -> tuple[int | None, int | None]:
-        config.write_text(json.dumps({"bos_token": LLAMA3[0], "eos_token": LLAMA3[1], **settings}))
-        tokenizer = build_tokenizer(str(tmp_path))
-        return tokenizer.bos_id, tokenizer.eos_id
-
-    assert ids() == ids(add_bos_token=True) == (bos, eos)  # the file's own post-processor adds it
-    assert ids(add_bos_token=False) == (None, eos)
-    assert ids(add_bos_token=True, eos_token=LLAMA3[0]) == (None, bos)
     plain = Tokenizer.from_file(str(file))
+    eos = plain.token_to_id(LLAMA3[1])
     plain.post_processor = processors.ByteLevel()
     plain.save(str(file))
-    assert ids() == (None, eos)
-    assert ids(add_bos_token=True) == (bos, eos)
-    config.unlink()
-    assert build_tokenizer(str(tmp_path)).bos_id is None  # though it has a well-known one
+    for add_bos_token in (False, True):
+        found = with_settings(tmp_path, bos_token=LLAMA3[0], add_bos_token=add_bos_token)
+        assert (found.bos_id, found.eos_id) == (None, eos)
+    plain.post_processor = processors.TemplateProcessing(
+        single=f"{LLAMA3[1]} $A {LLAMA3[1]}", special_tokens=[(LLAMA3[1], eos)]
+    )
+    plain.save(str(file))  # the same token twice would separate documents twice
+    assert (build_tokenizer(str(file)).bos_id, build_tokenizer(str(file)).eos_id) == (None, eos)
+
+
+def test_the_config_names_other_tokens_around_a_document(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", LLAMA3)
+    by_name = build_tokenizer(str(file)).special_ids
+    chat = build_tokenizer(str(file), Ends("", "<|eot_id|>"))
+    assert (chat.bos_id, chat.eos_id) == (None, by_name["<|eot_id|>"])
+    assert build_tokenizer(str(file)).eos_id == by_name[LLAMA3[1]]  # another one
+    with pytest.raises(ConfigError, match="lacks '<none>', which model.bos_token or model.eos_"):
+        build_tokenizer(str(file), Ends("<none>"))
+    assert build_tokenizer(BYTES, Ends("")).bos_id is None
+    with pytest.raises(ConfigError, match="model.eos_token = 'a': only a tokenizer.json can have"):
+        build_tokenizer(BYTES, Ends(None, "a"))
+
+
+def test_an_eos_that_only_a_file_beside_names(tmp_path: Path) -> None:
+    file = byte_level_json(tmp_path / "tokenizer.json", ["<end of mine>"])
+    assert build_tokenizer(str(file)).eos_id is None
+    found = with_settings(tmp_path, eos_token={"content": "<end of mine>"})
+    assert found.eos_id == found.special_ids["<end of mine>"]
+    with pytest.raises(ConfigError, match="lacks '<eos!>', which a file beside it names as eos"):
+        with_settings(tmp_path, eos_token="<eos!>")
 
 
 def test_a_tokenizer_is_built_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
@@ -232,7 +256,7 @@ def test_a_tokenizer_is_built_once_and_again_when_a_file_changes(tmp_path: Path)
     first = build_tokenizer(str(tmp_path))
     assert build_tokenizer(str(tmp_path)) is first
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
-    assert build_tokenizer(str(tmp_path)).bos_id is None
+    assert build_tokenizer(str(tmp_path)) is not first
 
 
 def test_truncation_and_padding_in_a_file_are_not_heeded(tmp_path: Path) -> None:

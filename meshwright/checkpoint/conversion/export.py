@@ -7,7 +7,7 @@ import math
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Job:
     max_shard_bytes: int
     special_tokens: Mapping[str, int]
     """bos_token_id, eos_token_id."""
+    ends_of_text: Sequence[int]
+    """Tokens that end a generated text: the EOS, and the token that ends a turn of a chat."""
     other_files: Mapping[str, Path | str]
     """Files to copy, or their content, by their names in the folder."""
     is_fused: bool
@@ -114,7 +116,8 @@ def _write(job: Job, folder: Path, say: Callable[[str], None]) -> None:
     config["torch_dtype"] = _name(job.dtype)
     _write_json(folder / CONFIG, config)
     if GENERATION_CONFIG not in job.other_files:
-        _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens))
+        ends = {"eos_token_id": list(job.ends_of_text)} if len(job.ends_of_text) > 1 else {}
+        _write_json(folder / GENERATION_CONFIG, dict(job.special_tokens) | ends)
     tensors = job.form.tensors(job.args, is_fused=job.is_fused)
     _check_state(job)
     files = _write_weights(job, folder, tensors)
@@ -261,7 +264,8 @@ def _verify_tokenizer(
         count += len(want)
     for name, token in special.items():
         place.check(
-            token == job.special_tokens.get(name, token),
+            token == job.special_tokens.get(name, token)
+            or (name == "eos_token_id" and token in job.ends_of_text),
             f"its {name} by {by} is {token}, and {job.special_tokens.get(name)} in training",
             LEAVE_OUT,
         )

@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.reader import CheckpointWeights
 from meshwright.config.section import BYTES
 from meshwright.datasets.tokenizers.huggingface import HuggingFaceTokenizer
-from meshwright.datasets.tokenizers.kinds import Tokenizer, find_file, special_ids
+from meshwright.datasets.tokenizers.kinds import Tokenizer, end_of_chat, find_file, special_ids
 from meshwright.datasets.tokenizers.sentencepiece_file import SentencePieceTokenizer
 from meshwright.datasets.tokenizers.to_json import samples, special_names, to_tokenizer_json
 from meshwright.models.family import Family
@@ -61,6 +61,9 @@ def export_job(
         max_shard_bytes=max_shard_bytes,
         is_fused=is_fused,
         special_tokens={key: token for key, token in special.items() if token is not None},
+        ends_of_text=sorted(
+            {i for i in (tokenizer.eos_id, end_of_chat(tokenizer)) if i is not None}
+        ),
         other_files=files,
         encode=tokenizer.encode if files else None,
         texts=samples(tokenizer),

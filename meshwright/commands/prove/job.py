@@ -11,10 +11,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.state import RNG, TrainingTensors
 from meshwright.config.training import Source, Training
-from meshwright.datasets.documents import Entry, IndexedDocuments
+from meshwright.datasets.encoding import NO_LOSS, Encoder, Tokens
+from meshwright.datasets.files import Entry
 from meshwright.datasets.opening import CachedSource, OpenSource, StreamedSource
-from meshwright.datasets.sample import NO_LOSS, Encoder, Tokens
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.rows import IndexedDocuments
+from meshwright.datasets.stream import Cursor
 from meshwright.datasets.token_cache.cache import BLOCK_DOCUMENTS, TokenCache
 from meshwright.datasets.tokenizers.kinds import ByteTokenizer
 from meshwright.models.decoder import Decoder

@@ -26,7 +26,7 @@ from meshwright.commands.prove.job import (
 from meshwright.config.job_config import Checkpoint, JobConfig
 from meshwright.datasets.loader import whole_cursor
 from meshwright.datasets.opening import OpenSource
-from meshwright.datasets.sample_stream import Cursor
+from meshwright.datasets.stream import Cursor
 from meshwright.parallelisms.initialize import initialize
 from meshwright.parallelisms.local_model import LocalModel
 from meshwright.parallelisms.meshes import Meshes, build_meshes

@@ -1,79 +1,30 @@
-"""Tokens in files: written once, mapped into memory by every rank that reads them.
+"""Tokens in files: written once, read by ranges by every rank.
 
 A cache is a folder. Of each part, which one process wrote: `00000.tokens`, the ids of its documents
 one after the other, uint16 or uint32; and `00000.npz`, the lengths of the documents and checksums.
 Of the whole: `lengths`, uint32; and `cache.npz`, which is there only if all else is. Where the
-tokens are files of others, `sources.json` has the path of each part's, and the byte it begins at.
+tokens are files of others, `sources.json` has the path or address of each part's, the byte it
+begins at, and the stamp of its content in object storage.
 """
 
-import ctypes
 import errno
 import functools
 import json
-import mmap
-import os
-import weakref
 import zlib
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.datasets.storage.block_cache import BlockCache
+from meshwright.datasets.storage.ranges import ChangedError, RangeFile, is_address
 from meshwright.system.errors import ConfigError
 from meshwright.system.files import warn_once, whole_file
 
-_C = ctypes.CDLL(None, use_errno=True)
-
-
-_C.mmap.restype = ctypes.c_void_p
-
-
-_C.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-]
-
-
-_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def map_file(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Map a whole file as a read-only array, for as long as a view of it lives.
-
-    `numpy.memmap` and `mmap.mmap` keep a descriptor for each file, and a process may have 1024: a
-    mixture has thousands of files. The operating system needs none once the file is mapped. From
-    Python 3.13 on, `mmap.mmap(..., trackfd=False)` says the same.
-
-    Raises:
-        OSError: if the file cannot be opened or mapped.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            return np.empty(0, dtype)
-        address = _C.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-    if address == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
-    content = (ctypes.c_ubyte * size).from_address(address)
-    # not when the interpreter ends: a thread may still be reading
-    weakref.finalize(content, _C.munmap, address, size).atexit = False
-    array = np.frombuffer(memoryview(content), dtype)
-    array.flags.writeable = False
-    return array
-
-
 BLOCK_BYTES = 1 << 16
 """Tokens are checked in blocks of this many bytes."""
-
-
-PAGE = 1 << 12
 
 
 BLOCK_DOCUMENTS = 1 << 10
@@ -121,14 +72,22 @@ class Part:
 
     folder: Path
     number: int
-    source: Path | None = None
-    """File of others that holds its tokens,"""
+    source: str = ""
+    """File of others, or its address, that holds its tokens,"""
     offset: int = 0
     """from this byte on."""
+    stamp: str = ""
+    """Of its content in object storage."""
 
     @property
-    def tokens(self) -> Path:
-        return self.source or self.folder / f"{self.number:05}.tokens"
+    def own(self) -> Path:
+        """File of tokens in the folder."""
+        return self.folder / f"{self.number:05}.tokens"
+
+    @property
+    def tokens(self) -> str:
+        """Path or address of the file that holds its tokens."""
+        return self.source or str(self.own)
 
     @property
     def index(self) -> Path:
@@ -136,19 +95,20 @@ class Part:
         return self.folder / f"{self.number:05}.npz"
 
 
-def checksums(
-    path: Path, block_bytes: int = BLOCK_BYTES, *, offset: int = 0
-) -> npt.NDArray[np.uint32]:
-    """CRC-32 of each block of the file from `offset` on."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        blocks = iter(lambda: file.read(block_bytes), b"")
-        return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+def read_index(part: Part) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the arrays of a part's index.
+
+    Raises:
+        DamagedCacheError: if it is not whole.
+    """
+    found = load_arrays(part.index, OF_PART, ("offset", "dtype", "stamp", "num_bad", "bad"))
+    # parts of earlier versions have no bad records
+    return {"num_bad": np.zeros((), np.int64), "bad": np.empty(0, np.str_), **found}
 
 
 def save_sources(folder: Path, parts: Sequence[Part]) -> None:
     """Note where the tokens of `parts` are."""
-    sources = [{"path": str(part.source), "offset": part.offset} for part in parts]
+    sources = [{"path": part.source, "offset": part.offset, "stamp": part.stamp} for part in parts]
     with whole_file(folder / SOURCES) as file:
         file.write(json.dumps(sources).encode())
 
@@ -163,7 +123,7 @@ def _parts(folder: Path, count: int) -> list[Part]:
         return [Part(folder, number) for number in range(count)]
     try:
         sources = json.loads((folder / SOURCES).read_text("utf-8"))
-        found = [(Path(source["path"]), int(source["offset"])) for source in sources]
+        found = [(s["path"], int(s["offset"]), s.get("stamp", "")) for s in sources]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCacheError(f"{SOURCES}: {error}") from error
     if len(found) != count:
@@ -186,31 +146,21 @@ def changed_source(part: Part, what: str) -> ConfigError:
     return ConfigError(CACHE_KEY, f"{message}\n  fix: {fix}")
 
 
-def read_again(path: Path, begin: int, size: int) -> bytes:
-    """Read bytes of a file from the disk, not from the system's memory, where that can be."""
-    first = begin // PAGE * PAGE
-    aligned = mmap.mmap(-1, -(-(begin + size - first) // PAGE) * PAGE)
-    with suppress(OSError):  # not every file system has it
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            os.preadv(descriptor, [aligned], first)
-            return aligned[begin - first : begin - first + size]
-        finally:
-            os.close(descriptor)
-    with open(path, "rb") as file:
-        file.seek(begin)
-        return file.read(size)
-
-
-def load_arrays(path: Path, names: Collection[str]) -> dict[str, npt.NDArray[np.generic]]:
+def load_arrays(
+    path: Path, names: Collection[str], also: Collection[str] = ()
+) -> dict[str, npt.NDArray[np.generic]]:
     """Return the arrays `names` of an .npz, whose format has checksums of its own.
+
+    Args:
+        also: names of arrays that caches of earlier versions lack.
 
     Raises:
         DamagedCacheError: if it is not whole, or is not there.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names}
+            there = [name for name in also if name in arrays]
+            return {name: arrays[name] for name in (*names, *there)}
     except Exception as error:  # zipfile and numpy raise a dozen kinds over a flipped bit
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL, None):
             raise  # it was not read
@@ -224,18 +174,27 @@ class TokenCache:
 
     Args:
         folder: of the cache.
+        looks_at_parts: also look whether every file of tokens has its size. Where another process
+            of the job has done so, reading finds a file that is cut short.
+        blocks: keeps blocks of tokens that lie in object storage.
 
     Raises:
         DamagedCacheError: if it is not complete: a file is missing, or has not the size it had.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, looks_at_parts: bool = True, blocks: BlockCache | None = None
+    ) -> None:
         self.folder = folder
-        arrays = load_arrays(folder / "cache.npz", OF_CACHE)
+        arrays = load_arrays(folder / "cache.npz", OF_CACHE, ("num_bad", "first_bad"))
         self.content = str(arrays["content"])
         """Hash: equal where all tokens of all documents are."""
         self.num_bytes = int(arrays["num_bytes"])
         """Of the text, in UTF-8."""
+        self.num_bad = int(arrays.get("num_bad", 0))
+        """Records that are no documents, and were passed over,"""
+        self.first_bad = str(arrays.get("first_bad", ""))
+        """and the first of them, as an error."""
         self.block_starts: Starts = arrays["block_starts"].astype(np.int64)
         """(blocks + 1,) first token of each block of documents."""
         self._length_checksums = arrays["length_checksums"]
@@ -244,81 +203,80 @@ class TokenCache:
         self.num_documents = int(arrays["num_documents"])
         self._dtype = np.dtype(str(arrays["dtype"]))
         self._parts = _parts(folder, len(self._part_starts) - 1)
-        sizes = np.diff(self._part_starts) * self._dtype.itemsize
-        for part, size in zip(self._parts, sizes.tolist(), strict=True):
-            _check_size(part.tokens, part.offset + size)
+        if looks_at_parts:
+            sizes = np.diff(self._part_starts) * self._dtype.itemsize
+            for part, size in zip(self._parts, sizes.tolist(), strict=True):
+                if not is_address(part.tokens):
+                    _check_size(Path(part.tokens), part.offset + size)
         _check_size(folder / LENGTHS, 4 * self.num_documents)
-        self._tokens = functools.cache(self._map_tokens)
-        self._lengths: Lengths = map_file(folder / LENGTHS, np.uint32)
+        self._blocks = blocks
+        self._opened = functools.cache(self._open_part)
+        self._lengths = RangeFile(str(folder / LENGTHS))
 
     def lengths(self, block: int) -> Lengths:
         """Tokens of each document in a block, in the order in which they lie."""
         begin = block * BLOCK_DOCUMENTS
-        lengths = np.array(self._lengths[begin : begin + BLOCK_DOCUMENTS])
+        count = min(BLOCK_DOCUMENTS, self.num_documents - begin)
         expected = self._length_checksums[block]
-        if zlib.crc32(lengths.data) != expected:
-            path = self.folder / LENGTHS
-            content = self._read_again(path, 4 * begin, lengths.nbytes, expected)
-            if content is None:
-                raise self._damage(LENGTHS, f"{path}: damaged")
-            return np.frombuffer(content, np.uint32)
-        return lengths
+        content = _checked(self._lengths, 4 * begin, 4 * count, expected)
+        if content is None:
+            raise self._damage(LENGTHS, f"{self.folder / LENGTHS}: damaged")
+        return np.frombuffer(content, np.uint32)
 
     def tokens(self, begin: int, end: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens `begin` to `end`, which lie in one document: a view of the file."""
-        number = int(self._part_starts.searchsorted(begin, side="right")) - 1
-        tokens, is_checked, expected = self._tokens(number)
-        first = int(self._part_starts[number])
-        begin, end = begin - first, end - first
-        width = BLOCK_BYTES // self._dtype.itemsize
-        blocks = range(begin // width, (end - 1) // width + 1)
-        other: dict[int, bytes] = {}
-        for block in blocks:
-            if not is_checked[block]:
-                content = tokens[block * width : (block + 1) * width]
-                is_checked[block] = zlib.crc32(content.data) == expected[block]
-                if not is_checked[block]:
-                    other[block] = self._from_disk(number, block, content.nbytes, expected[block])
-        if not other:
-            return tokens[begin:end]
-        whole = [other.get(b) or tokens[b * width : (b + 1) * width].tobytes() for b in blocks]
-        first = blocks[0] * width
-        return np.frombuffer(b"".join(whole), self._dtype)[begin - first : end - first]
-
-    def _from_disk(self, number: int, block: int, size: int, expected: object) -> bytes:
-        """Return a block whose content in memory is wrong.
+        """Tokens `begin` to `end`, which lie in one document.
 
         Raises:
-            ConfigError: if it is so on the disk.
+            ConfigError: if they are not as they were written.
+            StorageError: if they cannot be read.
         """
-        part, place = self._parts[number], block * BLOCK_BYTES
-        content = self._read_again(part.tokens, part.offset + place, size, expected)
-        if content is not None:
-            return content
-        if part.source is not None:
-            raise changed_source(part, f"byte {part.offset + place} or one after it")
-        raise self._damage(str(number), f"{part.tokens}: damaged at byte {place}")
+        number = int(self._part_starts.searchsorted(begin, side="right")) - 1
+        part, file, is_checked, expected = self._opened(number)
+        first, last = (int(i) * self._dtype.itemsize for i in self._part_starts[number:][:2])
+        size, end = last - first, end * self._dtype.itemsize - first
+        begin = begin * self._dtype.itemsize - first
+        blocks = range(begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES + 1)
+        try:
+            if all(is_checked[block] for block in blocks):
+                content = file.read(part.offset + begin, end - begin)
+                if len(content) < end - begin:
+                    raise self._wrong(part, begin)
+                return self._ids(content)
+            whole = []
+            for block in blocks:
+                place = block * BLOCK_BYTES
+                length = min(BLOCK_BYTES, size - place)
+                checked = _checked(file, part.offset + place, length, expected[block])
+                if checked is None:
+                    raise self._wrong(part, place)
+                whole.append(checked)
+                # a block of object storage may come from there again
+                is_checked[block] = file.is_local
+        except (ChangedError, FileNotFoundError) as error:
+            raise changed_source(part, str(error).partition("\n")[0]) from error
+        place = blocks[0] * BLOCK_BYTES
+        return self._ids(b"".join(whole)[begin - place : end - place])
 
-    def _read_again(self, path: Path, begin: int, size: int, expected: object) -> bytes | None:
-        """Return bytes whose checksum was wrong as they are on the disk; None if it is so there."""
-        content = read_again(path, begin, size)
-        if zlib.crc32(content) != expected:
-            return None
-        where = f"bytes {begin} to {begin + size}"
-        warn_once(f"{path}: {where} were wrong in memory, and are right on the disk")
-        return content
+    def _ids(self, content: bytes) -> npt.NDArray[np.unsignedinteger]:
+        ids: npt.NDArray[np.unsignedinteger] = np.frombuffer(content, self._dtype)
+        return ids.astype("<u4") if self._dtype.itemsize == 8 else ids
 
-    def _map_tokens(
+    def _wrong(self, part: Part, place: int) -> ConfigError:
+        if part.source:
+            return changed_source(part, f"byte {part.offset + place} or one after it")
+        return self._damage(str(part.number), f"{part.tokens}: damaged at byte {place}")
+
+    def _open_part(
         self, number: int
-    ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
-        """Return a part's tokens, which of its blocks have been checked, and all checksums."""
+    ) -> tuple[Part, RangeFile, npt.NDArray[np.bool_], npt.NDArray[np.generic]]:
+        """Return a part, its file, which of its blocks have been checked, and all checksums."""
         part = self._parts[number]
         try:
             expected = load_arrays(part.index, OF_PART)["token_checksums"]
         except DamagedCacheError as error:
             raise self._damage(str(number), f"{part.index}: damaged: {error}") from error
-        tokens = map_file(part.tokens, np.uint8)[part.offset :].view(self._dtype)
-        return tokens, np.zeros(len(expected), np.bool_), expected
+        file = RangeFile(part.tokens, part.stamp, self._blocks)
+        return part, file, np.zeros(len(expected), np.bool_), expected
 
     def _damage(self, which: str, what: str) -> ConfigError:
         """Note damage for the next job; other jobs may still read the files that are there."""
@@ -330,6 +288,20 @@ class TokenCache:
         else:
             fix = "run the same command again: it checks this part, and repairs it"
         return ConfigError(CACHE_KEY, f"{what}\n  fix: {fix}")
+
+
+def _checked(file: RangeFile, begin: int, size: int, expected: object) -> bytes | None:
+    """Return bytes of a file, as they are on the disk if those in memory are wrong; None if they
+    are so there."""
+    content = file.read(begin, size)
+    if zlib.crc32(content) == expected:
+        return content
+    content = file.read_again(begin, size)
+    if zlib.crc32(content) != expected:
+        return None
+    where = f"bytes {begin} to {begin + size}"
+    warn_once(f"{file.path}: {where} were wrong in memory, and are right on the disk")
+    return content
 
 
 def _check_size(path: Path, size: int) -> None:

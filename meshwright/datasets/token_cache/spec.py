@@ -8,12 +8,13 @@ from datetime import datetime
 
 from meshwright.datasets import find_dataset
 from meshwright.datasets.conversations.template_file import find_template
-from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.sample import Conversation, Encoder
+from meshwright.datasets.encoding import Conversation, Encoder
+from meshwright.datasets.files import DataFile, Entry, fingerprint
+from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets.rows import Documents
 from meshwright.datasets.sources import DatasetSpec
-from meshwright.datasets.sources.files import fingerprint
-from meshwright.datasets.sources.token_files import TokenFiles
 from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends
 from meshwright.system.errors import ConfigError
 from meshwright.system.modules import code_of, import_user_module
 
@@ -35,6 +36,13 @@ class TokenizationSpec:
     chat_template_path: str = ""
     custom_import: str = ""
     """Module of the user's that may have the dataset: a process that tokenises imports it anew."""
+    ends: Ends = OWN
+    """Tokens around a document that the config names."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; it is built once in a process."""
+        return build_tokenizer(self.tokenizer_path, self.ends)
 
     @property
     def _spec(self) -> DatasetSpec:
@@ -63,7 +71,7 @@ class TokenizationSpec:
 
     def encoder(self) -> Encoder:
         """Return the encoder of its documents."""
-        tokenizer = build_tokenizer(self.tokenizer_path)
+        tokenizer = self.tokenizer
 
         def open_template() -> Conversation:
             # not at import: it needs jinja2, and few jobs have conversations
@@ -74,9 +82,9 @@ class TokenizationSpec:
 
         return Encoder(tokenizer, open_template)
 
-    def files(self) -> list[str]:
+    def files(self) -> list[DataFile]:
         """Find the files: a walk over folders, or requests to the hub."""
-        return self._spec.files(self.entry)
+        return self._spec.find(self.entry)
 
     @property
     def is_of_hub(self) -> bool:
@@ -85,7 +93,11 @@ class TokenizationSpec:
 
     def identity(self) -> str:
         """Hash of the documents, the code that makes them, the tokenizer and the chat template."""
-        files = fingerprint(self.entry, self._spec.files(self.entry))
+        return short_hash([FORMAT, fingerprint(self.entry, self.files()), *self._method])
+
+    def identity_before(self) -> str:
+        """Return the same as it was before local files had readers of their own."""
+        files = fingerprint(self.entry, self.files(), version=0)
         return short_hash([FORMAT, files, *self._method])
 
     def method(self) -> str:
@@ -94,7 +106,7 @@ class TokenizationSpec:
 
     @property
     def _method(self) -> list[object]:
-        tokenizer = build_tokenizer(self.tokenizer_path)
+        tokenizer = self.tokenizer
         parts = tokenizer_parts(tokenizer, self.tokenizer_path, self.chat_template_path)
         return [*parts, *self._own_code]
 

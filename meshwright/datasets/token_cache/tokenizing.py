@@ -1,20 +1,21 @@
-"""From documents to a token cache, once, by all cores."""
+"""From documents to a token cache, once, by all cores of all machines."""
 
-import fcntl
 import multiprocessing
 import os
+import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from meshwright.datasets.sources.token_files import TokenFiles
+from meshwright.datasets.foreign_tokens import TokenFiles
+from meshwright.datasets.storage.block_cache import BlockCache
 from meshwright.datasets.token_cache.cache import (
     CACHE_KEY,
     DAMAGED,
@@ -22,17 +23,29 @@ from meshwright.datasets.token_cache.cache import (
     DamagedCacheError,
     Part,
     TokenCache,
+    read_index,
     read_notes,
-    save_sources,
 )
+from meshwright.datasets.token_cache.claims import Claims
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.token_cache.writing import is_complete, join_parts, open_source, write_part
-from meshwright.datasets.tokenizers.kinds import build_tokenizer
-from meshwright.system.errors import ConfigError
-from meshwright.system.files import lock, remove_left_over
+from meshwright.datasets.token_cache.writing import (
+    is_complete,
+    join_parts,
+    open_source,
+    too_many_bad_records,
+    write_part,
+)
+from meshwright.system.errors import ConfigError, numbered
+from meshwright.system.files import remove_left_over
 from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
 from meshwright.system.processes import die_with_parent
+
+POLL_S = 0.5
+"""Between two looks at the parts that other processes make."""
+
+
+JOIN = "join"
 
 
 def default_folder() -> Path:
@@ -41,32 +54,55 @@ def default_folder() -> Path:
     return Path(root) / "meshwright"
 
 
+def block_cache(root: Path, gib: float) -> BlockCache:
+    """Return the cache of blocks of object storage that goes with token caches below `root`."""
+    return BlockCache(root / "blocks", int(gib * (1 << 30)))
+
+
+def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
+    """Return the folder of a source's cache; it need not be there."""
+    name = recipe.entry.source.dataset.replace("/", "--")
+    folder = root / f"{name}-{recipe.identity()}"
+    before = getattr(recipe, "identity_before", None)
+    if before is not None and not folder.exists():
+        earlier = root / f"{name}-{before()}"
+        if (earlier / "cache.npz").exists():  # jobs that began with it resume with it
+            return earlier
+    return folder
+
+
 def open_cache(
-    recipe: TokenizationSpec, root: Path, *, num_workers: int = 0, check_all: bool = False
+    recipe: TokenizationSpec,
+    root: Path,
+    *,
+    num_workers: int = 0,
+    check_all: bool = False,
+    max_bad_records: int = 0,
+    blocks: BlockCache | None = None,
 ) -> TokenCache:
     """Open the token cache of `recipe` below `root`; make its missing parts first.
 
-    Several processes may call it at once: one makes it, the others wait. Parts that an
-    interrupted call left are used.
+    Processes of any number of machines may call it at once: each makes some of the parts. Parts
+    that an interrupted call left are used.
 
     Args:
         num_workers: processes that tokenise; 0: one a core.
         check_all: hold everything against its checksums now, not when it is read.
+        max_bad_records: records that may be passed over.
+        blocks: keeps what is read of object storage.
 
     Raises:
-        ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens.
+        ConfigError: if documents cannot be read, hold nothing, or there is no room for tokens; or
+            if too many records are no documents.
     """
-    name = recipe.entry.source.dataset.replace("/", "--")
-    folder = root / f"{name}-{recipe.identity()}"
     open_source.cache_clear()  # a file may have changed since
+    folder = cache_folder(recipe, root)
     try:
-        cache = _open_if_good(folder, check_all)
-        if cache is not None:
-            return cache
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            cache = _open_if_good(folder, check_all)
-            return cache or _make(recipe, folder, num_workers, check_all)
+        cache = _open_if_good(folder, check_all, blocks)
+        if cache is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            making = _Making(recipe, folder, num_workers, check_all, max_bad_records, blocks)
+            cache = making.run()
     except OSError as error:
         raise ConfigError(
             CACHE_KEY,
@@ -74,129 +110,289 @@ def open_cache(
             f"read or written in {folder}"
             f"\n  fix: make room or give permission, or set {CACHE_KEY} to another folder",
         ) from error
+    if cache.num_bad > max_bad_records:
+        raise too_many_bad_records(cache.num_bad, cache.first_bad)
+    return cache
 
 
-def _open_if_good(folder: Path, check_all: bool) -> TokenCache | None:
+def _open_if_good(folder: Path, check_all: bool, blocks: BlockCache | None) -> TokenCache | None:
     """Return the cache if nobody asks or has asked to look at its content."""
-    return None if check_all or (folder / DAMAGED).exists() else _open_if_complete(folder)
+    if check_all or (folder / DAMAGED).exists():
+        return None
+    return _open_if_complete(folder, blocks)
 
 
-def _open_if_complete(folder: Path) -> TokenCache | None:
+def _open_if_complete(folder: Path, blocks: BlockCache | None) -> TokenCache | None:
     if not (folder / "cache.npz").exists():
         return None
     try:
-        return TokenCache(folder)
+        return TokenCache(folder, blocks=blocks)
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", folder, damage)
         return None
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the cache, which its owner's death frees.
+@dataclass(frozen=True)
+class _Todo:
+    """The parts of a cache, for a worker."""
 
-    It saves work, and nothing depends on it: where it is not there, or holds on one machine alone,
-    several machines make the same files, each under names of its own, and the first to finish one
-    gives it its name.
-    """
-    with open(folder / "lock", "w") as file:
-        if not lock(file, fcntl.LOCK_EX, folder, "jobs must not tokenise the same data at once"):
-            logger.info("another process is tokenising into %s: waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    recipe: TokenizationSpec
+    parts: Sequence[Part]
+    dtype: str
+    wrong: dict[int, tuple[int, int]]
+    """State of the indices of parts that are there and are to be made again."""
+    max_bad_records: int
+
+    def is_done(self, part: Part) -> bool:
+        """Return whether somebody has made the part."""
+        try:
+            found = part.index.stat()
+        except FileNotFoundError:
+            return False
+        return self.wrong.get(part.number) != (found.st_ino, found.st_mtime_ns)
+
+    def left(self) -> list[Part]:
+        """Return the parts that are not made; of `max_documents`, only those that are needed."""
+        most = getattr(self.recipe.entry.source, "max_documents", 0)
+        count, found = 0, []
+        for part in self.parts:
+            if not self.is_done(part):
+                found.append(part)
+            elif most and not found:
+                count += len(read_index(part)["lengths"])
+                if count >= most:
+                    break
+        return found
 
 
-def _make(recipe: TokenizationSpec, folder: Path, num_workers: int, check_all: bool) -> TokenCache:
-    """Tokenise the parts that are not there, then join all."""
-    os.utime(folder / "lock")
-    remove_left_over(folder, now=(folder / "lock").stat().st_mtime)
-    noted, is_new = read_notes(folder), not (folder / "cache.npz").exists()
-    entry = recipe.entry
-    documents = recipe.open(streamed=False)
-    if isinstance(documents, TokenFiles):
-        files = documents.open(build_tokenizer(recipe.tokenizer_path).vocab_size)
-        dtype = files[0].dtype
-        parts = [Part(folder, n, file.path, file.offset) for n, file in enumerate(files)]
-        save_sources(folder, parts)
-    else:
-        first = next(iter(documents.read(0, documents.parts)), "")
-        dtype = _dtype(recipe, is_chat=not isinstance(first, str))
-        parts = [Part(folder, number) for number in range(documents.parts)]
-    missing = [
-        part
-        for part in parts
-        if not is_complete(part, dtype, check_all or str(part.number) in noted)
-    ]
-    if missing:
-        done = f", {len(parts) - len(missing)} of {len(parts)} parts are there" * (
-            len(missing) < len(parts)
-        )
-        logger.info("tokenising %s into %s%s", entry.name, folder, done)
-        start = time.perf_counter()
-        num_tokens = _tokenize(recipe, missing, dtype, num_workers)
-        seconds = time.perf_counter() - start
+class _Making:
+    """One process of one machine that makes a cache, with workers."""
+
+    def __init__(
+        self,
+        recipe: TokenizationSpec,
+        folder: Path,
+        num_workers: int,
+        check_all: bool,
+        max_bad_records: int,
+        blocks: BlockCache | None,
+    ) -> None:
+        self._recipe, self._folder, self._check_all = recipe, folder, check_all
+        self._blocks, self._noted = blocks, read_notes(folder)
+        self._was_there = (folder / "cache.npz").exists()
+        documents, _ = open_source(recipe)
+        if isinstance(documents, TokenFiles):
+            files = documents.files
+            parts, dtype = [Part(folder, n, file.path) for n, file in enumerate(files)], ""
+        else:
+            parts = [Part(folder, number) for number in range(documents.parts)]
+            dtype = _dtype(recipe, documents.read_part(0))
+        wrong = {}
+        for part in parts:
+            checks = check_all or str(part.number) in self._noted
+            if not is_complete(recipe, part, dtype, checks) and part.index.exists():
+                state = part.index.stat()
+                wrong[part.number] = state.st_ino, state.st_mtime_ns
+        self._todo = _Todo(recipe, parts, dtype, wrong, max_bad_records)
+        self._num_workers = num_workers or count_cores()
+
+    def run(self) -> TokenCache:
+        """Make what is missing, together with whoever else does, and open the cache."""
+        with Claims(self._folder) as claims:
+            remove_left_over(self._folder, now=claims.now())
+            missing = self._todo.left()
+            if missing:
+                self._tokenize(claims, missing)
+            return self._join(claims, has_made=bool(missing))
+
+    def _tokenize(self, claims: Claims, missing: Sequence[Part]) -> None:
+        todo, name = self._todo, self._recipe.entry.name
+        done = f", {len(todo.parts) - len(missing)} of {len(todo.parts)} parts are there"
+        num_workers = min(self._num_workers, len(missing))
         logger.info(
-            "tokenised %s tokens in %.1f s, %s a second",
-            f"{num_tokens:,}",
-            seconds,
-            f"{num_tokens / seconds:,.0f}",
+            "tokenising %s into %s by %s%s",
+            *(name, self._folder, numbered(num_workers, "process", "es")),
+            done * (len(missing) < len(todo.parts)),
         )
-    try:
-        # others may read the files by now, of another machine that was faster too
-        is_joined = is_new or not (missing or check_all or LENGTHS in noted)
-        cache = _open_if_complete(folder) if is_joined else None
-        if cache is None:
-            join_parts(entry, folder, parts, dtype)
-            cache = TokenCache(folder)
-        (folder / DAMAGED).unlink(missing_ok=True)
-        return cache
-    except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
-        raise ConfigError(CACHE_KEY, f"{folder}: {damage}\n  fix: delete the folder") from damage
+        with _shown(name, todo) as counts:
+            if num_workers == 1 or multiprocessing.current_process().daemon:  # has no children
+                _work(todo, claims, counts)
+            else:
+                self._by_workers(num_workers - 1, claims, counts)
+            while todo.left():  # others make them; or they are gone, and it is done here
+                time.sleep(POLL_S)
+                _work(todo, claims, counts)
 
-
-def _dtype(recipe: TokenizationSpec, is_chat: bool) -> str:
-    """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
-    vocab_size = build_tokenizer(recipe.tokenizer_path).vocab_size
-    return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
-
-
-def _tokenize(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str, num_workers: int) -> int:
-    """Write `parts`; the number of their tokens."""
-    num_workers = min(num_workers or count_cores(), len(parts))
-    bar = tqdm(total=len(parts), unit="part", desc=recipe.entry.name, disable=None)
-    counts: list[int] = []  # tokens of each part that is done
-    speaking = busy(
-        f"tokenising {recipe.entry.name}", lambda: f"{len(counts)} of {len(parts)} parts"
-    )
-    with bar, speaking if bar.disable else nullcontext():
-        if num_workers == 1 or multiprocessing.current_process().daemon:  # may have no children
-            for part in parts:
-                counts.append(write_part(recipe, part, dtype))
-                bar.update()
-            return sum(counts)
+    def _by_workers(self, num_workers: int, claims: Claims, counts: "_Counts") -> None:
+        """Work beside other processes, which claim parts as this one does."""
         # not forked: a rank has threads
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(num_workers - 1, context, die_with_parent, (os.getpid(),))
-        waiting, running = deque(parts), set[Future[int]]()
+        given = (os.getpid(), *counts)
         try:
-            with pool:
-                while waiting or running:
-                    # few ahead, so that an error is noticed before much else is done
-                    while waiting and len(running) < 2 * (num_workers - 1):
-                        running.add(pool.submit(write_part, recipe, waiting.popleft(), dtype))
-                    if waiting:  # this process is one of them, and at work while others start
-                        counts.append(write_part(recipe, waiting.popleft(), dtype))
-                        bar.update()
-                    done, running = futures.wait(
-                        running, 0 if waiting else None, futures.FIRST_COMPLETED
-                    )
-                    for future in done:
-                        counts.append(future.result())
-                        bar.update()
+            with ProcessPoolExecutor(num_workers, context, _begin, given) as pool:
+                working = [pool.submit(_work_apart, self._todo) for _ in range(num_workers)]
+                try:
+                    _work(self._todo, claims, counts)
+                    for future in working:
+                        future.result()
+                except BaseException:
+                    counts.stop.value = 1
+                    raise
         except BrokenProcessPool as error:
             raise ConfigError(
                 CACHE_KEY,
                 "a process that tokenised was killed: for want of memory?"
                 "\n  fix: meshwright tokenize --workers 1; finished parts are kept",
             ) from error
-        return sum(counts)
+
+    def _join(self, claims: Claims, has_made: bool) -> TokenCache:
+        """Write the index of the whole, or wait until another process has."""
+        is_wrong = has_made or self._check_all or LENGTHS in self._noted
+        try:
+            while True:
+                # of a new cache: another process that was faster may have joined it
+                if not (self._was_there and is_wrong):
+                    cache = _open_if_complete(self._folder, self._blocks)
+                    if cache is not None:
+                        break
+                if claims.take(JOIN):
+                    join_parts(self._recipe, self._todo.parts, self._todo.dtype)
+                    cache = TokenCache(self._folder, blocks=self._blocks)
+                    break
+                time.sleep(POLL_S)
+            (self._folder / DAMAGED).unlink(missing_ok=True)
+            return cache
+        except DamagedCacheError as damage:  # someone else writes here, or the disk is failing
+            what = f"{self._folder}: {damage}\n  fix: delete the folder"
+            raise ConfigError(CACHE_KEY, what) from damage
+
+
+def _dtype(recipe: TokenizationSpec, items: Iterator[Any]) -> str:
+    """Little-endian; wide enough for the vocabulary, and for `NO_LOSS` in conversations."""
+    documents = (item for item in items if isinstance(item, (str, list)) and item)
+    is_chat = not isinstance(next(documents, ""), str)
+    vocab_size = recipe.tokenizer.vocab_size
+    return "<u2" if vocab_size <= 1 << 16 and not is_chat else "<u4"
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the processes of this machine have done so far, in memory that they share."""
+
+    bytes: Any
+    tokens: Any
+    stop: Any
+    """1: an error ends all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.bytes, self.tokens, self.stop))
+
+    def advance(self, num_bytes: int, num_tokens: int) -> None:
+        """Add to them."""
+        with self.bytes.get_lock():
+            self.bytes.value += num_bytes
+            self.tokens.value += num_tokens
+
+
+_MINE: list[_Counts] = []
+
+
+def _begin(parent: int, *counts: Any) -> None:
+    die_with_parent(parent)
+    _MINE.append(_Counts(*counts))
+
+
+def _work_apart(todo: _Todo) -> None:
+    with Claims(todo.parts[0].folder) as claims:
+        _work(todo, claims, _MINE[0])
+
+
+def _work(todo: _Todo, claims: Claims, counts: _Counts) -> None:
+    """Make parts until none is left that nobody has claimed."""
+    refused = set[int]()
+    while not counts.stop.value:
+        open_parts = [part for part in todo.left() if part.number not in refused]
+        if not open_parts:
+            return
+        part = open_parts[0]
+        if not claims.take(str(part.number)):
+            refused.add(part.number)
+            continue
+        try:
+            if not todo.is_done(part):
+                pending = _Pending(counts)
+                write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, pending.advance)
+                pending.flush()
+        except BaseException:
+            counts.stop.value = 1
+            raise
+        finally:
+            claims.release(str(part.number))
+
+
+class _Pending:
+    """Counts that are added up before they are told: the lock would cost more than the count."""
+
+    EVERY = 1 << 18
+
+    def __init__(self, counts: _Counts) -> None:
+        self._counts, self._bytes, self._tokens = counts, 0, 0
+
+    def advance(self, num_bytes: int, num_tokens: int) -> None:
+        """Add to the counts, at once or later."""
+        self._bytes += num_bytes
+        self._tokens += num_tokens
+        if self._bytes >= self.EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add what is pending."""
+        self._counts.advance(self._bytes, self._tokens)
+        self._bytes = self._tokens = 0
+
+
+@contextmanager
+def _shown(name: str, todo: _Todo) -> Iterator[_Counts]:
+    """Show how far the making is: a bar on a terminal, lines elsewhere; at the end the sum."""
+    context = multiprocessing.get_context("spawn")
+    counts = _Counts(context.Value("q", 0), context.Value("q", 0), context.Value("b", 0))
+    total, start = len(todo.parts), time.perf_counter()
+    at_first = total - len(todo.left())
+
+    def rates() -> str:
+        seconds = max(time.perf_counter() - start, 1e-3)
+        mb, tokens = counts.bytes.value / 1e6 / seconds, counts.tokens.value / seconds
+        return f"{mb:,.1f} MB/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
+
+    def far() -> str:
+        done, seconds = total - len(todo.left()), time.perf_counter() - start
+        made = done - at_first
+        eta = f", about {seconds / made * (total - done):,.0f} s left" if made else ""
+        return f"{done} of {total} parts, {rates()}{eta}"
+
+    bar = tqdm(total=total, initial=at_first, unit="part", desc=name, disable=None)
+    with bar, _refreshed(bar, todo, rates) if not bar.disable else busy(f"tokenising {name}", far):
+        yield counts
+    seconds = time.perf_counter() - start
+    logger.info("tokenised %s in %.1f s: %s here", name, seconds, rates())
+
+
+@contextmanager
+def _refreshed(bar: Any, todo: _Todo, rates: Any) -> Iterator[None]:
+    """Keep a bar up to date: other machines make parts, too."""
+    is_over = threading.Event()
+
+    def refresh() -> None:
+        while not is_over.wait(POLL_S):
+            bar.n = bar.total - len(todo.left())
+            bar.set_postfix_str(rates())
+
+    thread = threading.Thread(target=refresh, name="bar", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        bar.n = bar.total - len(todo.left())
+        bar.refresh()

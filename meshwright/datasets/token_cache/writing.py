@@ -1,91 +1,41 @@
-"""Writes the files of a token cache."""
+"""Writes the files of a token cache: those of a part, and those of the whole."""
 
 import functools
 import hashlib
 import os
 import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Documents, Entry
-from meshwright.datasets.sample import NO_LOSS, Encoder
-from meshwright.datasets.sources.token_files import FormatError, TokenFile, TokenFiles
+from meshwright.datasets.encoding import NO_LOSS, Encoder
+from meshwright.datasets.foreign_tokens import FormatError, TokenFiles, index_tokens
+from meshwright.datasets.rows import Documents
+from meshwright.datasets.storage.ranges import RangeFile
 from meshwright.datasets.token_cache.cache import (
     BLOCK_BYTES,
     BLOCK_DOCUMENTS,
     LENGTHS,
-    OF_PART,
     DamagedCacheError,
     Part,
     changed_source,
-    checksums,
-    load_arrays,
-    map_file,
+    read_index,
+    save_sources,
 )
 from meshwright.datasets.token_cache.spec import TokenizationSpec
-from meshwright.datasets.tokenizers.kinds import Tokenizer, build_tokenizer
 from meshwright.datasets.tokenizers.special_tokens import well_formed
-from meshwright.system.errors import ConfigError
+from meshwright.system.errors import RecordError
 from meshwright.system.files import whole_file
 from meshwright.system.log import logger
 
 Array = npt.NDArray[np.generic]
 
 
-ENOUGH_TOKENS = 64
-"""Of which every second would not be 0 by chance."""
-
-
-def index_tokens(file: TokenFile, tokenizer: Tokenizer) -> dict[str, Array]:
-    """Read the file once: lengths of its documents, checksums, and bytes of text.
-
-    Raises:
-        FormatError: if it holds an id that the tokenizer has not, or no ends of documents, or if
-            it has no header and looks like tokens of a wider type.
-    """
-    if file.lengths is None and tokenizer.eos_id is None:
-        raise FormatError("its documents cannot be told apart: the tokenizer has no EOS")
-    try:
-        bytes_of = np.array(tokenizer.token_bytes)
-    except ConfigError:  # this tokenizer does not tell; nothing but a line in the log needs it
-        bytes_of = np.zeros(tokenizer.vocab_size, np.int64)
-    checksums, ends, num_bytes, begin = list[int](), [np.empty(0, np.int64)], 0, 0
-    may_be_halves = file.is_bare and file.num_tokens >= ENOUGH_TOKENS
-    for tokens in file.chunks():
-        if int(tokens.max()) >= tokenizer.vocab_size:
-            where = begin + int(np.flatnonzero(tokens >= tokenizer.vocab_size)[0])
-            raise FormatError(
-                f"token {where} has id {int(tokens[where - begin])}, and the tokenizer has "
-                f"{tokenizer.vocab_size}: it is of another tokenizer, or of another type"
-            )
-        may_be_halves = may_be_halves and not tokens[1::2].any()
-        content = tokens.tobytes()
-        checksums += [
-            zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)
-        ]
-        num_bytes += int(bytes_of[tokens].sum())
-        if file.lengths is None:
-            found = np.flatnonzero(tokens == tokenizer.eos_id) + begin
-            ends.append(found if file.has_eos_first else found + 1)
-        begin += len(tokens)
-    if may_be_halves:
-        raise FormatError(
-            f"every second token is 0: they are wider than {np.dtype(file.dtype).name}, which the "
-            "tokenizer's vocabulary stands for where there is no header; convert it, or np.save it"
-        )
-    lengths = file.lengths
-    if lengths is None:
-        bounds = np.unique(np.concatenate([[0], *ends, [begin]]))
-        lengths = np.diff(bounds).astype(np.uint32)
-    return {
-        "lengths": lengths,
-        "token_checksums": np.array(checksums, np.uint32),
-        "num_bytes": np.int64(num_bytes),  # type: ignore[dict-item]  # an array of no dimension
-    }
+Advance = Callable[[int, int], None]
+"""Called with bytes of text, or of a file, and tokens that are done since the last call."""
 
 
 @functools.lru_cache(1)
@@ -95,19 +45,37 @@ def open_source(recipe: TokenizationSpec) -> tuple[Documents | TokenFiles, Encod
     return recipe.open(streamed=False), recipe.encoder()
 
 
-def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
-    """Tokenise the documents of one part; the number of its tokens."""
-    if is_complete(part, dtype):  # another machine, whose lock is not seen here, was faster
-        return int(load_arrays(part.index, OF_PART)["lengths"].sum(dtype=np.uint64))
+MESSAGES_KEPT = 3
+"""Of the bad records of each part."""
+
+
+def write_part(
+    recipe: TokenizationSpec, part: Part, dtype: str, max_bad_records: int, advance: Advance
+) -> None:
+    """Tokenise the documents of one part, or index its file of tokens.
+
+    Raises:
+        ConfigError: if its documents cannot be read, or more than `max_bad_records` are none.
+    """
     documents, encoder = open_source(recipe)
     if isinstance(documents, TokenFiles):
-        return _index_part(recipe, documents, part)
-    lengths, num_bytes = [], 0
+        _index_part(recipe, documents, part)
+        advance(documents.files[part.number].size, 0)
+        return
+    lengths, num_bytes, bad = list[int](), 0, list[RecordError]()
     has_flags = np.dtype(dtype).itemsize == 4
-    with whole_file(part.tokens) as raw_file:
+    with whole_file(part.own) as raw_file:
         file = _Checksummed(raw_file)
-        for document in documents.read(part.number, documents.parts):
-            tokens = encoder.encode(document)
+        for document in documents.read_part(part.number):
+            try:
+                if isinstance(document, RecordError):
+                    raise document
+                tokens = encoder.encode(document)
+            except RecordError as error:
+                bad.append(error)
+                if len(bad) > max_bad_records:
+                    raise too_many_bad_records(len(bad), str(bad[0])) from error
+                continue
             if not has_flags and len(tokens) and tokens.max() >= NO_LOSS:
                 raise recipe.entry.error(
                     "dataset_column", "holds texts and conversations: they must be one kind"
@@ -115,55 +83,90 @@ def write_part(recipe: TokenizationSpec, part: Part, dtype: str) -> int:
             if len(tokens):
                 file.write(tokens.astype(dtype).tobytes())
                 lengths.append(len(tokens))
-                num_bytes += _num_bytes(document)
+                size = _num_bytes(document)
+                num_bytes += size
+                advance(size, len(tokens))
         token_checksums = file.finish()
     _save_arrays(
         part.index,
         lengths=np.array(lengths, np.uint32),
         token_checksums=np.array(token_checksums, np.uint32),
         num_bytes=np.int64(num_bytes),
+        num_bad=np.int64(len(bad)),
+        bad=np.array([str(error) for error in bad[:MESSAGES_KEPT]], np.str_),
     )
-    return sum(lengths)
 
 
-def is_complete(part: Part, dtype: str, checks_content: bool = False) -> bool:
-    """Return whether a part is there; one that is damaged is noted as not.
+def too_many_bad_records(count: int, first: str) -> RecordError:
+    """Return the error of a cached source in which too many records are no documents."""
+    if count == 1:
+        return RecordError("training.max_bad_records", first)
+    message = f"{first}\n  ({count:,} records are no documents)"
+    fix = "correct them, or set training.max_bad_records to pass over so many"
+    return RecordError("training.max_bad_records", f"{message}\n  fix: {fix}")
+
+
+def is_complete(
+    recipe: TokenizationSpec, part: Part, dtype: str, checks_content: bool = False
+) -> bool:
+    """Return whether a part is there as it was written. Nothing is deleted: others may read it.
 
     Raises:
         ConfigError: if a file of others is not as it was when it was indexed.
     """
-    if not part.index.exists() or not part.tokens.exists():
+    if not part.index.exists():
         return False
     try:
-        index = load_arrays(part.index, OF_PART)
+        index = read_index(part)
     except DamagedCacheError as damage:
         logger.warning("token cache %s is damaged (%s): made again", part.folder, damage)
-        part.index.unlink(missing_ok=True)
         return False
+    offset = part.offset
+    if part.source:
+        files, _ = open_source(recipe)
+        assert isinstance(files, TokenFiles)
+        if "offset" not in index:  # of an earlier version
+            vocab_size = recipe.tokenizer.vocab_size
+            head = files.open_one(part.number, vocab_size)
+            index |= {"offset": np.array(head.offset), "dtype": np.array(head.dtype)}
+        offset, dtype = int(index["offset"]), str(index["dtype"])
+        found = files.files[part.number].size
+    else:
+        found = part.own.stat().st_size if part.own.exists() else -1
     size = int(index["lengths"].sum(dtype=np.uint64)) * np.dtype(dtype).itemsize
-    is_same = part.tokens.stat().st_size == part.offset + size
+    is_same = found == offset + size
     if is_same and checks_content:
-        found = checksums(part.tokens, offset=part.offset)
-        is_same = np.array_equal(found, index["token_checksums"])
+        file = RangeFile(part.tokens, str(index.get("stamp", "")))
+        is_same = _has_checksums(file, offset, size, index["token_checksums"])
     if is_same:
         return True
-    if part.source is not None:
+    if part.source:
         raise changed_source(part, "its size or content")
     logger.warning("%s is damaged: made again", part.tokens)
-    part.index.unlink(missing_ok=True)
     return False
 
 
-def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> int:
-    """Write the index of one file of tokens; return the number of its tokens."""
-    tokenizer = build_tokenizer(recipe.tokenizer_path)
+def _has_checksums(file: RangeFile, offset: int, size: int, expected: Array) -> bool:
+    blocks = range(0, size, BLOCK_BYTES)
+    if len(blocks) != len(expected):
+        return False
+    for begin, wanted in zip(blocks, expected, strict=True):
+        length = min(BLOCK_BYTES, size - begin)
+        if zlib.crc32(file.read(offset + begin, length)) != wanted:
+            return False
+    return True
+
+
+def _index_part(recipe: TokenizationSpec, files: TokenFiles, part: Part) -> None:
+    """Write the index of one file of tokens."""
+    tokenizer = recipe.tokenizer
     file = files.open_one(part.number, tokenizer.vocab_size)
     try:
-        index = index_tokens(file, tokenizer)
+        index = index_tokens(file, tokenizer, BLOCK_BYTES)
     except (FormatError, OSError) as error:
-        raise files.error(file.path, str(error)) from error
-    _save_arrays(part.index, **index)
-    return file.num_tokens
+        raise files.error(part.source, str(error)) from error
+    facts = {"offset": np.int64(file.offset), "dtype": np.str_(file.dtype)}
+    _save_arrays(part.index, **index, **facts, stamp=np.str_(file.file.stamp))
 
 
 class _Checksummed:
@@ -197,36 +200,102 @@ def _num_bytes(document: Any) -> int:
     return sum(len(well_formed(text).encode()) for text in texts)
 
 
-def join_parts(entry: Entry, folder: Path, parts: Sequence[Part], dtype: str) -> None:
-    """Merge the part indices into the index of the cache.
+def join_parts(recipe: TokenizationSpec, parts: Sequence[Part], dtype: str) -> None:
+    """Merge the part indices into the index of the cache; the lengths are never all in memory.
 
     Raises:
-        ConfigError: if it is nothing.
+        ConfigError: if it is nothing, or files of others are of several types.
     """
-    content, num_bytes, per_part = hashlib.sha256(dtype.encode()), 0, []
+    entry, folder = recipe.entry, parts[0].folder
+    left = getattr(entry.source, "max_documents", 0) or None
+    per_part, num_bytes, num_bad, first_bad = list[int](), 0, 0, ""
+    blocks = _Blocks()
+    located, content = list[Part](), hashlib.sha256()
+    for part in parts:  # one in memory at a time
+        index = read_index(part)
+        if part.source:
+            dtype = _one_type(recipe, index, dtype if located else "", part, parts)
+            place = int(index["offset"]), str(index["stamp"])
+            part = replace(part, offset=place[0], stamp=place[1])
+        if not located:
+            content.update(dtype.encode())
+        located.append(part)
+        per_part.append(int(index["lengths"].sum(dtype=np.uint64)))
+        lengths = index["lengths"][:left]
+        content.update(index["token_checksums"].tobytes())
+        content.update(lengths.tobytes())
+        blocks.add(lengths)
+        num_bytes += int(index["num_bytes"])
+        num_bad += int(index["num_bad"])
+        first_bad = first_bad or next(iter(index["bad"].tolist()), "")
+        if left is not None:
+            left -= len(lengths)
+            if left <= 0:
+                break
+    if not sum(per_part):
+        raise entry.error("dataset", "holds no text")
+    if parts[0].source:
+        save_sources(folder, located)
     with whole_file(folder / LENGTHS) as file:
-        for part in parts:  # one in memory at a time
-            index = load_arrays(part.index, OF_PART)
-            content.update(index["token_checksums"].tobytes())
-            content.update(index["lengths"].tobytes())
-            file.write(index["lengths"].astype("<u4").tobytes())
-            per_part.append(index["lengths"].sum(dtype=np.uint64))
-            num_bytes += int(index["num_bytes"])
-        if not sum(per_part):
-            raise entry.error("dataset", "holds no text")
-    lengths = map_file(folder / LENGTHS, np.uint32)
-    firsts = np.arange(0, len(lengths), BLOCK_DOCUMENTS)
-    per_block = np.add.reduceat(lengths, firsts, dtype=np.uint64)
+        for part, count in zip(located, blocks.per_part, strict=True):
+            file.write(read_index(part)["lengths"][:count].astype("<u4").tobytes())
     _save_arrays(
         folder / "cache.npz",
         content=np.str_(content.hexdigest()[:16]),
         num_bytes=np.int64(num_bytes),
-        num_documents=np.int64(len(lengths)),
+        num_documents=np.int64(sum(blocks.per_part)),
         dtype=np.str_(dtype),
         part_starts=_starts(per_part),
-        block_starts=_starts(per_block),
-        length_checksums=checksums(folder / LENGTHS, 4 * BLOCK_DOCUMENTS),
+        block_starts=_starts(blocks.sums),
+        length_checksums=np.array(blocks.checksums, np.uint32),
+        num_bad=np.int64(num_bad),
+        first_bad=np.str_(first_bad),
     )
+
+
+def _one_type(
+    recipe: TokenizationSpec, index: dict[str, Any], first: str, part: Part, parts: Sequence[Part]
+) -> str:
+    dtype = str(index["dtype"])
+    if first and dtype != first:
+        what = f"is of type {dtype}, and {parts[0].source} of {first}"
+        raise recipe.entry.error("dataset_path", f"{part.source}: {what}")
+    return dtype
+
+
+class _Blocks:
+    """Sums and checksums of the lengths of documents, block by block."""
+
+    def __init__(self) -> None:
+        self.per_part = list[int]()
+        self._sums, self._checksums = list[int](), list[int]()
+        self._pending = np.empty(0, np.uint32)
+
+    def add(self, lengths: npt.NDArray[Any]) -> None:
+        """Take the lengths of one part."""
+        self.per_part.append(len(lengths))
+        self._pending = np.concatenate([self._pending, lengths.astype("<u4")])
+        whole = len(self._pending) // BLOCK_DOCUMENTS * BLOCK_DOCUMENTS
+        self._take(self._pending[:whole])
+        self._pending = self._pending[whole:]
+
+    def _take(self, lengths: npt.NDArray[Any]) -> None:
+        for begin in range(0, len(lengths), BLOCK_DOCUMENTS):
+            block = lengths[begin : begin + BLOCK_DOCUMENTS]
+            self._sums.append(int(block.sum(dtype=np.uint64)))
+            self._checksums.append(zlib.crc32(block.tobytes()))
+
+    @property
+    def sums(self) -> list[int]:
+        """Tokens of each block, with the last one, which is shorter."""
+        rest = [int(self._pending.sum(dtype=np.uint64))] if len(self._pending) else []
+        return self._sums + rest
+
+    @property
+    def checksums(self) -> list[int]:
+        """Of each block."""
+        rest = [zlib.crc32(self._pending.tobytes())] if len(self._pending) else []
+        return self._checksums + rest
 
 
 def _starts(sizes: Any) -> Any:
@@ -234,7 +303,7 @@ def _starts(sizes: Any) -> Any:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.uint64)]).astype(np.uint64)
 
 
-def _save_arrays(path: Path, **arrays: Any) -> None:
+def _save_arrays(path: Any, **arrays: Any) -> None:
     """Write an .npz."""
     with whole_file(path) as file:
         np.savez(file, **arrays)

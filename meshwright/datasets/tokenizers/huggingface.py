@@ -10,9 +10,9 @@ from typing import Any
 import tokenizers
 
 from meshwright.datasets.tokenizers.special_tokens import (
-    NAME_FILES,
+    OWN,
+    Ends,
     any_of,
-    read_json_object,
     special_names,
     split_at_specials,
     well_formed,
@@ -24,10 +24,13 @@ from meshwright.system.errors import ConfigError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-KNOWN_BOS = ("<|begin_of_text|>", "<s>")
-
-
-KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+KNOWN_EOS = (
+    "<|end_of_text|>",
+    "</s>",
+    "<|endoftext|>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 
 
 SPACE = "\u2581"  # a space in a piece of those kinds that are not byte-level
@@ -44,29 +47,33 @@ KNOW_NO_PLACE = {"Sequence", "Split", "Digits", "ByteLevel", "NFC", "NFD", "NFKC
 class HuggingFaceTokenizer:
     """A `tokenizer.json`.
 
-    BOS and EOS are named by the files beside it, otherwise well-known ones. BOS stands before a
-    document only if `add_bos_token` in tokenizer_config.json says so, or without that key the
-    file's own post-processor; and never if it is the EOS, which would separate documents twice.
-    Added tokens that are not special are found in any text, as their families mean them to be.
+    The file alone says which tokens stand around a document. BOS is the token that its own
+    post-processor puts first, unless that is the EOS, which would separate documents twice. EOS is
+    the token that it puts last, otherwise the first of `KNOWN_EOS` in the file; only if it has
+    none, the token that a file beside it names. Added tokens that are not special are found in any
+    text, as their families mean them to be.
+
+    Args:
+        ends: BOS and EOS that go before that.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ends: Ends = OWN) -> None:
         content = path.read_bytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        begins = self._tokenizer.encode("").ids[:1]
+        first, last = self._added()
         _leave_text_alone(self._tokenizer)
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         names = special_names(path)
-        named_bos = "bos_token" in names
-        bos_id = self._find("bos_token", names, KNOWN_BOS)
-        self.eos_id = self._find("eos_token", names, KNOWN_EOS)
-        self._make_special([i for i in (bos_id, self.eos_id) if i is not None])
-        said = read_json_object(path.with_name(NAME_FILES[0])).get("add_bos_token")
-        is_added = said if isinstance(said, bool) else begins == [bos_id]
-        self.bos_id = bos_id if is_added and bos_id != self.eos_id else None
-        if self.bos_id is None and not named_bos:
-            names.pop("bos_token", None)
+        eos_id = self._named(ends.eos) if ends.eos is not None else last
+        if ends.eos is None and eos_id is None:
+            eos_id = self._find_eos(names.get("eos_token"))
+        bos_id = self._named(ends.bos) if ends.bos is not None else first
+        self.eos_id, self.bos_id = eos_id, None if bos_id == eos_id else bos_id
+        self._make_special([i for i in (self.bos_id, self.eos_id) if i is not None])
+        for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            if token_id is not None:
+                names.setdefault(name, self._tokenizer.id_to_token(token_id))
         self.special_names = {name: token for name, token in names.items() if token is not None}
         self.special_ids: dict[str, int] = {
             token.content: token_id
@@ -79,15 +86,40 @@ class HuggingFaceTokenizer:
         self._unknown, self._has_byte_pieces = model.get("unk_token"), model.get("byte_fallback")
         self._check_that_text_stays_text()
 
-    def _find(self, name: str, names: dict[str, str | None], known: tuple[str, ...]) -> int | None:
-        """Return the id of BOS or EOS; puts a well-known one into `names`."""
-        for token in [names[name]] if name in names else known:
-            token_id: int | None = self._tokenizer.token_to_id(token) if token else None
+    def _added(self) -> tuple[int | None, int | None]:
+        """Return the special tokens that the post-processor puts first and last, if it does."""
+        text = "a"
+        plain = self._tokenizer.encode(text, add_special_tokens=False).ids
+        whole = self._tokenizer.encode(text).ids
+        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
+        if not starts or not plain:
+            return None, None
+        start, end = starts[0], starts[0] + len(plain)
+        return (whole[0] if start else None), (whole[-1] if end < len(whole) else None)
+
+    def _named(self, token: str) -> int | None:
+        """Return the id of a token that the config names; None for ""."""
+        token_id: int | None = self._tokenizer.token_to_id(token) if token else None
+        if token and token_id is None:
+            raise ValueError(f"lacks {token!r}, which model.bos_token or model.eos_token names")
+        return token_id
+
+    def _find_eos(self, named: str | None) -> int | None:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        known = [token for token in KNOWN_EOS if self._tokenizer.token_to_id(token) is not None]
+        # "</s>" may be HTML to a tokenizer that has another EOS
+        found = [
+            *(token for token in known if token in special),
+            *known,
+            *([named] if named else []),
+        ]
+        for token in found:
+            token_id: int | None = self._tokenizer.token_to_id(token)
             if token_id is not None:
-                names[name] = token
                 return token_id
-        if names.get(name):
-            raise ValueError(f"lacks {names[name]!r}, which a file beside it names as {name}")
+        if named:
+            raise ValueError(f"lacks {named!r}, which a file beside it names as eos_token")
         return None
 
     def _make_special(self, ids: list[int]) -> None:

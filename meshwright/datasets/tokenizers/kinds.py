@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.config.section import BYTES
-from meshwright.datasets.tokenizers.special_tokens import well_formed
+from meshwright.datasets.tokenizers.special_tokens import OWN, Ends, well_formed
 from meshwright.datasets.tokenizers.tiktoken_ranks import is_tiktoken
 from meshwright.system.errors import ConfigError, check, config_error, where_it_ends
 
@@ -86,18 +86,23 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-def build_tokenizer(path: str) -> Tokenizer:
+def build_tokenizer(path: str, ends: Ends = OWN) -> Tokenizer:
     """Build the tokenizer in the file `path`, or in the folder `path` under its usual name.
 
+    Args:
+        ends: tokens around a document, where they are to be others than its own.
+
     Raises:
-        ConfigError: if there is none, or it cannot be read.
+        ConfigError: if there is none, or it cannot be read, or lacks one of `ends`.
     """
     if path == BYTES:
-        return ByteTokenizer()
+        return _with_ends(ByteTokenizer(), ends, path)
     file = find_file(path)
     beside = [file, *(file.with_name(name) for name in BESIDE)]
     found = [stat for stat in map(_stat, beside) if stat]
-    return _build(file, tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found))
+    return _build(
+        file, ends, tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
+    )
 
 
 def _stat(file: Path) -> os.stat_result | None:
@@ -108,7 +113,7 @@ def _stat(file: Path) -> os.stat_result | None:
 
 
 @lru_cache(4)  # every source needs it, and a vocabulary of 128k takes seconds
-def _build(file: Path, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
+def _build(file: Path, ends: Ends, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
     """
     Args:
         states: of the file and those beside it: if one changes, it is another tokenizer.
@@ -117,15 +122,37 @@ def _build(file: Path, states: tuple[tuple[int, int, int], ...]) -> Tokenizer:
     check(bool(content.strip()), PATH_KEY, str(file), "is empty", "download it again")
     kind = kind_of(file, content)
     try:
-        return kind(file)
+        if kind.__name__ == "HuggingFaceTokenizer":  # it finds them by itself
+            return kind(file, ends)
+        return _with_ends(kind(file), ends, str(file))
+    except ConfigError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception, sentencepiece RuntimeError
         reason = str(error).strip() or type(error).__name__
         raise config_error(PATH_KEY, str(file), f"not a {kind.__name__}: {reason}") from error
 
 
+def _with_ends(tokenizer: Tokenizer, ends: Ends, path: str) -> Tokenizer:
+    """Return a tokenizer of another kind without the tokens that `ends` leaves out."""
+    for name, token in ends._asdict().items():
+        if token == "":
+            setattr(tokenizer, f"{name}_id", None)
+        elif token is not None:
+            what = f"only a tokenizer.json can have another; {path} has its own"
+            raise config_error(f"model.{name}_token", token, what, 'leave it out, or set it to ""')
+    return tokenizer
+
+
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return the tokens around a document, as Hugging Face names them."""
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def end_of_chat(tokenizer: Tokenizer) -> int | None:
+    """Return the token that the files beside a tokenizer name as EOS: of chats, it ends a turn."""
+    names: dict[str, str] = getattr(tokenizer, "special_names", {})
+    ids: dict[str, int] = getattr(tokenizer, "special_ids", {})
+    return ids.get(names.get("eos_token", ""))
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -168,7 +195,7 @@ def _download(file: Path) -> str:
     return f"hf download {repository} {names} --local-dir {os.path.relpath(folder)}"
 
 
-def kind_of(file: Path, content: bytes) -> Callable[[Path], Tokenizer]:
+def kind_of(file: Path, content: bytes) -> Callable[..., Tokenizer]:
     """Return the class of the file's kind. Two are called `tokenizer.model`: the content tells.
 
     It imports the library of that kind alone: `check` waits for no other.

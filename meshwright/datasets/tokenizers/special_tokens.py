@@ -5,6 +5,19 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Ends(NamedTuple):
+    """Tokens around a document as the config names them. "": none; None: the tokenizer's own."""
+
+    bos: str | None = None
+    eos: str | None = None
+
+
+OWN = Ends()
+"""The tokenizer's own."""
+
 
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 

@@ -5,8 +5,8 @@ from bisect import bisect_right
 
 import numpy as np
 
+from meshwright.datasets.encoding import Raw, Sample, to_sample
 from meshwright.datasets.order import permutation, permuted
-from meshwright.datasets.sample import Raw, Sample, to_sample
 from meshwright.datasets.token_cache.cache import TokenCache
 
 BLOCKS_KEPT = 64

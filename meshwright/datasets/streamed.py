@@ -1,19 +1,20 @@
 """Samples of a source that is tokenised as it is read."""
 
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.datasets.documents import Document, Reader
+from meshwright.datasets.encoding import Sample, SampleRules, to_sample
+from meshwright.datasets.hub import may_pass
 from meshwright.datasets.opening import StreamedSource
 from meshwright.datasets.order import permutation
-from meshwright.datasets.sample import Sample, SampleRules, to_sample
-from meshwright.datasets.sources.huggingface import may_pass
+from meshwright.datasets.rows import Item, Reader
 from meshwright.system.errors import RecordError
 from meshwright.system.files import RETRY_AFTER_S
 from meshwright.system.log import logger
@@ -41,6 +42,8 @@ class ShardPlace:
     """Tokens of it that have gone into samples."""
     bad_records: int = 0
     """Records before the current document that were passed over, in all epochs."""
+    taken: int = 0
+    """Documents before the window, in this epoch, that `max_documents` counts."""
 
 
 class Shard:
@@ -65,6 +68,9 @@ class Shard:
         self._reader: Reader | None = None
         self._window_state = place.window_state
         self._epoch, self._window_number = place.epoch, place.window
+        self._taken = place.taken
+        most, shards = source.entry.source.max_documents, source.num_shards
+        self._most = most // shards + (number < most % shards) if most else math.inf
         self._fill_window()
         self._document, self._used = place.document, place.used
         self._tokens = self._encode(place.document)
@@ -79,6 +85,7 @@ class Shard:
             self._document,
             self._used,
             self._bad_records,
+            self._taken,
         )
 
     def next_sample(self) -> Sample:
@@ -112,6 +119,7 @@ class Shard:
         self._document, self._used = self._document + 1, 0
         if self._document >= len(self._shuffled):
             self._document, self._window_number = 0, self._window_number + 1
+            self._taken += _count(self._shuffled)
             self._fill_window()
             if not self._shuffled:
                 self._begin_epoch()
@@ -123,7 +131,7 @@ class Shard:
         self._epoch, self._window_number = self._epoch + 1, 0
         if self._epoch == self._rules.max_epochs:
             raise EndOfData
-        self._reader, self._window_state = None, None
+        self._reader, self._window_state, self._taken = None, None, 0
         self._fill_window()
 
     def _fill_window(self) -> None:
@@ -134,7 +142,7 @@ class Shard:
         self._shuffled = [documents[index] for index in order]
         self._has_documents = self._has_documents or bool(documents)
 
-    def _read_window(self) -> list[Document | RecordError]:
+    def _read_window(self) -> list[Item]:
         """Return the documents of the next window, read again from its beginning if that may
         help."""
         source = self._source
@@ -152,20 +160,19 @@ class Shard:
                 time.sleep(wait_s)
         raise AssertionError
 
-    def _try_window(self) -> list[Document | RecordError]:
+    def _try_window(self) -> list[Item]:
         if self._reader is None:
             self._reader = self._source.documents.read(
                 self._number, self._source.num_shards, self._window_state
             )
         self._window_state = self._reader.state
-        documents = list[Document | RecordError]()
-        while len(documents) < self._source.window:
+        documents, taken = list[Item](), self._taken
+        while len(documents) < self._source.window and taken < self._most:
             try:
                 documents.append(next(self._reader))
             except StopIteration:
                 break
-            except RecordError as error:  # raised, or passed over, in its turn
-                documents.append(error)
+            taken += _count(documents[-1:])
         return documents
 
     def _encode(self, document: int) -> npt.NDArray[np.uint32]:
@@ -181,6 +188,11 @@ class Shard:
             self._pass_over(error)
             self._is_bad = True
             return np.empty(0, np.uint32)
+
+
+def _count(items: Sequence[Item]) -> int:
+    """Return how many are documents; an empty text is none."""
+    return sum(bool(item) and not isinstance(item, RecordError) for item in items)
 
 
 class StreamedSamples:

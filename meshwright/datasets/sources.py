@@ -5,29 +5,35 @@ Tokenising their documents is in `datasets/tokenizers` and `datasets/token_cache
 
 import glob
 import os
+import sysconfig
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from meshwright.datasets.documents import Documents, Entry, IndexedDocuments
-from meshwright.datasets.sources.faults import has_lines
-from meshwright.datasets.sources.files import (
-    LINES,
+from meshwright.datasets.files import (
+    DataFile,
+    Entry,
+    described,
     fingerprint,
-    hub_files,
     local_files,
-    stdlib_files,
-    subset_of,
     token_paths,
 )
-from meshwright.datasets.sources.huggingface import check_files, load_rows
-from meshwright.datasets.sources.rows import line_reader, row_reader
-from meshwright.system.errors import check, config_error, where_it_ends
+from meshwright.datasets.filters import is_on_side
+from meshwright.datasets.hub import hub_files, load_rows, subset_of
+from meshwright.datasets.rows import (
+    Documents,
+    IndexedDocuments,
+    LocalDocuments,
+    local_layout,
+    row_reader,
+)
+from meshwright.system.errors import check, config_error, numbered, where_it_ends
+from meshwright.system.log import logger
 
 if TYPE_CHECKING:
-    from meshwright.datasets.sources.token_files import TokenFiles
+    from meshwright.datasets.foreign_tokens import TokenFiles
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,41 @@ class DatasetSpec:
 
     open: "Callable[[Entry, bool], Documents | TokenFiles]"
     """Of a source; whether it is to be streamed."""
-    files: Callable[[Entry], list[str]]
-    """Its files, as paths or addresses: another list means other documents."""
+    files: Callable[[Entry], Sequence[DataFile | str]]
+    """Its files, which may be given by their paths or addresses: others mean other documents."""
     path: Literal["none", "optional", "required"] = "none"
     """The role of `dataset_path`."""
     is_large: bool = False
     """Whether it is streamed unless the config says otherwise."""
     has_tokens: bool = False
     """It holds tokens, which are read where they lie, instead of documents."""
+    has_rows: bool = False
+    """Its documents are made of rows by `row_reader`, which heeds `dataset_where` and what is held
+    out for validation."""
+
+    def find(self, entry: Entry) -> list[DataFile]:
+        """Return its files as they are now."""
+        return [
+            file
+            if isinstance(file, DataFile)
+            else described(file)
+            if os.path.exists(file)
+            else DataFile(file)
+            for file in self.files(entry)
+        ]
+
+
+def stdlib_files(entry: Entry) -> list[DataFile]:
+    """Return the running Python's own standard library, without its tests; of that, one split."""
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = set(subfolders) - left_out  # os.walk enters the rest
+        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        files += [path for path in paths if os.path.getsize(path) > 0]
+    files.sort()
+    held_out = entry.source.dataset_split == "validation"
+    return [described(file) for n, file in enumerate(files) if (n % 20 == 10) == held_out]
 
 
 def open_stdlib(entry: Entry, streamed: bool) -> Documents:
@@ -51,35 +84,28 @@ def open_stdlib(entry: Entry, streamed: bool) -> Documents:
     files = stdlib_files(entry)
 
     def read(index: int) -> str:
+        path = files[index].path
         try:
-            with tokenize.open(files[index]) as file:  # heeds the file's own coding line
-                return file.read()
+            with tokenize.open(path) as file:  # heeds the file's own coding line
+                text = file.read()
         except (SyntaxError, UnicodeDecodeError) as error:
-            raise entry.record_error("dataset", f"{files[index]}: {error}") from error
+            raise entry.record_error("dataset", f"{path}: {error}") from error
+        return text if not entry.held_out or is_on_side(entry, text) else ""
 
     return IndexedDocuments(len(files), read)
 
 
-def open_local(builder: str, entry: Entry, streamed: bool) -> Documents:
-    """Open files that Hugging Face `datasets` can read; each text file is one document."""
-    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
-    files = local_files(builder, entry)
-    names = [glob.escape(file) for file in files]  # `datasets` takes every name for a pattern
-    options |= {"data_files": names, "split": "train"}
-    if not streamed:  # a reader of a stream checks each file when it comes to it
-        options["cache_dir"] = _arrow_folder(entry, files)
-        if not os.path.isdir(options["cache_dir"]):  # else another process, which made it, has
-            check_files(entry, files)
-    if builder == "json" and all(file.endswith(LINES) or has_lines(file) for file in files):
-        # its own reader makes text of numbers, and JSON of objects, in files after the first
-        options["sample_by"] = "line"
-        return load_rows(entry, streamed, "text", files, line_reader(entry), **options)
-    return load_rows(entry, streamed, builder, files, **options)
+def open_local(kind: str, entry: Entry, streamed: bool) -> Documents:
+    """Open local files."""
+    files = local_files(kind, entry)
+    size = sum(file.size for file in files) / 1e9
+    logger.info("%s: %s, %.3g GB", entry.name, numbered(len(files), "file"), size)
+    return LocalDocuments(entry, files, local_layout(entry))
 
 
 def open_tokens(kind: str, entry: Entry, streamed: bool) -> "TokenFiles":
     """Open files of tokens that others have made."""
-    from meshwright.datasets.sources.token_files import (
+    from meshwright.datasets.foreign_tokens import (
         TokenFiles,  # here: `check` does not wait for numpy
     )
 
@@ -97,7 +123,7 @@ def open_hub(repository: str, subset: str, entry: Entry, streamed: bool) -> Docu
     return load_rows(entry, streamed, repository, name=name, split=split, revision=revision)
 
 
-def _arrow_folder(entry: Entry, files: list[str]) -> str:
+def _arrow_folder(entry: Entry, files: list[DataFile]) -> str:
     """Cache of `datasets` for local files, which it would not rebuild for a file
     that has changed but not its time."""
     import datasets  # here, because it takes a second that other sources need not wait for
@@ -105,8 +131,11 @@ def _arrow_folder(entry: Entry, files: list[str]) -> str:
     return os.path.join(datasets.config.HF_DATASETS_CACHE, fingerprint(entry, files))
 
 
-def check_path(entry: Entry, spec: DatasetSpec) -> None:
+def check_path(entry: Entry, spec: DatasetSpec, *, looks_at_files: bool = True) -> None:
     """Check that `dataset_path`, subset and split suit the dataset, and are there.
+
+    Args:
+        looks_at_files: also whether they are there.
 
     Raises:
         ConfigError: naming the first that is not.
@@ -132,9 +161,9 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         "a copy of a dataset of the hub cannot be read from a folder with *, ? or [ in its path",
         "rename the folder",
     )
-    if spec.path == "required":
+    if spec.path == "required" and looks_at_files:
         spec.files(entry)
-    elif path and not Path(path).exists():
+    elif path and looks_at_files and not Path(path).exists():
         raise config_error(key, path, "no such file or folder", where_it_ends(path))
     if spec.has_tokens and source.dataset_mode == "streamed":
         raise entry.error("dataset_mode", "tokens are read where they lie", "leave it out")
@@ -148,5 +177,29 @@ def check_path(entry: Entry, spec: DatasetSpec) -> None:
         fix = f'set {entry.key}.dataset_split = "{splits[0]}"'
         what = f"dataset {name!r} has only {' and '.join(splits)}"
         raise entry.error("dataset_split", what, fix)
-    if source.dataset_format:
+    check(
+        spec.has_rows or not source.dataset_where,
+        *(f"{entry.key}.dataset_where", source.dataset_where),
+        f"dataset {name!r} has no rows",
+        "leave it out",
+    )
+    check(
+        name == "text" or not source.dataset_separator,
+        *(f"{entry.key}.dataset_separator", source.dataset_separator),
+        f'dataset {name!r} is not "text"',
+        "leave it out",
+    )
+    check(
+        not spec.has_tokens or not source.max_documents,
+        *(f"{entry.key}.max_documents", source.max_documents),
+        f"dataset {name!r} holds tokens, which are read where they lie",
+        "leave it out, or bound training.steps",
+    )
+    check(
+        not entry.held_out or spec.has_rows or name == "python_stdlib",
+        *("training.validation_fraction", entry.held_out),
+        f"dataset {name!r} has no rows that could be held out",
+        "name a dataset in [validation] instead",
+    )
+    if spec.has_rows or source.dataset_format:
         row_reader(entry)

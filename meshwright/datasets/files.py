@@ -1,0 +1,395 @@
+"""Which files a source consists of, and how each is opened."""
+
+import codecs
+import fnmatch
+import glob
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from meshwright.config.section import MODULE_OBJECT
+from meshwright.config.training import Source
+from meshwright.datasets.storage import ranges as storage
+from meshwright.system.errors import ConfigError, RecordError, config_error, where_it_ends
+from meshwright.system.log import logger
+
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+"""Endings of compressed files, and pyarrow's names of the methods."""
+
+
+def _packed_or_not(*suffixes: str) -> tuple[str, ...]:
+    return tuple(suffix + packed for packed in ("", *PACKED) for suffix in suffixes)
+
+
+SUFFIXES = {
+    "json": _packed_or_not(".json", ".jsonl"),
+    "parquet": (".parquet",),
+    "text": _packed_or_not(".txt", ".md"),
+    "arrow": (".arrow",),
+    "megatron": (".bin",),
+    "tokens": (".npy", ".bin", ".ds"),
+}
+
+ROW_FORMATS = ("json", "parquet", "text", "arrow")
+"""Of files that hold rows: names of datasets."""
+
+READERS_VERSION = 1
+"""Of the documents that `readers.py` makes of local files, and of the parts they are cut into."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as the config names it."""
+
+    key: str
+    """The table that holds its keys: `training`, or `training.datasets.1`."""
+    name: str
+    """In figures."""
+    source: Source = field(hash=False)  # it has lists
+    held_out: float = 0.0
+    """Part of its documents that is kept for validation,"""
+    is_held_out: bool = False
+    """and whether that part is meant, not the rest."""
+
+    def error(self, key: str, what: str, fix: str = "") -> ConfigError:
+        """That `key` of this source is at fault."""
+        return config_error(f"{self.key}.{key}", getattr(self.source, key), what, fix)
+
+    def record_error(self, key: str, what: str) -> RecordError:
+        """That a record is at fault, as `key` of this source has it read."""
+        error = self.error(key, what)
+        return RecordError(error.key, str(error))
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file as it was when the job looked for it."""
+
+    path: str
+    """Or an address."""
+    size: int = -1
+    """Bytes; -1: unknown, of a file on the hub."""
+    changed: int = 0
+    """Time of its last change in nanoseconds, or 0."""
+
+
+class Place(NamedTuple):
+    """Where a row is in its file."""
+
+    at: int
+    """Byte, before compression; row group of Parquet; batch of Arrow; 0 in a single JSON value."""
+    number: int
+    """Line since the beginning of the range; row of the row group, the batch or the JSON list."""
+
+
+class Range(NamedTuple):
+    """Rows of a file that begin in a part of it."""
+
+    file: DataFile
+    begin: int = 0
+    """First byte of lines and text, row group of Parquet, or batch of Arrow."""
+    end: int | None = None
+    """None: to the end of the file."""
+
+
+CHUNK = 1 << 18
+"""Bytes that are read at once. Of a damaged compressed file, so many before the damage are lost."""
+
+LONGEST = 1 << 28
+"""Bytes of the longest line, document or JSON value: a reader's memory is a few times that."""
+
+
+class ChangedError(OSError):
+    """A file is not as it was when the job started."""
+
+
+def open_file(file: DataFile) -> IO[bytes]:
+    """Open a file for reading and seeking.
+
+    Raises:
+        ChangedError: if it is gone, or has another size than when the job looked for it.
+        OSError: if it cannot be read now.
+    """
+    if storage.is_address(file.path):
+        if described(file.path) != file:
+            raise ChangedError(f"{file.path}: has changed since the job started")
+        return storage.open_stream(file.path)
+    try:
+        opened = open(file.path, "rb")  # noqa: SIM115  the caller closes it
+    except FileNotFoundError as error:
+        raise ChangedError(f"{file.path}: has gone since the job started") from error
+    size = os.fstat(opened.fileno()).st_size
+    if size != file.size:
+        opened.close()
+        raise ChangedError(f"{file.path}: had {file.size} bytes at the start, and has {size} now")
+    return opened
+
+
+def is_packed(file: DataFile) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return os.path.splitext(file.path)[1] in PACKED
+
+
+def chunks(file: DataFile, at: int) -> Iterator[bytes | Exception]:
+    """Yield the content of a file from a byte on, decompressed if its name says so. At the end
+    comes b"", or the error of a damaged file.
+
+    Compressed files are read from their beginning, always by the same pieces: where the error comes
+    does not depend on the place.
+    """
+    codec = PACKED.get(os.path.splitext(file.path)[1])
+    with open_file(file) as opened:
+        if codec is None:
+            opened.seek(at)
+            while chunk := opened.read(CHUNK):
+                yield chunk
+            yield b""
+            return
+        import pyarrow  # here: most files need it not, and it takes long
+
+        try:
+            with pyarrow.input_stream(opened, compression=codec) as stream:
+                while chunk := stream.read(CHUNK):
+                    if at < len(chunk):
+                        yield chunk[at:]
+                    at = max(at - len(chunk), 0)
+            yield b""
+        except OSError as error:
+            if error.errno is not None:  # the system's, not of pyarrow
+                raise
+            yield error
+
+
+def content_of(file: DataFile) -> bytes:
+    """Return a file of at most `LONGEST` bytes, without a byte-order mark.
+
+    Raises:
+        ValueError: if it is longer.
+    """
+    found, size = list[bytes](), 0
+    for chunk in chunks(file, 0):
+        if isinstance(chunk, Exception):
+            raise chunk
+        found.append(chunk)
+        size += len(chunk)
+        if size > LONGEST:
+            raise ValueError(f"longer than {LONGEST >> 20} MiB")
+    return b"".join(found).removeprefix(codecs.BOM_UTF8)
+
+
+def resolve(path: str, suffixes: Sequence[str]) -> list[DataFile]:
+    """Return the file `path`, the files below the folder `path`, or the files that fit the glob.
+
+    A path that exists is taken as it is, even with a `*` in it. Links are followed. Below a folder,
+    names that begin with `.` or `_` are left out, as are Arrow's own `cache-*.arrow`.
+
+    Args:
+        path: a file, a folder or a glob, in which `**` stands for any number of folders.
+        suffixes: of the files wanted below a folder.
+
+    Returns:
+        The files in the order of their paths; an empty list if there are none.
+    """
+    if storage.is_address(path):
+        return described_all(storage.find_files(path, tuple(suffixes)))
+    if os.path.isdir(path):
+        found = [file for file in _below(path) if file.endswith(tuple(suffixes))]
+    elif os.path.exists(path):
+        found = [path]
+    else:
+        literal = path  # as much of it as is there, even if it reads as a pattern
+        while literal and not os.path.exists(literal):
+            literal = os.path.dirname(literal)
+        pattern = path[len(literal) :].lstrip("/")
+        if "**" in pattern.split("/"):
+            wanted = pattern.split("/")
+            names = ((file, os.path.relpath(file, literal or ".")) for file in _below(literal))
+            found = [file for file, name in names if _fits(name.split("/"), wanted)]
+        else:
+            parts = pattern.split("/")
+            found = [
+                file
+                for file in glob.glob(os.path.join(glob.escape(literal), pattern))
+                if not any(map(_is_left_out, file.split("/")[-len(parts) :], parts))
+            ]
+    return [described(file) for file in sorted(found) if os.path.isfile(file)]
+
+
+def described(path: str) -> DataFile:
+    """Return a file as it is now."""
+    return described_all([path])[0]
+
+
+def described_all(paths: Sequence[str]) -> list[DataFile]:
+    """Return files as they are now; of object storage, many at once."""
+    return [
+        DataFile(path, found.size, found.changed)
+        for path, found in zip(paths, storage.stat_all(paths), strict=True)
+    ]
+
+
+def beside(path: str, suffix: str) -> str:
+    """Return the path, or address, with another ending."""
+    return os.path.splitext(path)[0] + suffix
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the files below a folder; a folder that links lead to again is read once."""
+    seen = set[tuple[int, int]]()
+    for parent, folders, names in os.walk(folder or ".", followlinks=True):
+        stat = os.stat(parent)
+        if (stat.st_dev, stat.st_ino) in seen:
+            logger.warning("%s: a link to a folder that is read already; left out", parent)
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        parent = parent if folder else os.path.relpath(parent)
+        yield from (os.path.join(parent, name) for name in names if not _is_left_out(name))
+
+
+def _is_left_out(name: str, pattern: str = "") -> bool:
+    """Return whether a file or folder holds no data, unless the pattern names its beginning."""
+    if name.startswith("cache-") and name.endswith(".arrow"):
+        return not pattern.startswith("cache-")
+    return name[0] in "._" and pattern[:1] != name[0]
+
+
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path fit the parts of a pattern with `**`."""
+    if not pattern or not names:
+        return not names and not any(part != "**" for part in pattern)
+    if pattern[0] == "**":
+        return _fits(names, pattern[1:]) or _fits(names[1:], pattern)
+    return fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
+
+
+def local_files(kind: str, entry: Entry) -> list[DataFile]:
+    """Return the files of `dataset_path`: itself, files of the right kind below it, or its glob.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    path = entry.source.dataset_path
+    if found := resolve(path, SUFFIXES[kind]):
+        return found
+    wanted = "such file or folder"
+    if os.path.isdir(path):
+        wanted = f"file ending in {' or '.join(SUFFIXES[kind])}"
+    fixed = path  # as much of it as is no pattern
+    while glob.has_magic(fixed):
+        fixed = os.path.dirname(fixed)
+    fix = f"check the path: {fixed or '.'} holds none"
+    if not os.path.exists(fixed):
+        fix = where_it_ends(fixed)
+    raise entry.error("dataset_path", f"no {wanted}", fix)
+
+
+def token_files(kind: str, entry: Entry) -> list[DataFile]:
+    """Return the files of tokens that `dataset_path` stands for, then the indices beside them."""
+    found = token_paths(kind, entry)
+    indices = list[DataFile]()
+    for file in found:
+        name = beside(file.path, ".idx") if kind == "megatron" else f"{file.path}.index"
+        if kind == "megatron" or file.path.endswith(".ds"):
+            try:
+                indices.append(described(name))
+            except FileNotFoundError:
+                if kind == "megatron":
+                    raise entry.error("dataset_path", f"there is no {name}") from None
+    return [*found, *indices]
+
+
+def token_paths(kind: str, entry: Entry) -> list[DataFile]:
+    """Return the files of tokens that `dataset_path` stands for."""
+    path = entry.source.dataset_path
+    if kind != "megatron":
+        return local_files(kind, entry)
+    with suppress(FileNotFoundError, ConfigError):
+        return [described(f"{path}.bin")]  # Megatron names both files without their endings
+    if path.endswith((".bin", ".idx")):
+        with suppress(FileNotFoundError):
+            return [described(beside(path, ".bin"))]
+    found = {beside(file.path, ".bin") for file in local_files(kind, entry)}
+    return described_all(sorted(found))
+
+
+ALWAYS = {"dataset", "dataset_subset", "dataset_split", "dataset_column"}
+"""Settings that name the documents, and have stood in the names of caches from the beginning."""
+
+LATER = {"dataset_separator", "dataset_where", "max_documents"}
+"""As above; they stand there only if they are set."""
+
+
+def settings_of(source: Source) -> dict[str, Any]:
+    """Return the settings that name the documents."""
+    return source.model_dump(include=ALWAYS) | source.model_dump(
+        include=LATER, exclude_defaults=True
+    )
+
+
+def fingerprint(
+    entry: Entry,
+    files: Sequence[DataFile],
+    *,
+    is_portable: bool = False,
+    version: int = READERS_VERSION,
+) -> str:
+    """Changes with whatever changes the documents: settings, files, the formatting function.
+
+    Local files count with their paths, sizes and times of change, not their content.
+
+    Args:
+        is_portable: they count with names and sizes, which a copy on another machine has too.
+        version: of the readers of local files; 0: before they had a number.
+    """
+    source = entry.source
+    parts = [repr(sorted(source.model_dump(include=ALWAYS).items()))]
+    for file in files:
+        exact = f"{file.path} {file.changed}"
+        name = os.path.basename(file.path) if is_portable else exact
+        parts.append(f"{name} {file.size}" if file.size >= 0 else file.path)
+    if name := source.dataset_format:
+        place, _, function = name.rpartition(":")
+        if MODULE_OBJECT.fullmatch(name):
+            spec = importlib.util.find_spec(place)
+            place = (spec.origin if spec else None) or place
+        parts.append(function)
+        parts.append(Path(place).read_text("utf-8") if os.path.isfile(place) else place)
+    if source.dataset in ROW_FORMATS and version:
+        parts.append(f"readers {version}")
+    if later := source.model_dump(include=LATER, exclude_defaults=True):
+        parts.append(repr(sorted(later.items())))
+    if entry.held_out:
+        parts.append(f"held out {entry.held_out} {entry.is_held_out}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+
+def revision(files: Sequence[DataFile]) -> str:
+    """Return the commit that addresses of the hub name; "" if they are local."""
+    found = {match[1] for file in files if (match := COMMIT.search(file.path))}
+    return " ".join(sorted(found))
+
+
+SAMPLED_FILES, SAMPLED_BYTES = 16, 4096
+
+
+def sampled(files: Sequence[DataFile]) -> str:
+    """Hash of the first and the last bytes of some of the files, evenly spread, that are local."""
+    files = [file for file in files if file.size >= 0]
+    found, step = hashlib.sha256(), -(-len(files) // SAMPLED_FILES) or 1
+    for file in files[::step]:
+        with open_file(file) as opened:
+            found.update(opened.read(SAMPLED_BYTES))
+            opened.seek(max(opened.seek(0, os.SEEK_END) - SAMPLED_BYTES, 0))
+            found.update(opened.read())
+    return found.hexdigest()[:16]

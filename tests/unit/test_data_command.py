@@ -1,0 +1,133 @@
+"""`meshwright data`: facts of the data, samples as text, caches and their removal."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.loader import load_config
+from meshwright.datasets.encoding import SampleRules
+from meshwright.datasets.named_sources import weights
+from meshwright.datasets.opening import open_training_data
+from meshwright.datasets.stream import Cursor, SampleStream
+from meshwright.system.errors import ConfigError
+from tests.helpers.cli import command
+
+data = command("data")
+
+CONFIG = """
+[job]
+dump_folder = "{folder}/out"
+
+[model]
+tokenizer_path = "bytes"
+args = {{ vocab_size = 258 }}
+
+[training]
+seq_len = 69
+steps = 40
+global_batch_size = 4
+token_cache_folder = "{folder}/caches"
+
+[[training.datasets]]
+name = "first"
+dataset = "json"
+dataset_path = "{folder}/first.jsonl"
+dataset_mode = "{mode}"
+weight = 3
+
+[[training.datasets]]
+name = "second"
+dataset = "json"
+dataset_path = "{folder}/second.jsonl"
+weight = 1
+"""
+
+
+def write(folder: Path, mode: str = "cached") -> Path:
+    for name in ("first", "second"):
+        rows = ({"text": f"{name} {number:04d}\n" * 5} for number in range(100))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(folder=folder, mode=mode))
+    return config
+
+
+def test_the_overview_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data([write(tmp_path)])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    rows = rows[[row[0] for row in rows].index("source") :]  # the log is before it
+    # 5 lines of 11 bytes for each of 100 documents, with BOS and EOS
+    facts = ["100", f"{100 * (5 * 11 + 2):,}", f"{55 / 57:.2f}", "0", "75.00%"]
+    assert rows[1][:6] == ["first", *facts]
+    assert rows[1][6] == f"{40 * 4 * 0.75 / (5700 // 70):.2f}"
+    assert rows[2][:2] == ["second", "100"]
+    assert rows[2][5] == "25.00%"
+    assert rows[-2] == ["first", *["57"] * 5]
+
+
+@pytest.mark.parametrize("mode", ["cached", "streamed"])
+def test_the_samples_of_a_step_are_those_of_the_job(mode, tmp_path, capsys) -> None:
+    path = write(tmp_path, mode)
+    config = load_config(["--job.config_file", str(path)])
+    sources, rules = open_training_data(config), SampleRules(70, config.training.seed)
+    stream = SampleStream(
+        sources, weights(config.training.datasets), Cursor(), rules, batch=1, slots=[0]
+    )
+    want = [stream.next_sample() for _ in range(4 * 7)][4 * 6 :]
+    capsys.readouterr()
+    data([path, "--step", "7"])
+    texts = capsys.readouterr().out.split("--- step 7, sample ")[1:]
+    assert [text.split(":")[0] for text in texts] == ["0", "1", "2", "3"]
+    for text, sample in zip(texts, want, strict=True):
+        assert sample is not None
+        told = bytes(i for i in sample.tokens.tolist() if i < 256).decode()
+        assert text.partition("\n")[2] == f"{told}\n"
+        name = "first" if "first" in told else "second"
+        assert text.partition(": ")[2].startswith(name)
+
+
+def test_samples_of_a_source_by_their_indices(tmp_path, capsys) -> None:
+    path = write(tmp_path)
+    data([path, "--samples", "second", "3", "5"])
+    texts = capsys.readouterr().out.split("--- sample ")[1:]
+    assert [text.partition("\n")[0] for text in texts] == [f"{n} of second" for n in (3, 4, 5)]
+    assert all("second" in text.partition("\n")[2] for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--samples", "third", "1", "2"], "is not one of first, second"),
+        (["--samples", "first", "2", "1"], "are not two indices"),
+        (["--step", "41"], "is not from 1 to 40"),
+        (["--step", "1", "--training.global_batch_size=-1"], "follows the number of ranks"),
+        (["--remove", "none"], "is no cache in"),
+        (["--remove", "../first.jsonl"], "is no cache in"),
+    ],
+)
+def test_a_wrong_word_is_named(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        data([write(tmp_path), *words])
+
+
+def test_caches_are_listed_and_removed(tmp_path, capsys) -> None:
+    path = write(tmp_path)
+    data([path])
+    capsys.readouterr()
+    data([path, "--caches"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line][1:]
+    assert sorted(row[-1] for row in rows) == ["first", "second"]
+    assert all("complete" in row for row in rows)
+    (tmp_path / "caches" / "not-a-cache").mkdir()
+    name = rows[0][0]
+    claim = tmp_path / "caches" / name / "0.claim"
+    claim.write_text("{}")
+    with pytest.raises(ConfigError, match="a job is writing to"):
+        data([path, "--remove", name])
+    os.utime(claim, (0, 0))
+    data([path, "--remove", name])
+    assert sorted(os.listdir(tmp_path / "caches")) == sorted(["not-a-cache", rows[1][0]])
+    with pytest.raises(ConfigError, match="is no cache in"):
+        data([path, "--remove", "not-a-cache"])

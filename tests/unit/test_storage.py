@@ -1,0 +1,326 @@
+"""Files in object storage: the same batches as from the disk, whatever a server does meanwhile."""
+
+import hashlib
+import json
+import random
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as fsspec_registry
+
+from meshwright.config.section import BYTES
+from meshwright.config.training import Source
+from meshwright.datasets.cached import CachedSamples
+from meshwright.datasets.files import Entry
+from meshwright.datasets.storage import ranges as storage
+from meshwright.datasets.storage import remote
+from meshwright.datasets.storage.block_cache import BlockCache
+from meshwright.datasets.storage.ranges import ChangedError, RangeFile, open_stream
+from meshwright.datasets.token_cache.cache import TokenCache
+from meshwright.datasets.token_cache.spec import TokenizationSpec
+from meshwright.datasets.token_cache.tokenizing import open_cache
+from meshwright.system.errors import ConfigError, StorageError
+
+EOS = 257
+
+
+class Server:
+    """A web server of files in memory that answers ranges, and makes mistakes when asked to.
+
+    Attributes:
+        faults: taken one by one, a word for each request: "503", "reset", "short", "slow", "whole".
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.faults: Iterator[str] = iter(())
+        self.num_requests = 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.num_requests += 1
+        fault = next(self.faults, "")
+        content = self.files.get(request.path.lstrip("/"))
+        if fault == "503" or content is None:
+            request.send_error(503 if fault else 404)
+            return
+        if fault == "reset":  # a RST instead of an answer
+            linger = struct.pack("ii", 1, 0)
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            request.connection.close()
+            return
+        if fault == "slow":  # longer than `TIMEOUT_S` of the tests
+            threading.Event().wait(1.0)
+        first, last = map(int, re.findall(r"\d+", request.headers["Range"]))
+        part = content[first : last + 1]
+        request.send_response(200 if fault == "whole" else 206 if part else 416)
+        end = f"{first}-{first + len(part) - 1}" if part else "*"
+        request.send_header("Content-Range", f"bytes {end}/{len(content)}")
+        request.send_header("Content-Length", str(len(part)))
+        request.send_header("ETag", hashlib.sha256(content).hexdigest()[:16])
+        request.end_headers()
+        request.wfile.write(part[: len(part) // 2] if fault == "short" else part)
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0,) * 6)
+    monkeypatch.setattr(storage, "TIMEOUT_S", 0.5)
+    server = Server()
+    yield server
+    server.close()
+
+
+def documents() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [[*rng.integers(0, 256, n).tolist(), EOS] for n in rng.integers(1, 2000, 400)]
+
+
+def save(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    flat = [token for document in documents() for token in document]
+    np.save(folder / "a.npy", np.array(flat, "<u2"))
+    return folder / "a.npy"
+
+
+def open_tokens(folder: Path, path: str, blocks: BlockCache | None = None) -> TokenCache:
+    source = Source(dataset="tokens", dataset_path=path)
+    recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
+    return open_cache(recipe, folder, num_workers=1, blocks=blocks)
+
+
+def batches(cache: TokenCache) -> np.ndarray:
+    samples = CachedSamples(cache, 513, seed=1)
+    return np.stack([samples.read(n).tokens for n in range(samples.samples_per_epoch)])
+
+
+def some_faults(seed: int) -> Iterator[str]:
+    """Of five requests three go wrong, and never more in a row than are tried again."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(["503", "reset", "short", "", ""], 5)
+
+
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_batches_are_those_of_the_disk_to_the_bit(server, tmp_path, keeps_blocks) -> None:
+    path = save(tmp_path / "disk")
+    server.files["a.npy"] = path.read_bytes()
+    on_disk = open_tokens(tmp_path / "1", str(path))
+    server.faults = some_faults(seed=3)
+    blocks = BlockCache(tmp_path / "blocks", 1 << 30) if keeps_blocks else None
+    cache = open_tokens(tmp_path / "2", f"{server.address}/a.npy", blocks)
+    assert cache.content == on_disk.content
+    assert np.array_equal(batches(cache), batches(on_disk))
+    if keeps_blocks:
+        before = server.num_requests
+        again = TokenCache(cache.folder, blocks=blocks)
+        assert np.array_equal(batches(again), batches(on_disk))
+        assert server.num_requests == before
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "short", "slow"])
+def test_a_fault_that_passes_is_waited_for(server, tmp_path, fault) -> None:
+    server.files["a"] = bytes(range(256))
+    server.faults = iter([fault, fault])
+    assert RangeFile(f"{server.address}/a").read(3, 5) == bytes(range(3, 8))
+    assert server.num_requests == 3
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "short"])
+def test_a_fault_that_stays_says_so(server, fault) -> None:
+    server.files["a"] = bytes(256)
+    server.faults = iter([fault] * 7)
+    with pytest.raises(StorageError, match="/a cannot be read: .*\n  fix: run the same command"):
+        RangeFile(f"{server.address}/a").read(3, 5)
+    assert server.num_requests == 7
+
+
+def test_a_server_without_ranges_is_not_asked_again(server) -> None:
+    server.files["a"] = bytes(256)
+    server.faults = iter(["whole"])
+    with pytest.raises(ConfigError, match="gives no ranges"):
+        RangeFile(f"{server.address}/a").read(3, 5)
+    assert server.num_requests == 1
+
+
+def test_a_missing_file_is_an_answer(server) -> None:
+    with pytest.raises(FileNotFoundError):
+        RangeFile(f"{server.address}/none").read(0, 5)
+    assert server.num_requests == 1
+
+
+def test_content_that_changes_under_the_job_is_said_to_have_changed(server, tmp_path) -> None:
+    path = save(tmp_path / "disk")
+    server.files["a.npy"] = content = path.read_bytes()
+    address = f"{server.address}/a.npy"
+    cache = open_tokens(tmp_path / "cache", address)
+    server.files["a.npy"] = content[:-2] + b"\x00\x00"
+    with pytest.raises(ConfigError, match="a.npy: has changed since it was indexed"):
+        batches(cache)
+    # another start takes it for other data, which no checkpoint of before fits
+    assert open_tokens(tmp_path / "cache", address).content != cache.content
+
+
+def test_an_index_that_changes_while_it_is_read_is_noticed(server) -> None:
+    server.files["a"] = bytes(100)
+    file = RangeFile(f"{server.address}/a")
+    file.read(0, 50)
+    server.files["a"] = bytes(99) + b"1"
+    with pytest.raises(ChangedError, match="/a: has changed"):
+        file.read(50, 50)
+
+
+def test_a_damaged_block_of_the_local_cache_is_read_again(server, tmp_path) -> None:
+    path = save(tmp_path / "disk")
+    server.files["a.npy"] = path.read_bytes()
+    blocks = BlockCache(tmp_path / "blocks", 1 << 30)
+    cache = open_tokens(tmp_path / "cache", f"{server.address}/a.npy", blocks)
+    want = batches(cache)
+    [block, *_] = sorted(blocks.folder.glob("??/*-0"))
+    block.write_bytes(bytes(block.stat().st_size))
+    assert np.array_equal(batches(TokenCache(cache.folder, blocks=blocks)), want)
+    assert block.read_bytes() == server.files["a.npy"][: len(block.read_bytes())]
+
+
+def test_the_local_cache_is_bounded(server, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(BlockCache, "BLOCK", 1 << 10)
+    server.files["a"] = random.Random(0).randbytes(100 << 10)
+    blocks = BlockCache(tmp_path / "blocks", 32 << 10)
+    file = RangeFile(f"{server.address}/a", cache=blocks)
+    for begin in range(0, 100 << 10, 1000):
+        assert file.read(begin, 1000) == server.files["a"][begin : begin + 1000]
+        # a sixteenth is written between two looks at the sum
+        size = sum(path.stat().st_size for path in blocks.folder.glob("??/*"))
+        assert size <= (32 + 2) << 10
+    assert size > 16 << 10
+
+
+def write_lines(path: Path) -> list[str]:
+    texts = [f"document {number} " * (number % 9) for number in range(300)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def test_lines_of_json_are_tokenised_as_from_the_disk(server, tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_lines(path)
+    server.files["a.jsonl"] = path.read_bytes()
+    server.faults = some_faults(seed=5)
+    caches = []
+    for place in (str(path), f"{server.address}/a.jsonl"):
+        source = Source(dataset="json", dataset_path=place)
+        recipe = TokenizationSpec(Entry("training", "data", source), BYTES)
+        caches.append(open_cache(recipe, tmp_path / "cache", num_workers=1))
+    assert caches[0].folder != caches[1].folder
+    assert caches[0].content == caches[1].content
+
+
+def test_a_stream_can_be_sought_in_and_notices_a_change(server) -> None:
+    server.files["a"] = content = random.Random(0).randbytes(1 << 16)
+    with open_stream(f"{server.address}/a", 100) as stream:
+        assert stream.read(10) == content[100:110]
+        stream.seek(-5, 2)
+        assert stream.read() == content[-5:]
+    stream = open_stream(f"{server.address}/a")
+    server.files["a"] = content[:-1]
+    with pytest.raises(ConfigError, match="has changed"):
+        stream.read()
+
+
+class Bucket(MemoryFileSystem):
+    """In place of s3: fsspec's file system in memory, with failures of a connection."""
+
+    protocol = "s3"
+    store: dict[str, Any] = {}  # noqa: RUF012  fsspec's own declaration
+    pseudo_dirs = [""]  # noqa: RUF012
+    failures: list[Exception] = []  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("s3://", "memory://"))
+
+    def cat_file(self, path: str, **options: Any) -> bytes:
+        if self.failures:
+            raise self.failures.pop()
+        return super().cat_file(path, **options)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0,) * 6)
+    fsspec.register_implementation("s3", Bucket, clobber=True)
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
+    yield Bucket()
+    Bucket.store.clear()
+    fsspec_registry.pop("s3")
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
+
+
+def test_a_folder_of_a_bucket_gives_the_batches_of_the_disk(bucket, tmp_path) -> None:
+    path = save(tmp_path / "disk")
+    (tmp_path / "disk" / "b.npy").write_bytes(path.read_bytes())
+    for name in ("a.npy", "b.npy", "_hidden.npy", "b.txt"):
+        bucket.pipe_file(f"s3://bucket/data/{name}", path.read_bytes())
+    on_disk = open_tokens(tmp_path / "1", str(tmp_path / "disk"))
+    bucket.failures += [ConnectionResetError("reset"), TimeoutError("slow")]
+    cache = open_tokens(tmp_path / "2", "s3://bucket/data")
+    assert cache.content == on_disk.content
+    assert np.array_equal(batches(cache), batches(on_disk))
+    glob = open_tokens(tmp_path / "3", "s3://bucket/data/*.npy")
+    assert glob.num_tokens == cache.num_tokens * 3 // 2  # a glob means what it says
+
+
+def test_a_bucket_needs_its_package(monkeypatch) -> None:
+    remote.of_scheme.cache_clear()
+    remote.file_system.cache_clear()
+
+    def missing(scheme: str) -> None:
+        raise ImportError(f"Install s3fs to access {scheme}")
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(ConfigError, match="s3:// needs a package .*\n  fix: pip install s3fs$"):
+        storage.find_files("s3://bucket/data", (".npy",))
+
+
+def test_an_unknown_storage_is_named() -> None:
+    with pytest.raises(ConfigError, match="nowhere:// is no storage"):
+        storage.find_files("nowhere://bucket/data", (".npy",))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda address: storage.find_files(address, (".npy",)), "does not list files"),
+        (lambda address: storage.stat(f"{address}/none"), "no such file"),
+    ],
+)
+def test_what_a_web_server_cannot_give(server, call: Callable[..., Any], message: str) -> None:
+    with pytest.raises((ConfigError, FileNotFoundError), match=message):
+        call(server.address)
