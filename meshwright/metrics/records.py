@@ -1,4 +1,4 @@
-"""The figures of a logged step, by name; docs/metrics.md has their meanings."""
+"""The figures of a logged step, by name; docs/monitoring.md has their meanings."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The worked example of docs/models.md is a family that works."""
+"""The worked example of docs/extending.md is a family that works."""
 
 import re
 import sys
@@ -11,13 +11,14 @@ from meshwright.models.family import Family
 from tests.helpers.families import small
 from tests.unit import test_families
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture
 def family(tmp_path, monkeypatch) -> Family:
     """The module in the text, as a user would add it."""
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    text = DOCS.read_text("utf-8")
+    (code,) = re.findall(r"<!-- test: mistral -->\n```python\n(.*?)```", text, re.DOTALL)
     assert len(code.splitlines()) < 250
     assert "parallelisms" not in code
     (tmp_path / "mistral_of_the_docs.py").write_text(code, "utf-8")

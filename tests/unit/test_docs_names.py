@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "meshwright"
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GLOSSARY = (ROOT / "docs/glossary.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -23,12 +21,3 @@ def test_python_files_exist(page: Path) -> None:
     for name in named:
         is_example = "NAME" in name or name.startswith(("path/", "my_"))
         assert is_example or any(path.endswith(f"/{name}") for path in there), name
-
-
-def test_the_glossarys_names_exist() -> None:
-    names = re.findall(r"\| `([a-z_.]+)\.([A-Z]\w+)` \|", GLOSSARY)
-    assert len(names) > 20
-    for module, name in names:
-        path = PACKAGE / module.replace(".", "/")
-        file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-        assert re.search(rf"^(class )?{name}\b", file.read_text("utf-8"), re.M), f"{module}.{name}"

@@ -45,7 +45,7 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
 
 
 def test_a_model(tmp_path) -> None:
-    (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    family = example("mistral")
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
     config = load_config(words(tmp_path, family + example("model"), *model))
     plan = preflight(config, 8)
@@ -53,7 +53,7 @@ def test_a_model(tmp_path) -> None:
 
 
 def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    code = example("mistral")
     module = tmp_path / "mine.py"
     module.write_text(code + example("model"), "utf-8")
     extend_by(str(module))

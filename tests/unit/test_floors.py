@@ -1,4 +1,4 @@
-"""Imports point down the floors of the house; see docs/architecture.md."""
+"""Imports point down the floors of the house; see docs/how_it_works.md."""
 
 import ast
 from pathlib import Path

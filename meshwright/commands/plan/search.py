@@ -278,7 +278,7 @@ SIMULATED = 8
 
 
 MOST_OVER = 1.1
-"""How many times the simulated peak an estimate may be: docs/planning.md."""
+"""How many times the simulated peak an estimate may be: benchmarks/results/plans.md."""
 
 
 @dataclass(frozen=True)
