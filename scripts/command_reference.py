@@ -18,10 +18,10 @@ source .venv/bin/activate
 meshwright check debug_model --training.steps 30
 ```
 
-`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Commands that
-take it also take `--section.key VALUE` for [any key](config_reference.md). Write a value that begins with `-` with
-an equals sign: `--optimizer.lr=-1e5`. A mistake of yours ends a command with exit code 2 and one message.
-`train` ends with one of these [exit codes](configuration.md#exit-codes).
+`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Commands
+that take it also take `--section.key VALUE` for [any key](config_reference.md). Write a value that
+begins with `-` with an equals sign: `--optimizer.lr=-1e5`. A mistake of yours ends a command with
+exit code 2 and one message. `train` ends with one of [these codes](configuration.md#exit-codes).
 """
 
 TAIL = "\nNext: [configure a job](configuration.md)."
@@ -34,7 +34,7 @@ def page() -> Iterator[str]:
         parser = build_parser(name)
         yield f"## {name}\n"
         yield f"{command.purpose[0].upper()}{command.purpose[1:]}.\n"
-        yield f"```\n{' '.join([f'meshwright {name}', *map(usage, options(parser))])}\n```\n"
+        yield f"```text\n{' '.join([f'meshwright {name}', *map(usage, options(parser))])}\n```\n"
         for action in options(parser):
             if action.metavar != "CONFIG":  # explained at the top
                 yield f"* `{form(action)}`: {action.help}"

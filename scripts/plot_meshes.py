@@ -74,7 +74,8 @@ def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
         style = f'stroke="{COLOURS[i]}" stroke-width="{9 - 1.5 * i if i < 5 else 1.2}"'
         yield f'<polyline {style} points="{line(values, low, high, TOP, UPPER)}"/>'
         y = TOP + 14 + 18 * i
-        yield f'<rect x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8" fill="{COLOURS[i]}"/>'
+        box = f'x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8"'
+        yield f'<rect {box} fill="{COLOURS[i]}"/>'
         yield f'<text x="{WIDTH - RIGHT + 34}" y="{y}">{name}</text>'
     yield f'<text x="{LEFT}" y="{below - 10}">relative difference from {first}</text>'
     for power in range(-8, -3):

@@ -10,7 +10,7 @@ from torch.distributed.run import parse_args
 
 import meshwright
 from meshwright.commands import train
-from meshwright.commands.main import COMMANDS, build_parser, main, run
+from meshwright.commands.main import COMMANDS, main, run
 from meshwright.commands.train import environment
 from meshwright.config.loader import load_config, preset_names
 from meshwright.system import machine

@@ -14,6 +14,7 @@ GENERATED = {"config_reference.md", "commands.md"}
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
 CODE_BLOCK = re.compile(r"^```.*?^```\n?", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\|.*\n?", re.MULTILINE)
+SENTENCE_ENDS = r"(?<=[.!?:])\s+|\n\n|\n\* |\n\d\. "
 STAND_INS = r"\b(?:all that|those (?:that|of|which|who)|that of)\b"
 IRREGULAR = r"\w+ed|\w+en|built|made|cut|kept|held|sent|read|found|put|set|told|lost|left"
 PASSIVE = re.compile(rf"\b(?:is|are|was|were|be|been|being)\s+(?:not\s+)?(?:{IRREGULAR})\b")
