@@ -23,7 +23,7 @@ OURS = r"meshwright(?= )|\./run_\w+\.sh|python(?= )|sbatch(?= )|scripts/\w+"
 OTHERS = {
     *("aws", "cat", "cd", "cp", "eval", "flock", "git", "grep", "gsutil", "head", "hf", "mkdir"),
     *("make", "mkdocs", "nohup", "pip", "pkill", "pre-commit", "python3", "rclone", "source"),
-    *("tensorboard", "touch"),
+    *("less", "sort", "tail", "tensorboard", "touch"),
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
