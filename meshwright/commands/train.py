@@ -115,7 +115,7 @@ def environment(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
 def host_settings(ranks: Ranks, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return variables that make ranks faster on this machine, and that the user has not set.
 
-    They cannot be set later, from within a process. Their gains: docs/performance.md.
+    They cannot be set later, from within a process. Their gains: benchmarks/results/speed.md.
     """
     new = {}
     if ranks.gpus and not any(name in inherited for name in ALLOCATOR):

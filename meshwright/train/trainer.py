@@ -164,7 +164,7 @@ def count_labels(batches: Sequence[Batch], meshes: Meshes) -> Tensor:
 
     The loss is divided by it, once. Then adding up over ranks and microbatches gives the mean over
     every label, however unevenly the ignored ones fall; averaging per-rank means would not: a rank
-    with few labels would weigh as much as a full one. See docs/decisions/0002-loss-scaling.md.
+    with few labels would weigh as much as a full one. See docs/how_it_works.md.
     """
     num_labels = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum()
     dist.all_reduce(num_labels, group=meshes.loss.get_group())

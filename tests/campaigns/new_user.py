@@ -35,7 +35,7 @@ def main() -> None:
     """Print each command with its seconds; stop at the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="of the clone (default: a temporary one)")
-    parser.add_argument("pages", nargs="*", default=["docs/own_data.md"])
+    parser.add_argument("pages", nargs="*", default=["docs/tutorial.md"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         clone = args.folder or Path(temporary) / "meshwright"

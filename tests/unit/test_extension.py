@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md and docs/models.md are modules that work."""
+"""The examples of docs/extending.md are modules that work."""
 
 import re
 import sys
@@ -48,7 +48,7 @@ def words(folder: Path, code: str, *others: str) -> list[str]:
 
 
 def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
-    (family,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    family = example("mistral")
     model = ("--model.name", "mistral", "--model.flavor", "mistral_7b")
     config = load_config(words(tmp_path, family + example("model"), *model))
     plan = preflight(config, 8)
@@ -56,7 +56,7 @@ def test_the_model_of_the_docs_has_its_published_size(tmp_path) -> None:
 
 
 def test_a_model_is_exported_and_generates_with_its_module_alone(tmp_path, capsys) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    code = example("mistral")
     module = tmp_path / "mine.py"
     module.write_text(code + example("model"), "utf-8")
     extend_by(str(module))
@@ -142,7 +142,7 @@ def test_a_module_is_found_by_its_name_too(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def family(tmp_path, monkeypatch) -> Family:
     """The module in the text, as a user would add it."""
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "models.md").read_text("utf-8"), re.DOTALL)
+    code = example("mistral")
     assert len(code.splitlines()) < 250
     assert "parallelisms" not in code
     (tmp_path / "mistral_of_the_docs.py").write_text(code, "utf-8")

@@ -1,4 +1,4 @@
-"""The limits of the house: sizes, no circles, a sentence on every door (docs/architecture.md)."""
+"""The limits of the house: sizes, no circles, a sentence on every door (docs/how_it_works.md)."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""The project's English: nouns, not "what"."""
+"""The project's English: the reader is spoken to, sentences are plain, examples come often."""
 
 import ast
 import io
@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_PER_1000_WORDS = 1.0
+GENERATED = {"config_reference.md", "commands.md"}
+PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
+CODE_BLOCK = re.compile(r"^```.*?^```\n?", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\|.*\n?", re.MULTILINE)
+SENTENCE_ENDS = r"(?<=[.!?:])\s+|\n\n|\n\* |\n\d\. "
+STAND_INS = r"\b(?:all that|those (?:that|of|which|who)|that of)\b"
+IRREGULAR = r"\w+ed|\w+en|built|made|cut|kept|held|sent|read|found|put|set|told|lost|left"
+PASSIVE = re.compile(rf"\b(?:is|are|was|were|be|been|being)\s+(?:not\s+)?(?:{IRREGULAR})\b")
 
 
 def prose_of(file: Path) -> Iterator[str]:
@@ -37,6 +44,9 @@ def messages_of(file: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
+    ("words", "most"), [(r"\bwhat\b", 1.0), (STAND_INS, 1.0)], ids=["what", "those that"]
+)
+@pytest.mark.parametrize(
     ("pattern", "prose_of"),
     [
         ("meshwright/**/*.py", prose_of),
@@ -45,11 +55,57 @@ def messages_of(file: Path) -> Iterator[str]:
         ("*.md", prose_of),
     ],
 )
-def test_what_is_rare(pattern: str, prose_of: Callable[[Path], Iterator[str]]) -> None:
-    words, found = 0, dict[str, int]()
+def test_stand_ins_for_nouns_are_rare(
+    pattern: str, prose_of: Callable[[Path], Iterator[str]], words: str, most: float
+) -> None:
+    count, found = 0, dict[str, int]()
     for file in ROOT.glob(pattern):
         prose = " ".join(prose_of(file))
-        words += len(prose.split())
-        if count := len(re.findall(r"\bwhat\b", prose, re.IGNORECASE)):
-            found[str(file.relative_to(ROOT))] = count
-    assert 1000 * sum(found.values()) <= MOST_PER_1000_WORDS * words, found
+        count += len(prose.split())
+        if hits := len(re.findall(words, prose, re.IGNORECASE)):
+            found[str(file.relative_to(ROOT))] = hits
+    assert 1000 * sum(found.values()) <= most * count, found
+
+
+def plain(text: str) -> str:
+    """Sentences alone: no code, tables, headings, links' targets."""
+    text = TABLE.sub("", CODE_BLOCK.sub("", text))
+    text = re.sub(r"^(#|<!--).*\n|\]\([^)]*\)|`[^`]*`", "", text, flags=re.MULTILINE)
+    return re.sub(r"https?:\S+", "", text)
+
+
+def test_pages_speak_plainly_to_the_reader() -> None:
+    """Targets measured at five other frameworks' docs."""
+    texts = [page.read_text("utf-8") for page in PAGES]
+    prose = "\n\n".join(map(plain, texts))
+    words = len(prose.split())
+    sentences = [
+        part for part in re.split(r"(?<=[.!?:])\s+|\n\n|\n\* |\n\d\. ", prose) if part.split()
+    ]
+
+    def share(pattern: str) -> float:
+        return sum(bool(re.search(pattern, sentence)) for sentence in sentences) / len(sentences)
+
+    def per_1000(pattern: str) -> float:
+        return 1000 * len(re.findall(pattern, prose, re.IGNORECASE)) / words
+
+    blocks = 1000 * sum(len(CODE_BLOCK.findall(text)) for text in texts) / words
+    rows = (row for text in texts for row in TABLE.findall(text))
+    in_tables = sum(len(re.findall(r"\S*\w\S*", row)) for row in rows)
+    assert per_1000(r"\byou(?:r|rs)?\b") >= 3
+    assert per_1000("for example") >= 0.8
+    assert blocks >= 5
+    assert share("[;:]") <= 0.30
+    assert len(PASSIVE.findall(prose)) / len(sentences) <= 0.18
+    assert in_tables / (words + in_tables) <= 0.20
+    assert words + in_tables <= 24_000
+    assert sum(len(s.split()) > 30 for s in sentences) / len(sentences) <= 0.02
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_whom_it_is_for_shows_an_example_and_leads_on(page: Path) -> None:
+    text = page.read_text("utf-8")
+    if page.name != "README.md":
+        assert re.match(r"# .+\n\nFor ", text)
+    assert "```" in "".join(text.splitlines(keepends=True)[:30])
+    assert text.rstrip().splitlines()[-1].startswith("Next: ")

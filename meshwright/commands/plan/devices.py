@@ -104,7 +104,7 @@ SOURCE = "estimated by published runs on H100s"
 """Of all rates."""
 
 ERROR = 0.15
-"""Of an estimated step time on H100s: the published steps of docs/planning.md are within it."""
+"""Of an estimated step time on H100s: the published steps of benchmarks/results/plans.md are within it."""
 
 
 @dataclass(frozen=True)

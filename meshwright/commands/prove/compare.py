@@ -9,7 +9,7 @@ from meshwright.commands.prove.measure import Measurement, ShardComparison
 
 @dataclass(frozen=True)
 class Bounds:
-    """Relative errors up to which a case equals its reference; docs/proof.md has reasons."""
+    """Relative errors up to which a case equals its reference; docs/correctness.md has reasons."""
 
     loss: float
     """Of step 1."""

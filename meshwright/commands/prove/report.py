@@ -51,7 +51,7 @@ def explanation(columns: Collection[str] = COLUMNS) -> str:
     """Return the meaning of `columns`, one line each."""
     lines = [f"{name}: {text}" for name, text in MEANINGS.items() if name in columns]
     head = "Every case trains the same small model as one process does."
-    return "\n".join([head, *lines, "docs/proof.md derives the bounds, and those of bf16."])
+    return "\n".join([head, *lines, "docs/correctness.md derives the bounds, and those of bf16."])
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -1,0 +1,64 @@
+"""Print docs/commands.md, every command and its options.
+
+python -m scripts.command_reference > docs/commands.md
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from meshwright.commands.main import COMMANDS, Parser, build_parser
+
+HEAD = """# Command line
+
+For looking up a command. Made from the code by `python -m scripts.command_reference`. The command
+`meshwright` is in the environment that `./run_llama_train.sh` sets up:
+
+```bash
+source .venv/bin/activate
+meshwright check debug_model --training.steps 30
+```
+
+`CONFIG` is the path of a TOML or the name of a preset (`meshwright config --presets`). Commands
+that take it also take `--section.key VALUE` for [any key](config_reference.md). Write a value that
+begins with `-` with an equals sign: `--optimizer.lr=-1e5`. A mistake of yours ends a command with
+exit code 2 and one message. `train` ends with one of [these codes](configuration.md#exit-codes).
+"""
+
+TAIL = "\nNext: [configure a job](configuration.md)."
+
+
+def page() -> Iterator[str]:
+    """Lines of Markdown."""
+    yield HEAD
+    for name, command in COMMANDS.items():
+        parser = build_parser(name)
+        yield f"## {name}\n"
+        yield f"{command.purpose[0].upper()}{command.purpose[1:]}.\n"
+        yield f"```text\n{' '.join([f'meshwright {name}', *map(usage, options(parser))])}\n```\n"
+        for action in options(parser):
+            if action.metavar != "CONFIG":  # explained at the top
+                yield f"* `{form(action)}`: {action.help}"
+        yield ""
+    yield TAIL.strip()
+
+
+def options(parser: Parser) -> list[argparse.Action]:
+    """Options and arguments but --help, arguments last."""
+    actions = [action for action in parser._actions if action.help and action.dest != "help"]
+    return sorted(actions, key=lambda action: not action.option_strings)
+
+
+def form(action: argparse.Action) -> str:
+    """An option with its value, or an argument, the same in every version of Python."""
+    value = action.metavar or "|".join(action.choices or ()) or action.dest.upper()
+    return " ".join([*action.option_strings[-1:], *([] if action.nargs == 0 else [str(value)])])
+
+
+def usage(action: argparse.Action) -> str:
+    """The form, in brackets if you may leave it out."""
+    is_needed = action.required if action.option_strings else action.nargs != "?"
+    return form(action) if is_needed else f"[{form(action)}]"
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))

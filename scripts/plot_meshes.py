@@ -1,0 +1,110 @@
+"""Train one TOML on six meshes of this machine's CPU, and draw their losses and differences.
+
+python -m scripts.plot_meshes > docs/images/meshes.svg        # minutes
+"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+STEPS = 40
+MESHES = {
+    "1 process": {},
+    "FSDP 2": {"data_parallel_shard_degree": 2},
+    "TP 2": {"tensor_parallel_degree": 2},
+    "CP 2": {"context_parallel_degree": 2},
+    "PP 2": {"pipeline_parallel_degree": 2},
+    "FSDP 2 x TP 2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+}
+"""Degrees by the name in the picture; the first is the reference."""
+COLOURS = ("#888888", "#4c78d0", "#d0743c", "#3a9a5c", "#b04a9a", "#c0392b")
+WIDTH, LEFT, RIGHT = 720, 64, 150
+TOP, UPPER, GAP, LOWER = 28, 210, 46, 130
+
+
+def losses(name: str, folder: Path) -> list[float]:
+    """Train the debug model on a mesh and return the loss of each step."""
+    print(f"training on {name}", file=sys.stderr)
+    degrees = MESHES[name]
+    options = {
+        "job.dump_folder": folder / name.replace(" ", "_"),
+        "training.steps": STEPS,
+        "lr_scheduler.warmup_steps": 10,
+        "metrics.log_freq": 1,
+        "checkpoint.enable": "false",
+        "validation.enable": "false",
+        **{f"parallelism.{key}": value for key, value in degrees.items()},
+    }
+    words = [f"--{key}={value}" for key, value in options.items()]
+    command = [sys.executable, "-m", "meshwright.commands.main", "train", "debug_model"]
+    ranks = str(math.prod(degrees.values()))
+    subprocess.run([*command, "--ngpu", ranks, *words], check=True, stdout=subprocess.DEVNULL)
+    text = (Path(options["job.dump_folder"]) / "metrics.jsonl").read_text("utf-8")
+    return [json.loads(line)["loss/train"] for line in text.splitlines()]
+
+
+def line(values: Sequence[float], low: float, high: float, top: float, height: float) -> str:
+    """Points of a polyline over all steps; values outside of the range stay at its edge."""
+    step = (WIDTH - LEFT - RIGHT) / (STEPS - 1)
+    heights = ((high - min(max(value, low), high)) / (high - low) for value in values)
+    return " ".join(f"{LEFT + i * step:.1f},{top + y * height:.1f}" for i, y in enumerate(heights))
+
+
+def drawing(runs: dict[str, list[float]]) -> Iterator[str]:
+    """Lines of an SVG: losses above, relative differences from one process below."""
+    (first, reference), *others = runs.items()
+    low, high = math.floor(min(reference)), math.ceil(max(reference))
+    below = TOP + UPPER + GAP
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {below + LOWER + 34}" '
+        'font-family="sans-serif" font-size="12">'
+    )
+    yield (
+        "<style>text{fill:#333}.grid{stroke:#8884;stroke-width:1}polyline{fill:none}"
+        "@media (prefers-color-scheme:dark){text{fill:#ddd}}</style>"
+    )
+    yield f'<text x="{LEFT}" y="16">loss of one TOML on six meshes (nats per token)</text>'
+    for value in range(low, high + 1):
+        yield from rule(TOP + (high - value) / (high - low) * UPPER, str(value))
+    for i, (name, values) in enumerate(runs.items()):
+        style = f'stroke="{COLOURS[i]}" stroke-width="{9 - 1.5 * i if i < 5 else 1.2}"'
+        yield f'<polyline {style} points="{line(values, low, high, TOP, UPPER)}"/>'
+        y = TOP + 14 + 18 * i
+        box = f'x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="12" height="8"'
+        yield f'<rect {box} fill="{COLOURS[i]}"/>'
+        yield f'<text x="{WIDTH - RIGHT + 34}" y="{y}">{name}</text>'
+    yield f'<text x="{LEFT}" y="{below - 10}">relative difference from {first}</text>'
+    for power in range(-8, -3):
+        yield from rule(below + (-4 - power) / 4 * LOWER, f"1e{power}")
+    for i, (_, values) in enumerate(others, 1):
+        differences = [
+            math.log10(max(abs(mine - one) / one, 1e-8))
+            for mine, one in zip(values, reference, strict=True)
+        ]
+        points = line(differences, -8, -4, below, LOWER)
+        yield f'<polyline stroke="{COLOURS[i]}" stroke-width="1.5" points="{points}"/>'
+    yield f'<text x="{LEFT}" y="{below + LOWER + 24}">step 1</text>'
+    yield f'<text x="{WIDTH - RIGHT}" y="{below + LOWER + 24}" text-anchor="end">{STEPS}</text>'
+    yield "</svg>"
+
+
+def rule(y: float, label: str) -> Iterator[str]:
+    """A line of the grid, with its value."""
+    yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: losses(name, Path(folder)) for name in MESHES}
+    largest = max(
+        abs(mine - one) / one
+        for values in runs.values()
+        for mine, one in zip(values, runs["1 process"], strict=True)
+    )
+    print(f"largest relative difference: {largest:.1e}", file=sys.stderr)
+    print("\n".join(drawing(runs)))
