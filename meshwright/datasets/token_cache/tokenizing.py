@@ -41,11 +41,8 @@ from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
 from meshwright.system.processes import die_with_parent
 
-POLL_S = 0.5
-"""Between two looks at the parts that other processes make."""
-
-
-JOIN = "join"
+POLL_S, JOIN = 0.5, "join"
+"""Seconds between two looks at the parts of others; the claim of who writes the index of all."""
 
 
 def default_folder() -> Path:
