@@ -83,3 +83,8 @@ class BlockCache:
                 return
             path.unlink(missing_ok=True)
             size -= of_one
+
+
+def block_cache(root: Path, gib: float) -> BlockCache:
+    """Return the cache of blocks of object storage that goes with token caches below `root`."""
+    return BlockCache(root / "blocks", int(gib * (1 << 30)))

@@ -41,22 +41,14 @@ from meshwright.system.log import busy, logger
 from meshwright.system.machine import count_cores
 from meshwright.system.processes import die_with_parent
 
-POLL_S = 0.5
-"""Between two looks at the parts that other processes make."""
-
-
-JOIN = "join"
+POLL_S, JOIN = 0.5, "join"
+"""Seconds between two looks at the parts of others; the claim of who writes the index of all."""
 
 
 def default_folder() -> Path:
     """Return where caches are kept unless the config says otherwise."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "meshwright"
-
-
-def block_cache(root: Path, gib: float) -> BlockCache:
-    """Return the cache of blocks of object storage that goes with token caches below `root`."""
-    return BlockCache(root / "blocks", int(gib * (1 << 30)))
 
 
 def cache_folder(recipe: TokenizationSpec, root: Path) -> Path:
@@ -154,9 +146,10 @@ class _Todo:
     def left(self) -> list[Part]:
         """Return the parts that are not made; of `max_documents`, only those that are needed."""
         most = getattr(self.recipe.entry.source, "max_documents", 0)
-        count, found = 0, []
+        count, found, there = 0, [], set(os.listdir(self.parts[0].folder))
         for part in self.parts:
-            if not self.is_done(part):
+            is_there = part.index.name in there
+            if not (is_there and (part.number not in self.wrong or self.is_done(part))):
                 found.append(part)
             elif most and not found:
                 count += len(read_index(part)["lengths"])
@@ -309,25 +302,32 @@ def _work_apart(todo: _Todo) -> None:
 
 def _work(todo: _Todo, claims: Claims, counts: _Counts) -> None:
     """Make parts until none is left that nobody has claimed."""
-    refused = set[int]()
-    while not counts.stop.value:
-        open_parts = [part for part in todo.left() if part.number not in refused]
-        if not open_parts:
-            return
-        part = open_parts[0]
-        if not claims.take(str(part.number)):
-            refused.add(part.number)
-            continue
-        try:
-            if not todo.is_done(part):
-                pending = _Pending(counts)
-                write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, pending.advance)
-                pending.flush()
-        except BaseException:
-            counts.stop.value = 1
-            raise
-        finally:
-            claims.release(str(part.number))
+    has_made = True
+    while has_made:
+        has_made = False
+        for part in todo.left():
+            if counts.stop.value:
+                return
+            if todo.is_done(part) or not claims.take(str(part.number)):
+                continue
+            has_made = True
+            _make(todo, part, claims, counts)
+            if getattr(todo.recipe.entry.source, "max_documents", 0):
+                break  # fewer may be left than were
+
+
+def _make(todo: _Todo, part: Part, claims: Claims, counts: _Counts) -> None:
+    """Make a part that is claimed, unless somebody has made it before that."""
+    try:
+        if not todo.is_done(part):
+            pending = _Pending(counts)
+            write_part(todo.recipe, part, todo.dtype, todo.max_bad_records, pending.advance)
+            pending.flush()
+    except BaseException:
+        counts.stop.value = 1
+        raise
+    finally:
+        claims.release(str(part.number))
 
 
 class _Pending:
