@@ -38,7 +38,7 @@ def validation_entries(config: JobConfig) -> list[Entry]:
 def check_held_out(config: JobConfig) -> None:
     """Check that the validation has one source of documents, its own or the training's."""
     validation, fraction = config.validation, config.training.validation_fraction
-    own = set(Source.model_fields) & validation.model_fields_set if validation.dataset else None
+    own = {"dataset", "dataset_path"} & validation.model_fields_set if validation.dataset else None
     check(
         not (fraction and validation.enable and (own or validation.datasets)),
         "training.validation_fraction",

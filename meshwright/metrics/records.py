@@ -1,4 +1,4 @@
-"""The record of a logged step, and the sinks that take it; docs/monitoring.md explains each name."""
+"""The record of a logged step, and its sinks; docs/monitoring.md explains each name."""
 
 import math
 from collections.abc import Mapping

@@ -104,7 +104,8 @@ SOURCE = "estimated by published runs on H100s"
 """Of all rates."""
 
 ERROR = 0.15
-"""Of an estimated step time on H100s: the published steps of benchmarks/results/plans.md are within it."""
+"""Of an estimated step time on H100s: within it are the published steps of
+benchmarks/results/plans.md."""
 
 
 @dataclass(frozen=True)
